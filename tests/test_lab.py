@@ -43,21 +43,16 @@ with Lab(machines=2) as lab:
     signal.pause()
 """
 ASK = """
-import os, socket, sys, time
+import socket, sys
 with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
-    started = time.monotonic()
-    data = os.urandom(int(sys.argv[2]))
-    connection.sendall(data)
-    left = len(data)
-    while left:
-        left -= len(connection.recv(1 << 16))
-    print(time.monotonic() - started)
+    connection.sendall(b"x")
+    assert connection.recv(1) == b"x"
 """
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with Lab(machines=3, shm_bytes=1 << 20, disk_bytes=2 << 20) as machines:
+    with Lab(machines=3) as machines:
         yield machines
 
 
@@ -67,12 +62,6 @@ def answering(lab: Lab) -> Process:
     process = lab.machines[0].start([sys.executable, "-c", ANSWER])
     process.await_output("listens", 20)
     return process
-
-
-def seconds(lab: Lab, asks: int, size: int = 1) -> float | None:
-    """How long the first machine takes to send so many bytes back; ``None`` if it cannot be reached."""
-    process = lab.machines[asks].start([sys.executable, "-c", ASK, lab.machines[0].name, str(size)])
-    return float(process.output) if process.wait(20) == 0 else None
 
 
 def namespaces(*pids: int) -> set[str]:
@@ -104,16 +93,6 @@ def test_machines_differ_in_all_but_the_files_that_they_share(lab: Lab, tmp_path
         assert (machine.disk / f"mine-{number}").read_text() == (machine.shm / f"mine-{number}").read_text()
     assert len(boot_ids) == 3
     assert (tmp_path / "all").read_text() == "x\n" * 3
-
-
-def test_a_slow_machine_takes_as_long_as_its_rate_says(lab: Lab, answering: Process) -> None:
-    lab.machines[0].slow(mbit=8)
-    slow = seconds(lab, asks=1, size=500_000)
-    lab.machines[0].heal()
-    fast = seconds(lab, asks=1, size=500_000)
-    assert slow is not None
-    assert fast is not None
-    assert slow > max(0.4, 2 * fast)
 
 
 def test_without_power_all_processes_and_the_memory_are_gone_and_the_disk_is_not(lab: Lab) -> None:
@@ -150,7 +129,7 @@ def test_others_hear_nothing_of_a_power_loss(
     assert seen in process.output
     lab.machines[0].replace()
     lab.machines[0].start([sys.executable, "-c", ANSWER]).await_output("listens", 20)
-    assert seconds(lab, asks=1) is not None
+    assert lab.machines[1].start([sys.executable, "-c", ASK, lab.machines[0].name]).wait(20) == 0
 
 
 def test_nothing_is_left_of_a_lab_whose_test_was_killed() -> None:

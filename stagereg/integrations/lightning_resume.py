@@ -25,8 +25,7 @@ from stagereg.integrations.lightning_uneven import JoinedLoader
 
 _log = logging.getLogger(__name__)
 
-RESUME = "stagereg_resume"
-"""The entry of a checkpoint that each rank has for itself."""
+RESUME = "stagereg_resume"  # the entry of a checkpoint that each rank has for itself
 
 
 class ResumedFit:

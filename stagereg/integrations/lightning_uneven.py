@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -125,18 +124,13 @@ class UnevenInputs(pl.Callback):
             closure_loss = self._join.mean(closure_loss * self._n, self._n)
         type(strategy).backward(strategy, closure_loss, *args, **kwargs)
 
-    def _leave(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def _leave(self, *error: Any) -> None:
         join, batches = self._join, self._batches
         self._join = self._batches = None
         if join is not None:
             if batches is not None:
                 batches.close()  # type: ignore[attr-defined]
-            join.__exit__(kind, error, trace)
+            join.__exit__(*(error or (None, None, None)))
 
 
 class JoinedLoader:

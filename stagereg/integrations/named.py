@@ -254,11 +254,8 @@ def delete(path: Path, store: Path | None = None) -> None:
 def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
     yield from own
     if split(path)[1].startswith("last"):
-        yield from (each for each in _beside(path) if each not in own)
-
-
-def _beside(path: str) -> list[Path]:
-    return _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}"))
+        beside = _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}"))
+        yield from (each for each in beside if each not in own)
 
 
 def _newest_first(found: Iterable[Path]) -> list[Path]:

@@ -51,12 +51,9 @@ _WRITTEN_FOR = ">=2.60"
 _REPORT = ["metrics", "checkpoint", "checkpoint_dir_name", "checkpoint_upload_mode"]
 _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "validation"]
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
-_ENDED_S = 30.0
-"""Seconds in which Ray ends a worker whose error another one tells better."""
-_HELD_S = 60.0
-"""Seconds, at most, for which a worker lets Ray wait that saves after a loss."""
-_LOST_S = 5.0
-"""Seconds in which a rank that failed since another one is gone hears of that."""
+_ENDED_S = 30.0  # seconds in which Ray ends a worker whose error another one tells better
+_HELD_S = 60.0  # seconds, at most, for which a worker lets Ray wait that saves after a loss
+_LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
 
 
 def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
@@ -216,15 +213,14 @@ def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before:
     rank = _this_rank(worker)
 
     def run() -> None:
-        try:
-            value = rank.run(functools.partial(_train, train), cfg)
-        except BaseException as error:
-            # An exit has arguments that Ray's pickle does not know, and ends no process on this thread.
-            told = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
-            with contextlib.suppress(InvalidStateError):
+        with contextlib.suppress(InvalidStateError):  # a loss has ended it
+            try:
+                value = rank.run(functools.partial(_train, train), cfg)
+            except BaseException as error:
+                # An exit has arguments that Ray's pickle does not know, and ends no process on this thread.
+                told = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
                 rank.outcome.set_exception(told)
-        else:
-            with contextlib.suppress(InvalidStateError):
+            else:
                 rank.outcome.set_result(value)
 
     threading.Thread(target=run, name="stagereg-train", daemon=True).start()

@@ -11,7 +11,6 @@ them, and what these have saved is restored here, sharded over ranks in any othe
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -26,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.manifest import MANIFEST, step_of
 from stagereg.checkpoint.hold import SCRATCH
+from stagereg.checkpoint.storage.files import METADATA
 from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
@@ -61,8 +62,6 @@ _MODEL_ALONE = (
     "It is the model alone, left by last_save_model_only at the end of a run. To train on from before, set "
     "checkpoint.load_step; to begin with it, name it as checkpoint.initial_load_path of another folder."
 )
-_STEP_NAME = re.compile(r"step-(\d+)(\.[0-9a-f]+)?", re.ASCII)
-_MANIFEST, _METADATA = "manifest.json", ".metadata"
 
 
 class _NotFoundError(CheckpointError, FileNotFoundError):
@@ -284,11 +283,11 @@ def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
     plain, own = dict[int, str](), dict[int, str]()
     for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():
         path = filesystem.join(folder, name)
-        if found := _STEP_NAME.fullmatch(name):
-            if filesystem.isfile(filesystem.join(path, _MANIFEST)):
-                own[int(found[1])] = path
-            elif filesystem.isfile(filesystem.join(path, _METADATA)):
-                plain[int(found[1])] = path
+        if (step := step_of(name)) is not None:
+            if filesystem.isfile(filesystem.join(path, MANIFEST)):
+                own[step] = path
+            elif filesystem.isfile(filesystem.join(path, METADATA)):
+                plain[step] = path
     return plain, own
 
 

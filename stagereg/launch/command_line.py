@@ -34,11 +34,7 @@ class CommandLine:
         else:
             start = [sys.executable, os.path.abspath(sys.argv[0])]
         known = parsed(arguments)
-        given = {
-            "--config-path": known.config_path,
-            "--config-name": known.config_name,
-            "--config-dir": known.config_dir,
-        }
+        given = {f"--config-{each}": getattr(known, f"config_{each}") for each in ("path", "name", "dir")}
         flags = [argument for flag, value in given.items() if value is not None for argument in (flag, value)]
         return cls(tuple(start), tuple(flags))
 

@@ -32,8 +32,7 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
 from stagereg.machine import tunables
 
-_LEAVE_S = 60.0
-"""Seconds that a task waits for the others to end, since one of them has the store."""
+_LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
 _MORE_S = 5.0
 """Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
 _RANKS_PER_CORE = 4
@@ -187,7 +186,6 @@ class _Run:
             self.start.command.append(resume)  # the run has passed the checkpoint that it was to begin from
 
     def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
-        """End all ranks after a signal."""
         # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
         # traceback from the middle of an import, so it is terminated instead.
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)

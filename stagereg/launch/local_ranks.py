@@ -16,8 +16,7 @@ from stagereg.errors import RESUME_CODE
 from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
 from stagereg.launch.warm import Start, WarmProcess, WarmStart
 
-_KILL_S = 3.0
-"""Seconds ranks have to end after a signal, before they are killed."""
+_KILL_S = 3.0  # seconds ranks have to end after a signal, before they are killed
 
 
 class LocalRanks:

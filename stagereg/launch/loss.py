@@ -20,10 +20,8 @@ from stagereg.launch.pulse import HURRIED_S
 from stagereg.launch.run_store import RunStore
 from stagereg.launch.watch import Watch
 
-_NOTICES = 3.0
-"""Times ``notice_s`` that a save after a loss may take."""
-_HEARD_S = 5.0
-"""Seconds in which a loss is heard of that a broken collective has shown."""
+_NOTICES = 3.0  # times ``notice_s`` that a save after a loss may take
+_HEARD_S = 5.0  # seconds in which a loss is heard of that a broken collective has shown
 _LOOK_S = 0.02
 _NOT_SAVED = "Those who are left have not saved: "
 

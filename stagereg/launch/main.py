@@ -24,8 +24,7 @@ from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, 
 from stagereg.launch.restarts import checked_restarts
 from stagereg.launch.scheduler_task import SchedulerTask
 
-_FULL_ERROR = "HYDRA_FULL_ERROR"
-"""Hydra's own switch for errors that are raised, not printed."""
+_FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
 _INITIALISED = (
     "the program calls init_process_group, and stagereg.main has done that already: with gloo for CPU tensors, and the "
     "accelerator's own backend beside it. Leave the call out, and destroy_process_group and set_device with it."

@@ -24,8 +24,7 @@ from stagereg.launch.earlier import Earlier
 
 _log = logging.getLogger(__name__)
 
-_SHOWN = 200
-"""Characters of an error in the log."""
+_SHOWN = 200  # characters of an error in the log
 
 PHASES = {
     "noticed": "the failure was noticed",

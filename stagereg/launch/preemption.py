@@ -22,12 +22,9 @@ from typing import Any
 import stagereg.launch.loss as loss
 from stagereg.errors import RESUME_CODE
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that ask a run to save and exit."""
-SAME_SIGNAL_S = 5.0
-"""Seconds in which a signal that comes again is the same one, from another of those who forward it."""
-_REPORT_S = 1.0
-"""Seconds that finding the newest checkpoint may take, once the time is up."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the signals that ask a run to save and exit
+SAME_SIGNAL_S = 5.0  # seconds in which a signal that comes again is the same one, from another of those who forward it
+_REPORT_S = 1.0  # seconds that finding the newest checkpoint may take, once the time is up
 
 
 class PreemptionHandler:

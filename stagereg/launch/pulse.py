@@ -29,8 +29,7 @@ import socket
 import time
 from typing import Any, NamedTuple
 
-HURRIED_S = 4.0
-"""Seconds in which a loss is noticed at most once a rank has been asked to end."""
+HURRIED_S = 4.0  # seconds in which a loss is noticed at most once a rank has been asked to end
 _MOST_BYTES = 1 << 16  # that a line may have
 ENDED = "its process has ended"
 _STOPPED = "it was stopped (SIGSTOP, or a suspended job)"
@@ -122,7 +121,6 @@ class Pulse:
             line.send(".")
 
     def _look(self, now: float) -> None:
-        """Find who is silent."""
         for line in [*self._lines.values()]:
             if line.rank >= 0 and now - line.heard > self._notice_s:
                 why = f"nothing was heard of it for {self._notice_s:g} s: frozen, or its machine is gone or cut off"

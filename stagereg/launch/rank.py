@@ -45,25 +45,18 @@ log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
-ATTEMPT = "STAGEREG_ATTEMPT"
-"""The environment variable with how often it has started the run again."""
+ATTEMPT = "STAGEREG_ATTEMPT"  # the environment variable with how often it has started the run again
 KEEPS_CODE = "STAGEREG_KEEPS_CODE"
 """The environment variable by which ``stagereg run`` tells its ranks that it ends with their exit code."""
 _RUN = "STAGEREG_RUN"
 """The environment variable with directory and ``resume_override`` of the run, for :func:`command_to_go_on`."""
 _CHECKPOINTS = "checkpoint.dir="
-_LINGER_S = 3.0
-"""Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
-_EXIT_S = 10.0
-"""Likewise a rank that exits because the run was signalled: the others exit too."""
-_TOGETHER_S = 60.0
-"""Likewise where the error has reached all ranks on purpose: others may still be saving."""
-_LOST_S = 5.0
-"""Seconds in which a rank that failed since another one is gone hears of that."""
-_MERCY_S = 2.0
-"""Seconds that a rank has to fail by itself once another one is lost, before it is ended."""
-NOTICE_S = 10.0
-"""Seconds in which a loss is noticed where the config does not say."""
+_LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
+_EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
+_TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving
+_LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
+_MERCY_S = 2.0  # seconds that a rank has to fail by itself once another one is lost, before it is ended
+NOTICE_S = 10.0  # seconds in which a loss is noticed where the config does not say
 _LOST_PEER = (
     "connection closed",
     "connection reset",

@@ -68,12 +68,8 @@ def _last_events(path: Path) -> dict[str, dict[str, Any]]:
 class Restarts:
     """Decides for one run.
 
-    Args:
-        most: how often it may start again without progress.
-        progress: how far it had come before.
-
     Attributes:
-        most: as given.
+        most: how often it may start again without progress.
         count: how often it has, in all.
         progressed: whether it has made a checkpoint since.
     """

@@ -21,8 +21,7 @@ from typing import Any
 from stagereg.errors import LaunchError
 from stagereg.launch.watch import Watch
 
-GATHER_S = 600
-"""Seconds in which the ranks of a run may start one after another."""
+GATHER_S = 600  # seconds in which the ranks of a run may start one after another
 
 
 class FailureNote:
@@ -111,7 +110,7 @@ class RunStore:
         """Wait until all ranks have ended, at most ``limit_s`` seconds. Raises ``LaunchError`` if ranks are lost."""
         deadline = time.monotonic() + limit_s
         while True:
-            lost = {} if self._watch is None else self._watch.lost
+            lost = self.lost_ranks()
             if limit_s == math.inf and lost:
                 raise LaunchError(self.lost(0.0))
             ended = [f"ended/{rank}" for rank in range(self._world_size) if rank not in lost]

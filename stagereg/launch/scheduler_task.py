@@ -10,8 +10,7 @@ import os
 import zlib
 from dataclasses import dataclass
 
-_PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections."""
+_PORTS = range(20_000, 32_000)  # below those that systems give to outgoing connections
 
 
 @dataclass(frozen=True)

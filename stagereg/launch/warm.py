@@ -36,8 +36,7 @@ from stagereg.machine import end_with
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
 """Modules that every rank comes to import."""
 _ANSWER_S = 10.0
-_SEED = 67280421310721
-"""What torch seeds its generator with in each process, where that is not another number in each."""
+_SEED = 67280421310721  # what torch seeds its generator with in each process, where that is not another number in each
 
 
 class Start(NamedTuple):
@@ -99,7 +98,7 @@ class WarmStart:
             start_new_session=True,
         )
         theirs.close()
-        self._send([[*filter(_is_installed, [*sys.modules]), *_ALWAYS], folder])
+        _write(self._lines, [[*filter(_is_installed, [*sys.modules]), *_ALWAYS], folder])
         threading.Thread(target=self._listen, name="stagereg-warm", daemon=True).start()
 
     def start(self, start: Start) -> WarmProcess | None:
@@ -107,7 +106,7 @@ class WarmStart:
         with self._answers:
             if not self._ready or self._gone:
                 return None
-            self._send(start)
+            _write(self._lines, start)
             if not self._answers.wait_for(lambda: self._gone or self._answered, _ANSWER_S) or self._gone:
                 self._gone = True
                 return None
@@ -117,10 +116,6 @@ class WarmStart:
         """End the server, and with it all that it has started. Twice is harmless."""
         self._server.kill()
         self._server.wait()
-
-    def _send(self, value: Any) -> None:
-        with contextlib.suppress(OSError):
-            self._lines.write(json.dumps(value).encode() + b"\n")
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -142,6 +137,11 @@ class WarmStart:
                 process.end(-signal.SIGKILL)
 
 
+def _write(lines: Any, value: Any) -> None:
+    with contextlib.suppress(OSError):  # the other side has ended
+        lines.write(json.dumps(value).encode() + b"\n")
+
+
 class PythonCommand(NamedTuple):
     """A command line of Python, taken apart."""
 
@@ -151,9 +151,8 @@ class PythonCommand(NamedTuple):
 
     def folder(self, working: str) -> str:
         """Return where it imports from first."""
-        return (
-            working if self.is_module else os.path.dirname(os.path.realpath(os.path.join(working, self.arguments[0])))
-        )
+        script = os.path.realpath(os.path.join(working, self.arguments[0]))
+        return working if self.is_module else os.path.dirname(script)
 
 
 def split_command(command: list[str]) -> PythonCommand | None:
@@ -206,7 +205,7 @@ class _Server:
         gc.freeze()  # a process would touch, and so copy, all of it when it collects garbage
         # Slurm sends them to every process of a step; to a rank alone they are something.
         handlers = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1)}
-        self._tell(0, None)  # ready
+        _write(self._lines, [0, None])  # ready
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._link:
@@ -222,16 +221,12 @@ class _Server:
                     return Start(*json.loads(line))
                 os.setpgid(pid, pid)  # signals go to its group, from now on
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                self._tell(pid, None)
+                _write(self._lines, [pid, None])
 
     def _reap(self, descriptor: int, pid: int) -> None:
         self._selector.unregister(descriptor)
         os.close(descriptor)
-        self._tell(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    def _tell(self, pid: int, code: int | None) -> None:
-        with contextlib.suppress(OSError):
-            self._lines.write(json.dumps([pid, code]).encode() + b"\n")
+        _write(self._lines, [pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])])
 
     def _close(self) -> None:
         for key in [*self._selector.get_map().values()]:

@@ -18,8 +18,7 @@ from typing import Any
 from stagereg.address import own_address
 
 _PULSE = Path(__file__).with_name("pulse.py")
-_NAMED = 400
-"""Characters of a message that name ranks, at most."""
+_NAMED = 400  # characters of a message that name ranks, at most
 
 
 class Watch:

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +11,9 @@ from stagereg.errors import JoinError
 from stagereg.integrations.lightning import UnevenInputs
 from stagereg.integrations.lightning_uneven import JoinedLoader
 
-ROOT = Path(__file__).parents[2]
+from .test_lightning import ENVIRONMENT
+
 PROGRAM = str(Path(__file__).with_name("lightning_uneven.py"))
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-}
 CASES = ("ddp", "accumulated", "resumed", "sharded", "stream", "failing")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]

@@ -224,14 +224,9 @@ def test_ctrl_c_and_a_signal_before_the_ranks_end_the_run(number: signal.Signals
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [["signal=SIGHUP"], ["signal=SIGINT", "nproc=1", "to=self"]],
-    ids=" ".join,
-)
-def test_a_run_goes_on_at_a_signal_that_its_shell_ignores(program: Program, arguments: list[str]) -> None:
+def test_one_process_goes_on_at_a_signal_that_its_shell_ignores(program: Program) -> None:
     shell = ["sh", "-c", 'trap "" INT HUP QUIT; exec "$0" "$@"', sys.executable]  # as nohup and & of a script do
-    ended = program.run("steps=40", *arguments, start=shell)
+    ended = program.run("steps=40", "signal=SIGINT", "nproc=1", "to=self", start=shell)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert program.answer(0)["ended"]
 

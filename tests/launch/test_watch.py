@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.launch.pulse import _state
+
+from ..support.lab import children_of
 from ..support.programs import await_gone, comes_true
 
 BOUND_S = 30.0
@@ -121,7 +124,7 @@ def test_where_a_rank_is_asked_to_end_all_notice_a_loss_soon(ranks: Ranks) -> No
 
 def test_a_rank_that_hears_nothing_of_the_hub_is_ended_unless_it_was_given_time(ranks: Ranks) -> None:
     ranks.start("", "", "needs time")
-    [hub] = children(ranks.processes[0].pid)
+    [hub] = children_of(ranks.processes[0].pid)
     os.kill(hub, signal.SIGSTOP)
     for rank in (1, 2):
         assert comes_true(lambda rank=rank: "lost rank 0" in ranks.said(rank), BOUND_S)
@@ -136,16 +139,12 @@ def test_a_rank_that_hears_nothing_of_the_hub_is_ended_unless_it_was_given_time(
 def test_a_signal_to_all_processes_is_none_to_a_pulse(ranks: Ranks, number: signal.Signals) -> None:
     """As Slurm sends it to each process of a step: the rank saves, and must not be taken for lost meanwhile."""
     ranks.start("", "")
-    pulses = [pulse for each in ranks.processes for pulse in children(each.pid)]
+    pulses = [pulse for each in ranks.processes for pulse in children_of(each.pid)]
     for pulse in pulses:
         os.kill(pulse, number)
     ranks.processes[1].kill()
     assert comes_true(lambda: "lost rank 1" in ranks.said(0), BOUND_S), "the pulses go on"
     assert "lost" not in ranks.said(1)
-
-
-def children(parent: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("what", ["ends", "holds the lock of the interpreter"])
@@ -162,16 +161,12 @@ def test_a_rank_that_a_debugger_holds_is_not_lost(ranks: Ranks) -> None:
     )
     debugger = subprocess.Popen([sys.executable, "-c", hold])
     try:
-        assert comes_true(lambda: state_of(ranks.processes[1].pid) == "t", BOUND_S)
+        assert comes_true(lambda: _state(ranks.processes[1].pid) == "t", BOUND_S)
         time.sleep(3 * NOTICE_S)
         assert [ranks.said(rank) for rank in (0, 2)] == ["UP\n", "UP\n"]
     finally:
         debugger.kill()
         debugger.wait()
-
-
-def state_of(process: int) -> str:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 GARBAGE: dict[str, Callable[[str], bytes]] = {

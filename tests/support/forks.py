@@ -131,7 +131,7 @@ def _fork_server_of_ranks(folder: str) -> None:
         def __init__(self, link: socket.socket) -> None:
             self._processes, self._answers, self._answered = {}, threading.Condition(), []
             self._lines, self._ready, self._gone = link.makefile("rwb", buffering=0), True, False
-            self._send([[], folder])
+            warm._write(self._lines, [[], folder])
             self._lines.readline()
             threading.Thread(target=self._listen, daemon=True).start()
 

@@ -28,9 +28,8 @@ from .programs import comes_true
 CHECKOUT = Path(__file__).parents[2]
 LOCAL = next((path for path in ("/srv", "/media", "/mnt") if os.path.isdir(path) and not os.listdir(path)), "")
 PORT = 29400
-_TOOLS = ("ip", "tc", "nsenter", "unshare", "mount", "bash")
+_TOOLS = ("ip", "nsenter", "unshare", "mount", "bash")
 _MACHINE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork")
-_NOWHERE = "02:00:00:00:00:ff"  # a hardware address that no machine has
 _SECONDS = 20.0  # for what the lab itself does
 _PROBE = "ip link add type bridge && ip link add type veth && mount -t tmpfs lab /run && mount -t proc proc /proc"
 # The first process of the switch, and of a machine: tells its id on the host, which it reads while /proc is the host's,
@@ -157,28 +156,13 @@ class Machine:
             self._become_another()
         self._boot()
 
-    def cut(self, *others: Machine) -> None:
-        """Lose each packet from and to the others, or to these. Nobody is told."""
-        if not others:
-            self._lab.run("ip", "link", "set", self._port, "nomaster")
-        for here, there in [(self, each) for each in others] + [(each, self) for each in others]:
-            here._run("ip", "neigh", "replace", there.address, "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
-
-    def slow(self, mbit: float) -> None:
-        """Let no more than this pass in each direction, in Mbit/s."""
-        rate = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms")
-        self._lab.run("tc", "qdisc", "replace", "dev", self._port, *rate)
-        self._run("tc", "qdisc", "replace", "dev", "eth0", *rate)
+    def cut(self) -> None:
+        """Lose each packet from and to the others. Nobody is told."""
+        self._lab.run("ip", "link", "set", self._port, "nomaster")
 
     def heal(self) -> None:
-        """Undo all cuts and the slowness of its network."""
+        """Undo a cut."""
         self._lab.run("ip", "link", "set", self._port, "master", "lab0")
-        self._lab.run("tc", "qdisc", "del", "dev", self._port, "root", may_fail=True)
-        self._run("tc", "qdisc", "del", "dev", "eth0", "root", may_fail=True)
-        self._run("ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
-        for other in self._lab.machines:
-            if other.is_on and other is not self:
-                other._run("ip", "neigh", "del", self.address, "dev", "eth0", may_fail=True)
 
     @property
     def _port(self) -> str:
@@ -200,8 +184,8 @@ class Machine:
         self._run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self._run("ip", "link", "set", "eth0", "up")
 
-    def _run(self, *command: str, may_fail: bool = False) -> None:
-        _run("nsenter", f"--target={self.pid}", "--net", "--", *command, may_fail=may_fail)
+    def _run(self, *command: str) -> None:
+        _run("nsenter", f"--target={self.pid}", "--net", "--", *command)
 
     def _signal(self, command: str) -> None:
         if self.is_on:  # -1 is all processes of the machine but the first and the shell that sends the signal
@@ -236,16 +220,10 @@ class Job:
 
 
 class Lab:
-    """Machines that are connected to one switch; made and removed by ``with``.
+    """So many machines, which are connected to one switch; made and removed by ``with``."""
 
-    Args:
-        machines: How many there are.
-        shm_bytes: The size of each ``/dev/shm``; without it, half of this machine's memory.
-        disk_bytes: The size of each ``LOCAL``, which is in memory too.
-    """
-
-    def __init__(self, machines: int = 3, shm_bytes: int | None = None, disk_bytes: int | None = None) -> None:
-        self._count, self._sizes, self._identities = machines, {"shm": shm_bytes, "disk": disk_bytes}, 0
+    def __init__(self, machines: int) -> None:
+        self._count, self._identities = machines, 0
         self.machines: list[Machine] = []
 
     def __enter__(self) -> Self:
@@ -257,10 +235,9 @@ class Lab:
         self.folder = Path(f"/proc/{self.pid}/root{LOCAL}")
         try:
             for slot in range(self._count):
-                for name, size in self._sizes.items():
+                for name in ("shm", "disk"):
                     (self.folder / str(slot) / name).mkdir(parents=True)
-                    options = ("-o", f"size={size}") if size is not None else ()
-                    self.run("mount", "-t", "tmpfs", *options, name, f"{LOCAL}/{slot}/{name}")
+                    self.run("mount", "-t", "tmpfs", name, f"{LOCAL}/{slot}/{name}")
                 self.machines.append(Machine(self, slot))
             for machine in self.machines:
                 machine._boot()
@@ -276,31 +253,15 @@ class Lab:
         finally:
             self._switch.communicate(timeout=_SECONDS)  # its input ends, and so does it
 
-    def torchrun(
-        self,
-        program: Sequence[str],
-        nproc: int = 1,
-        machines: Sequence[int] | None = None,
-        env: Mapping[str, str] | None = None,
-        rendezvous: str = "static",
-        options: Sequence[str] = (),
-        cwd: str | Path = CHECKOUT,
-    ) -> Job:
-        """Start torchrun on each of these machines (all), as users do, with ``nproc`` ranks a machine.
-
-        The first machine is the master. Give ``rendezvous="c10d"`` where ranks start again (``--max-restarts=1`` among
-        the ``options`` of torchrun, which come after those of the lab) or machines may be missing (``--nnodes=2:3``).
-        """
+    def torchrun(self, program: Sequence[str], machines: Sequence[int] | None = None) -> Job:
+        """Start torchrun on each of these machines (all), as users do, with one rank each; the first is the master."""
         chosen = [self.machines[each] for each in (range(self._count) if machines is None else machines)]
-        master = chosen[0].address
+        size = (f"--nnodes={len(chosen)}", "--nproc-per-node=1")
         processes = {}
         for rank, machine in enumerate(chosen):
-            meet = [f"--node-rank={rank}", f"--master-addr={master}", f"--master-port={PORT}"]
-            if rendezvous != "static":
-                meet = [f"--rdzv-backend={rendezvous}", f"--rdzv-endpoint={master}:{PORT}", "--rdzv-id=lab"]
-            size = (f"--nnodes={len(chosen)}", f"--nproc-per-node={nproc}")
-            command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, *options, *program]
-            processes[machine] = machine.start(command, env, cwd)
+            meet = [f"--node-rank={rank}", f"--master-addr={chosen[0].address}", f"--master-port={PORT}"]
+            command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, *program]
+            processes[machine] = machine.start(command)
         return Job(processes)
 
     def run(self, *command: str, may_fail: bool = False) -> None:

@@ -87,17 +87,17 @@ class Runs:
         step = None if found[1] == "None" else int(found[1])
         return Restored(step, found[2], float(found[3]))
 
-    def hold(self, at: int, machines: Sequence[int] | None = None, nproc: int = 1, **options: Any) -> Restored:
+    def hold(self, at: int, machines: Sequence[int] | None = None, **options: Any) -> Restored:
         """Run until all ranks wait after this step, with all copies made, and return what was restored before."""
-        job = self.start(machines, nproc, hold=at, **options)
+        job = self.start(machines, hold=at, **options)
         for process in job.processes.values():
             process.await_output(f"HOLDS at {at}", 2 * START_S)
         self.output = "\n".join(process.output for process in job.processes.values())
         return self.restored(job)
 
-    def finish(self, machines: Sequence[int] | None = None, nproc: int = 1, **options: Any) -> Restored:
+    def finish(self, machines: Sequence[int] | None = None, **options: Any) -> Restored:
         """Run to the end, and return what was restored; what was printed is in ``output``."""
-        job = self.start(machines, nproc, **options)
+        job = self.start(machines, **options)
         self.output = "\n".join(job.wait(2 * START_S))
         assert job.returncodes == [0] * len(job.returncodes), self.output
         return self.restored(job)

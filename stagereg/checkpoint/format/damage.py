@@ -71,7 +71,7 @@ class Condition:
 
 def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str]:
     """Return what is wrong with the files of a manifest, by name; what is not in ``found`` is missing."""
-    compared = {name: _difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
+    compared = {name: difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
     return {name: what for name, what in compared.items() if what}
 
 
@@ -83,7 +83,8 @@ def damage_of(error: OSError) -> str:
     return text if error.errno in _BROKEN else Unclear(text)
 
 
-def _difference(expected: FileMark, found: Found) -> str:
+def difference(expected: FileMark, found: Found) -> str:
+    """Return what is wrong with a file, as far as it was looked at; empty if nothing is."""
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes
@@ -97,8 +98,7 @@ def _difference(expected: FileMark, found: Found) -> str:
 
 # -- which bytes of its files each of several ranks reads, and the marks of parts put together
 
-WHOLE = range(sys.maxsize)
-"""All bytes of a file, however many there are."""
+WHOLE = range(sys.maxsize)  # all bytes of a file, however many there are
 
 
 def share_of_rank(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:

@@ -29,15 +29,13 @@ import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
-PER_RANK = "per_rank"
-"""The type of a value that ranks have each for itself (:mod:`.merging`)."""
+PER_RANK = "per_rank"  # the type of a value that ranks have each for itself (:mod:`.merging`)
 PLAIN, REPLICATED = "plain", "replicated"
 """How a tensor of an optimizer's state comes back beside a ``DTensor``, where that cannot be told by its shape."""
 _DEEPEST = 200
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
-_NUMPY = "numpy."
-"""Before the dtype, the type of a scalar of NumPy; without NumPy it is read as Python's number."""
+_NUMPY = "numpy."  # before the dtype, the type of a scalar of NumPy; without NumPy it is read as Python's number
 _NUMBERS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)")
 _CONFIG = (
     "Save plain data of it: OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and text for other objects"

@@ -29,8 +29,7 @@ INDEX_BYTES = 1 << 30
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
 """torch's dtypes by the names that the index has for them."""
-ARCHIVE = "archive"
-"""What a chunk says that lies in its file as ``torch.save`` has made it."""
+ARCHIVE = "archive"  # what a chunk says that lies in its file as ``torch.save`` has made it
 SUBCLASS = "subclass"
 """Likewise, if the part is of a subclass that wraps other tensors: its size follows from these alone."""
 _FORMAT = 1

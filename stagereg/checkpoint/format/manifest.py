@@ -28,8 +28,7 @@ _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20
 _LONGEST_NAME = 255  # bytes, as file systems have it
-MOST = (1 << 63) - 1
-"""The greatest number that a manifest may have, of a step as of bytes."""
+MOST = (1 << 63) - 1  # the greatest number that a manifest may have, of a step as of bytes
 _LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
 _MOST_DIGITS = 19  # of the number of a rank
 

@@ -27,10 +27,8 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.forks import private_memory
 
-PAGE = 4096
-"""Bytes: a multiple of the logical block of nearly every disk."""
-BLOCK_BYTES = 4 << 20
-"""Bytes of a file that have a CRC-32 of their own; the last block may be shorter."""
+PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
+BLOCK_BYTES = 4 << 20  # bytes of a file that have a CRC-32 of their own; the last block may be shorter
 
 _WORTH_LETTING_GO = 1 << 16  # bytes that take longer than another thread's turn
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
@@ -137,6 +135,9 @@ class AlignedFile:
         target: where it goes.
         buffers: of :func:`make_buffers`, which small writes go through; another file may have them afterwards.
 
+    Attributes:
+        blocks: the CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written.
+
     Raises:
         OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
     """
@@ -149,7 +150,7 @@ class AlignedFile:
         self._buffer = self._free.get()
         self._filled = 0  # bytes in the buffer
         self._begin = 0  # where they go in the file, a multiple of PAGE
-        self._blocks: list[int] = []  # the CRC-32 of each block
+        self.blocks: list[int] = []
         self._error: BaseException | None = None  # why nothing more is written
         self._whole = False
         # What to write, and the buffer that is free afterwards.
@@ -207,7 +208,7 @@ class AlignedFile:
         Large memory needs no buffer but at its ends, if its address is as far from a page boundary as its offset in
         the file (:meth:`align`).
         """
-        before = -_address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
+        before = -address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
         end = len(data) - (len(data) - before) % PAGE
         if end - before >= _STRAIGHT_BYTES and (self.tell() + before) % PAGE == 0:
             self.write(data[:before])
@@ -227,13 +228,8 @@ class AlignedFile:
         failpoint("flushed")
         return joined(
             FileMark(min(BLOCK_BYTES, self._begin - number * BLOCK_BYTES), crc)
-            for number, crc in enumerate(self._blocks)
+            for number, crc in enumerate(self.blocks)
         )
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written."""
-        return tuple(self._blocks)
 
     def raise_error(self) -> None:
         """Raise what a write has failed with, if one has."""
@@ -246,7 +242,6 @@ class AlignedFile:
             self._buffer, self._filled = self._free.get(), 0
 
     def _submit(self, data: memoryview, buffer: memoryview | None = None) -> None:
-        """Write ``data`` in the background."""
         self.raise_error()
         if self._has_thread:
             self._writes.put((data, buffer))
@@ -255,7 +250,7 @@ class AlignedFile:
         while data:
             begun = self._begin % BLOCK_BYTES
             block, data = data[: BLOCK_BYTES - begun], data[BLOCK_BYTES - begun :]
-            self._blocks.append(crc32(block, self._blocks.pop() if begun else 0))
+            self.blocks.append(crc32(block, self.blocks.pop() if begun else 0))
             self._begin += len(block)
 
     def _work(self) -> None:
@@ -275,16 +270,15 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two new buffers of ``nbytes``, a multiple of a page; to touch them first takes milliseconds."""
-    return [_buffer(nbytes) for _ in range(2)]
+    """Return two new buffers of ``nbytes``, a multiple of a page; to touch them first takes milliseconds.
 
-
-def _buffer(nbytes: int) -> memoryview:
-    """Return new memory, in huge pages if the system gives them: a disk takes a quarter less time for these."""
-    memory = private_memory(nbytes)
-    with contextlib.suppress(OSError):
-        memory.madvise(MADV_HUGEPAGE)
-    return memoryview(memory)
+    They are in huge pages if the system gives them: a disk takes a quarter less time for these.
+    """
+    buffers = [private_memory(nbytes) for _ in range(2)]
+    for each in buffers:
+        with contextlib.suppress(OSError):
+            each.madvise(MADV_HUGEPAGE)
+    return [memoryview(each) for each in buffers]
 
 
 def _copy(to: memoryview, data: memoryview) -> None:
@@ -292,8 +286,9 @@ def _copy(to: memoryview, data: memoryview) -> None:
     if len(data) < _WORTH_LETTING_GO or data.readonly:
         to[:] = data
     else:
-        ctypes.memmove(_address(to), _address(data), len(data))
+        ctypes.memmove(address(to), address(data), len(data))
 
 
-def _address(memory: memoryview) -> int:
+def address(memory: memoryview) -> int:
+    """Return where memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -21,7 +21,7 @@ from torch.futures import Future
 from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
 from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile
-from stagereg.checkpoint.storage.envelope import Envelope, envelope
+from stagereg.checkpoint.storage.envelope import envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
@@ -86,29 +86,16 @@ def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> Wri
         return write_archive(file, name, item, owning(data))
     x = data.detach().resolve_conj().resolve_neg()
     around = envelope(x)
-    if around is not None:
-        return result_of(item, name, write_tensor(file, x, around, aligned=True), x, around)
-    own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
-    return write_archive(file, name, item, x.cpu() if own else x.cpu().clone())
-
-
-def write_tensor(file: AlignedFile, x: torch.Tensor, around: Envelope, aligned: bool = False) -> tuple[int, int]:
-    """Write head, content and tail; return where in the file they begin, and their length.
-
-    ``aligned``: behind as many zeros as large memory needs to go past buffers.
-    """
+    if around is None:
+        own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+        return write_archive(file, name, item, x.cpu() if own else x.cpu().clone())
+    stride = None if x.is_contiguous() else around.stride
     if not x.is_cpu or x.stride() != around.stride:
         x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype, device="cpu").copy_(x)
-    if aligned:
-        file.align(x.data_ptr() - len(around.head), x.nbytes)
+    file.align(x.data_ptr() - len(around.head), x.nbytes)
     begin = file.tell()
     file.write(around.head)
     file.write_memory(view_of(x))
     file.write(around.tail)
-    return begin, file.tell() - begin
-
-
-def result_of(item: WriteItem, name: str, place: tuple[int, int], x: torch.Tensor, around: Envelope) -> TensorResult:
-    """Return what is said of a tensor that was written at a place in the file ``name``."""
-    stride = None if x.is_contiguous() else around.stride
-    return TensorResult(item.index, place[1], _StorageInfo(name, *place), place[0] + len(around.head), stride)
+    info = _StorageInfo(name, begin, file.tell() - begin)
+    return TensorResult(item.index, info.length, info, begin + len(around.head), stride)

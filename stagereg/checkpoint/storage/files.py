@@ -37,8 +37,7 @@ from stagereg.errors import CheckpointError
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-METADATA = ".metadata"
-"""The file of torch's metadata."""
+METADATA = ".metadata"  # the file of torch's metadata
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +90,7 @@ class FileStorage(Storage):
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, in ``checkpoint_id`` if that is given. Raises: ``CheckpointError``."""
         path = os.fspath(checkpoint_id or self.path)
-        if is_url(path):
-            expect_fit(self, path)
+        expect_fit(self, path)
         self.path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -162,7 +160,7 @@ class FileStorage(Storage):
                 file.raise_error()  # and not what torch's archive writer raises about positions while it unwinds
                 raise
             self._marks[name] = file.finish()
-            self.blocks[name] = file.blocks
+            self.blocks[name] = tuple(file.blocks)
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same

@@ -27,8 +27,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
-METADATA = "__metadata__"
-"""The name in a file's head that no tensor can have."""
+METADATA = "__metadata__"  # the name in a file's head that no tensor can have
 
 DTYPES = {
     torch.bool: "BOOL",

@@ -36,23 +36,18 @@ class Backend(Protocol):
         Nothing is in one that is not there; one that cannot be looked at is an error. Where listings may be late,
         ``files`` are asked for by their names.
         """
-        ...
 
     def resolve(self, path: str) -> str:
         """Return the directory that a path means, which may be that of a ``latest`` (:meth:`point`)."""
-        ...
 
     def read(self, path: str) -> bytes:
         """Read a small file. Raises ``FileNotFoundError`` if it is not there."""
-        ...
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
         """Read a file to its end, or a part of it, and return the mark of that; ``flush``: first have it stored."""
-        ...
 
     def holder(self) -> Owner | None:
         """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
-        ...
 
     def lock(self) -> StoreLock:
         """Lock the root, which is made if it is not there, until the lock is released.
@@ -60,19 +55,15 @@ class Backend(Protocol):
         Raises:
             CheckpointError: another run holds it, which the message names. ``OSError``: nothing can be written there.
         """
-        ...
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file into a directory that nobody reads yet, or one of which nobody minds a half."""
-        ...
 
     def replace(self, name: str, data: bytes) -> None:
         """Write or replace a small file of the root in one step; delete it if there is no ``data``."""
-        ...
 
     def delete(self, path: str) -> None:
         """Delete a small file, if it is there."""
-        ...
 
     def commit(self, written: str, manifest: Manifest) -> str:
         """Give ``written`` its manifest, and make a checkpoint of it in one step; return its path.
@@ -80,18 +71,15 @@ class Backend(Protocol):
         Nothing is overwritten: where the plain name of the step is taken, it has a token. If it raises, ``written`` is
         no checkpoint, as far as that can be undone.
         """
-        ...
 
     def point(self, name: str) -> None:
         """Have ``latest`` point to a directory of the root, in one step."""
-        ...
 
     def link(self, checkpoint: Checkpoint) -> str:
         """Have a checkpoint lie under its plain name as well, in one step; return that path.
 
         Empty if the name is taken, or names here keep their tokens.
         """
-        ...
 
     def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
         """Make a checkpoint none, in one step, and return where it is now, to be discarded.
@@ -99,12 +87,9 @@ class Backend(Protocol):
         One with a manifest is brought back, and the result is empty, where ``is_read``, which is asked after that with
         its name, says so.
         """
-        ...
 
     def discard(self, path: str) -> None:
         """Delete a directory that is no checkpoint; what cannot be deleted stays and does no harm."""
-        ...
 
     def tidy(self) -> Sequence[str]:
         """Delete what killed runs have left that is in no directory of a save; return full paths. Raises nothing."""
-        ...

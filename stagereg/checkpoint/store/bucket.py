@@ -28,10 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 class Bucket:
-    """A prefix of an object store, which has to be there; see :class:`.Backend`.
+    """A prefix of an object store, which has to be there, by its URL; see :class:`.Backend`.
 
-    Args:
-        root: its URL. Raises ``ConfigError`` as :class:`.ObjectStore` does.
+    Raises ``ConfigError`` as :class:`.ObjectStore` does.
     """
 
     in_place = True

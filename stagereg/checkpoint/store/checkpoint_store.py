@@ -44,7 +44,7 @@ class CheckpointStore:
         self.backend = backend
         self.notes = Notes(backend)
         self.readers = Readers(backend)
-        self.retention = Retention(backend, self.notes, self.readers)
+        self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
         self._serial: int | None = None  # of the checkpoint committed last, as this run knows since it has the lock
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,18 +26,14 @@ from stagereg.checkpoint.format.manifest import (
     step_name,
 )
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import local_path, mark_file, sync
+from stagereg.checkpoint.store.local_files import discard, local_path, mark_file, sync
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
 _NOTES = (KEPT, RESTORED, SWEEP_JOB)
 
 
 class Directory:
-    """A directory of this machine's file systems, shared ones included; see :class:`.Backend`.
-
-    Args:
-        root: its full path, see :func:`.local_path`.
-    """
+    """A directory of this machine's file systems, shared ones included, by its full path; see :class:`.Backend`."""
 
     in_place = False
 
@@ -137,11 +132,7 @@ class Directory:
         return ""
 
     def discard(self, path: str) -> None:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        discard(path)
 
     def tidy(self) -> Sequence[str]:
         left = [path for name in _NOTES if os.path.lexists(path := f"{self.root}/.{name}.tmp")]

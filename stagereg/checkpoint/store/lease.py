@@ -34,17 +34,10 @@ from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError
 from stagereg.machine import machine_name
 
-LEASE_S = 60.0
-"""Seconds that it is good for after it was renewed."""
-
-REQUEST_S = 10.0
-"""Seconds that writing or deleting it may take."""
-
-_CLOCK = ".clock"
-"""An object that is written and deleted to learn what time it is in the store."""
-
-_SETTLE_S = 1.0
-"""After which an object that two wrote at the same moment is as it will stay."""
+LEASE_S = 60.0  # seconds that it is good for after it was renewed
+REQUEST_S = 10.0  # seconds that writing or deleting it may take
+_CLOCK = ".clock"  # an object that is written and deleted to learn what time it is in the store
+_SETTLE_S = 1.0  # after which an object that two wrote at the same moment is as it will stay
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +195,6 @@ class LeaseRecord(NamedTuple):
 
 
 def _read(objects: ObjectStore, url: str) -> LeaseRecord | None:
-    """Return the content of the object, None if there is none."""
     try:
         return LeaseRecord.loads(objects.get(url))
     except FileNotFoundError:

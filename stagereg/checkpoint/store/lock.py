@@ -29,8 +29,7 @@ from typing import Any
 from stagereg.errors import CheckpointError
 
 LOCK = ".lock"
-PATIENCE_S = 3.0
-"""Seconds to wait for an owner that is just ending."""
+PATIENCE_S = 3.0  # seconds to wait for an owner that is just ending
 
 _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-TRIALS = 10
-"""How often something is tried in all, some three minutes long."""
+TRIALS = 10  # how often something is tried in all, some three minutes long
 
 FIRST_S = 0.5
 LONGEST_S = 60.0

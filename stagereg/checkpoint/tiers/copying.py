@@ -38,10 +38,11 @@ class _Copying(NamedTuple):
 class CopyThread:
     """Makes the copies of one process. Its methods are for the thread that saves, and raise nothing.
 
-    Args:
-        connect: makes a connection to a machine, by its name.
-        folder: where it is noted which machines have acknowledged a part.
-        copies: how many other machines are to have each part.
+    ``connect`` takes the name of a machine; ``folder`` notes which machines have acknowledged a part, and ``copies`` is
+    how many others are to have each.
+
+    Attributes:
+        copied: whether the last own part has as many copies as it should, or as there are machines, or is none.
     """
 
     def __init__(self, connect: Callable[[str], Peer], folder: MachineFolder, copies: int) -> None:
@@ -51,7 +52,7 @@ class CopyThread:
         self._thread: threading.Thread | None = None  # while there is something to do
         self._peers: dict[str, Peer] = {}
         self._failing: set[str] = set()
-        self._copied = True
+        self.copied = True
         self._closed = self._ended = False
 
     @property
@@ -59,19 +60,13 @@ class CopyThread:
         """Whether something that was submitted has not ended, well or badly."""
         return self._thread is not None
 
-    @property
-    def copied(self) -> bool:
-        """Whether the last own part has as many copies as it should, or as there are machines, or is none."""
-        return self._copied
-
     def submit(
         self, part: Part, directory: str, machines: Sequence[str], first: bool = False, have: Sequence[str] = ()
     ) -> None:
         """Have a part copied; does not wait.
 
         Args:
-            part: which; complete on this machine.
-            directory: where its files are.
+            part: which; complete on this machine, with its files in ``directory``.
             machines: where it may go, the best first; as many as there should be copies, if they all work.
             first: whether it is a copy that was lost, which is made before all others; else it is an own part.
             have: the machines that have a copy already, not counted.
@@ -79,7 +74,7 @@ class CopyThread:
         copying = _Copying(part, directory, tuple(machines), tuple(have), first)
         with self._changed:
             if not first:
-                self._copied = not self._wanted(copying)
+                self.copied = not self._wanted(copying)
             if self._closed or not self._wanted(copying):
                 return
             places = sum(each.again for each in self._waiting) if first else len(self._waiting)
@@ -128,7 +123,7 @@ class CopyThread:
             with self._changed:
                 # A later own part, if there is one, is still waiting, and says what is copied.
                 if not copying.again and all(each.again for each in self._waiting):
-                    self._copied = copied
+                    self.copied = copied
 
     def _copy(self, copying: _Copying) -> bool:
         """Return whether there are as many copies as there should be."""

@@ -15,31 +15,20 @@ import secrets
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from stagereg.checkpoint.format.manifest import step_of
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import sync
+from stagereg.checkpoint.store.local_files import discard, sync
 from stagereg.checkpoint.store.lock import LOCK
 from stagereg.checkpoint.tiers.part import Part, SaveId, is_manifest, manifest_name
 from stagereg.machine import boot_id
 
 _log = logging.getLogger(__name__)
 
-NOTE = ".run.json"
-"""The run's id and branches, in the folder of the run, in that of the tier, and in the store."""
-BOOT = ".boot"
-"""Notes since which boot the folder of a run is there, where files do not outlive one."""
+NOTE = ".run.json"  # the run's id and branches, in the folder of the run, in that of the tier, and in the store
+BOOT = ".boot"  # notes since which boot the folder of a run is there, where files do not outlive one
 _COPIED = ".copied"
 _RECEIVED = ".received"
-
-
-class HeldPart(NamedTuple):
-    """A complete part on this machine."""
-
-    part: Part
-    copied: tuple[str, ...]  # the machines that have acknowledged a copy which this one sent
-    received: bool = False  # whether it is such a copy, of another machine's
 
 
 class MachineFolder:
@@ -81,14 +70,14 @@ class MachineFolder:
         """Return the full path of the folder of a save; makes nothing."""
         return f"{self.path}/{save.folder}"
 
-    def parts(self) -> list[HeldPart]:
+    def parts(self) -> list[Part]:
         """Return the complete parts, the latest first: all files are there, and have their sizes."""
-        found = [held for name in self._saves() for held in self._parts_in(f"{self.path}/{name}")]
-        return sorted(found, key=lambda each: (each.part.save.order, -each.part.rank), reverse=True)
+        found = [part for name in self._saves() for part in _parts_in(f"{self.path}/{name}")]
+        return sorted(found, key=lambda each: (each.save.order, -each.rank), reverse=True)
 
-    def find(self, save: SaveId, rank: int) -> HeldPart | None:
+    def find(self, save: SaveId, rank: int) -> Part | None:
         """Return the part of a rank in a save, if it is here and complete."""
-        return self._read(self.directory(save), manifest_name(rank))
+        return _complete_part(self.directory(save), manifest_name(rank))
 
     def complete(self, part: Part, received: bool = False) -> None:
         """Make a part complete whose files are in :meth:`directory`, each flushed if this is durable."""
@@ -116,9 +105,9 @@ class MachineFolder:
 
     def drop(self, save: SaveId, ranks: Collection[int]) -> None:
         """Delete the parts of these ranks in a save: they are not what was staged."""
-        for held in (self.find(save, rank) for rank in ranks):
-            for name in () if held is None else (manifest_name(held.part.rank), *held.part.files):
-                _discard(f"{self.directory(save)}/{name}")
+        for part in (self.find(save, rank) for rank in ranks):
+            for name in () if part is None else (manifest_name(part.rank), *part.files):
+                discard(f"{self.directory(save)}/{name}")
 
     def sweep(self) -> None:
         """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
@@ -126,14 +115,14 @@ class MachineFolder:
             if entry.name in (LOCK, NOTE, BOOT):
                 continue
             if step_of(entry.name) is None:
-                _discard(entry.path)
+                discard(entry.path)
                 continue
-            known = {manifest_name(held.part.rank) for held in self._parts_in(entry.path)}
-            known |= {name + more for name in known for more in (_COPIED, _RECEIVED)}
-            known |= {name for held in self._parts_in(entry.path) for name in held.part.files}
+            parts = [*_parts_in(entry.path)]
+            known = {manifest_name(each.rank) + more for each in parts for more in ("", _COPIED, _RECEIVED)}
+            known |= {name for each in parts for name in each.files}
             for name in os.listdir(entry.path):
                 if name not in known:
-                    _discard(f"{entry.path}/{name}")
+                    discard(f"{entry.path}/{name}")
             with contextlib.suppress(OSError):
                 os.rmdir(entry.path)
 
@@ -146,30 +135,6 @@ class MachineFolder:
             return [name for name in os.listdir(self.path) if step_of(name) is not None]
         return []
 
-    def _parts_in(self, folder: str) -> Iterator[HeldPart]:
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(folder):
-                if is_manifest(name) and (held := self._read(folder, name)) is not None:
-                    yield held
-
-    def _read(self, folder: str, name: str) -> HeldPart | None:
-        """Return the part with this manifest; ``None`` if it is none, or not all of it is there."""
-        if not names_part(name):
-            return None
-        try:
-            part = Part.loads(Path(folder, name).read_bytes())
-            if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
-                raise ValueError("it is of another save or rank")
-            for file, known in part.files.items():
-                if (size := os.lstat(f"{folder}/{file}").st_size) != known.nbytes:
-                    raise ValueError(f"{file} has {size} of {known.nbytes} bytes")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError) as error:
-            _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
-            return None
-        return HeldPart(part, *notes_of_part(folder, name))
-
     def _replace(self, folder: str, name: str, text: str) -> None:
         beside = Path(folder, f".{name}.{secrets.token_hex(4)}.tmp")  # two senders may complete one part
         beside.write_text(text)
@@ -178,6 +143,35 @@ class MachineFolder:
         os.replace(beside, f"{folder}/{name}")
         if self._durable:
             sync(Path(folder))
+
+
+def read_part(folder: str, name: str) -> Part:
+    """Read the manifest of a part. Raises: ``ValueError``: it is none, or of another save or rank; ``OSError``."""
+    part = Part.loads(Path(folder, name).read_bytes())
+    if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
+        raise ValueError("it is of another save or rank")
+    return part
+
+
+def _parts_in(folder: str) -> Iterator[Part]:
+    with contextlib.suppress(FileNotFoundError):
+        for name in filter(names_part, os.listdir(folder)):
+            if (part := _complete_part(folder, name)) is not None:
+                yield part
+
+
+def _complete_part(folder: str, name: str) -> Part | None:
+    try:
+        part = read_part(folder, name)
+        for file, known in part.files.items():
+            if (size := os.lstat(f"{folder}/{file}").st_size) != known.nbytes:
+                raise ValueError(f"{file} has {size} of {known.nbytes} bytes")
+        return part
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
+        return None
 
 
 def names_part(name: str) -> bool:
@@ -191,11 +185,3 @@ def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
     with contextlib.suppress(OSError, ValueError):
         copied = Path(folder, name + _COPIED).read_text()
     return tuple(copied.split("\n")) if copied else (), os.path.exists(f"{folder}/{name}{_RECEIVED}")
-
-
-def _discard(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)

@@ -19,19 +19,12 @@ from stagereg.errors import CheckpointError
 class IncomingPart:
     """One of them. Each sender has a hidden folder of its own, so that two, or a dead one, never meet. Any thread.
 
-    Args:
-        part: what is to come.
-        folder: where it goes.
-        durable: whether it is flushed before it is complete.
+    ``durable``: whether it is flushed before it is complete. Any method may raise ``OSError``, as of a full disk.
 
     Attributes:
-        part: as given.
         token: tells it from all others, and is known to its sender alone.
         left: bytes that are yet to come.
         touched: when something came last, of ``time.monotonic``.
-
-    Raises:
-        OSError: from any method; the disk or memory is full, for one.
     """
 
     def __init__(self, part: Part, folder: MachineFolder, durable: bool) -> None:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.manifest import MOST, FileMark, Manifest
-from stagereg.checkpoint.tiers.folder import HeldPart
-from stagereg.checkpoint.tiers.part import SaveId
+from stagereg.checkpoint.tiers.part import Part, SaveId
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,10 @@ class ReportedPart(NamedTuple):
     files: tuple[tuple[str, FileMark], ...]
 
 
-def report(parts: Iterable[HeldPart]) -> list[ReportedPart]:
+def report(parts: Iterable[Part]) -> list[ReportedPart]:
     """Return what a machine tells of its parts."""
     found = []
-    for part, *_ in parts:
+    for part in parts:
         files = tuple((name, file.mark) for name, file in sorted(part.files.items()))
         found.append(ReportedPart(part.save, part.rank, crc32(part.dumps().encode()), files))
     return found

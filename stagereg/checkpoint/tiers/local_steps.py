@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.damage import Unclear, damage_of
-from stagereg.checkpoint.format.manifest import step_of
+from stagereg.checkpoint.format.damage import Unclear, damage_of, difference
+from stagereg.checkpoint.format.manifest import FileMark, step_of
 from stagereg.checkpoint.store.lock import Owner, holder
-from stagereg.checkpoint.tiers.folder import BOOT, NOTE, names_part, notes_of_part
+from stagereg.checkpoint.tiers.folder import BOOT, NOTE, names_part, notes_of_part, read_part
 from stagereg.checkpoint.tiers.inventory import Lineage, lineage_of
-from stagereg.checkpoint.tiers.part import Part, PartFile, manifest_name
+from stagereg.checkpoint.tiers.part import TOKEN, Part, PartFile
 from stagereg.machine import boot_id
-
-_RUN = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ def local_runs(target: str, look: Callable[[str], object] | None = None) -> list
 
 def _is_run(path: str) -> bool:
     """Whether a folder is that of one run: it has the run's id for a name, and notes of the run or a part."""
-    if not _RUN.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
+    if not TOKEN.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
         return False
     names = os.listdir(path)
     steps = [f"{path}/{name}" for name in names if step_of(name) is not None and os.path.isdir(f"{path}/{name}")]
@@ -198,13 +195,11 @@ def _part(folder: str, name: str, content: bool) -> LocalPart | None:
     part, rank, damages, time = None, int(name.split("-")[1].split(".")[0]), {}, 0.0
     try:
         time = os.stat(f"{folder}/{name}").st_mtime
-        part = Part.loads(Path(folder, name).read_bytes())
-        if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
-            raise ValueError("it is of another save or rank")
+        part = read_part(folder, name)
     except OSError as error:
         damages[name] = damage_of(error)
     except (ValueError, TypeError) as error:
-        part, damages[name] = None, f"damaged: {error}"
+        damages[name] = f"damaged: {error}"
     for file, known in {} if part is None else part.files.items():
         if what := _damage(f"{folder}/{file}", known, content):
             damages[file] = what
@@ -219,9 +214,8 @@ def _damage(path: str, known: PartFile, content: bool) -> str:
         about = os.lstat(path)
         if not stat.S_ISREG(about.st_mode):
             return "no regular file"
-        if about.st_size != known.nbytes:
-            kind = "truncated" if about.st_size < known.nbytes else "too long"
-            return f"{kind}: {about.st_size} of {known.nbytes} bytes"
+        if wrong := difference(FileMark(known.nbytes, 0), about.st_size):
+            return wrong
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
             for number, expected in enumerate(known.blocks) if content else ():
                 if (found := crc32(file.read(len(known.block(number))))) != expected:

@@ -54,8 +54,6 @@ class Site(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """What a rank begins with."""
-
     root: str  # the folder of the tier on its machine
     first: str  # that on rank 0's
     run: str
@@ -87,8 +85,6 @@ class NearCopies:
         shared: whether that lasts; else each machine notes them for itself, in the folder of the tier.
 
     Attributes:
-        tier: as given.
-        shared: as given.
         folder: this machine's parts.
         here: the name of this machine.
         leads: whether this rank is the lowest of its machine.
@@ -105,8 +101,7 @@ class NearCopies:
         self._lock: StoreLock | None = None
         self._whole: list[SaveId] = []  # whose parts of this rank are complete, the newest last
         self._copied: set[str] = set()  # the folders of those that are copied as often as they should be
-        self._origin: int | None = None  # the step that this run goes on from
-        self._fresh = True  # it has saved nothing yet
+        self._origin: int | None = -1  # the step that this run goes on from, -1 for none, until it saves
         self._serial = 0
         self._lag = CopyLag()
         self._is_over = False  # nothing of the run is needed here any more
@@ -197,7 +192,7 @@ class NearCopies:
     def lacking(self, nbytes: int) -> str:
         """Return why so many more bytes do not fit on this machine; nothing if they do."""
         bound = self.tier.host_memory
-        if bound is not None and (used := sum(held.part.nbytes for held in self.folder.parts())) + nbytes > bound:
+        if bound is not None and (used := sum(each.nbytes for each in self.folder.parts())) + nbytes > bound:
             return (
                 f"tier.host_memory={bound} would be passed: {size_text(used)} are there, {size_text(nbytes)} more come"
             )
@@ -207,7 +202,7 @@ class NearCopies:
 
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from ``step``, ``None`` from the beginning; what is beyond it is void once it saves."""
-        self._origin, self._fresh = step, True
+        self._origin = -1 if step is None else step
 
     def _begin_branch(self, step: int) -> None:
         """Void what was saved beyond ``step``. Collective."""
@@ -219,7 +214,7 @@ class NearCopies:
         failing = "The tier could not note where this run goes on from"
         stored = self._ranks.run_on_all(failing, newest)[0]
         self._lineage = self._lineage.branched(step, stored)
-        self._serial, self._fresh = 0, False
+        self._serial, self._origin = 0, None
         self._ranks.run_on_all(failing, self._note)
 
     def _note(self) -> None:
@@ -237,8 +232,8 @@ class NearCopies:
 
     def begin_save(self, step: int) -> SaveId | None:
         """Agree on a save of the tier, and make room for it; ``None`` while copies are still being sent. Collective."""
-        if self._fresh:
-            self._begin_branch(-1 if self._origin is None else self._origin)
+        if self._origin is not None:
+            self._begin_branch(self._origin)
 
         def look() -> _Own:
             busy, whole = self._threads.busy, tuple(each.folder for each in self._whole)
@@ -346,10 +341,10 @@ class NearCopies:
             self.folder.drop(step.save, gone)
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
             for rank, machines in wanted.get(self.here, {}).items():
-                if (held := self.folder.find(step.save, rank)) is not None:
+                if (part := self.folder.find(step.save, rank)) is not None:
                     have = [each for each in step.parts[rank][1] if each != self.here]
                     directory = self.folder.directory(step.save)
-                    self._threads.submit(held.part, directory, machines, first=True, have=have)
+                    self._threads.submit(part, directory, machines, first=True, have=have)
 
     # -- ending
 

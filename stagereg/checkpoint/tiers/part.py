@@ -19,7 +19,7 @@ from stagereg.checkpoint.format.manifest import MOST, FileMark, is_name, step_na
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 
 _FORMAT = 1
-_TOKEN = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
+TOKEN = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 _MOST_RANKS = 1 << 24
 
 
@@ -52,7 +52,7 @@ class SaveId(NamedTuple):
         numbers = (found.branch, found.serial, found.step, found.world_size)
         if any(type(each) is not int or not 0 <= each <= MOST for each in numbers):
             raise ValueError("a number of its save is none")
-        if any(not isinstance(each, str) or not _TOKEN.fullmatch(each) for each in (found.run, found.token)):
+        if any(not isinstance(each, str) or not TOKEN.fullmatch(each) for each in (found.run, found.token)):
             raise ValueError("the name of its run or save is none")
         if not 0 < found.world_size <= _MOST_RANKS:
             raise ValueError("its number of ranks is none")

@@ -24,10 +24,7 @@ _ANSWER_S = 30.0  # that an answer may take which waits for the other machine's 
 class Peer:
     """A connection to a :class:`.PartServer`, made when it is needed. One thread at a time, but :meth:`close`.
 
-    Args:
-        address: of the server.
-        secret: of the run.
-        bandwidth: how fast this process sends; ``None`` for no bound.
+    ``secret`` is that of the run; ``bandwidth`` says how fast this process sends, ``None`` for no bound.
 
     Raises:
         OSError: from any method: the other side does not answer, is no process of this run, or stops.
@@ -95,8 +92,19 @@ class Peer:
             answer = _ask(control, {"do": "put", "part": part.dumps()})
             if answer.get("have"):
                 return
-            blocks = [(name, number) for name, file in part.files.items() for number in range(len(file.blocks))]
-            self._send_all(_Sending(part, directory, blocks, self._bandwidth), answer.get("token"))
+            sending = _Sending(part, directory, self._bandwidth)
+
+            def run(stream: int) -> None:
+                try:
+                    link = self._link(stream)
+                    if stream:
+                        _ask(link, {"do": "stream", "token": answer.get("token")})
+                    sending.run(link)
+                except BaseException:
+                    sending.blocks.clear()  # the other streams send no more
+                    raise
+
+            _on_streams(len(sending.blocks), run)
             _ask(control, {"do": "finish"})
 
     def close(self) -> None:
@@ -108,21 +116,6 @@ class Peer:
                     link.end()  # who uses it closes it
                 else:
                     link.close()
-
-    def _send_all(self, sending: _Sending, token: Any) -> None:
-        """Send on several connections; the first error of any ends all."""
-
-        def run(stream: int) -> None:
-            try:
-                link = self._link(stream)
-                if stream:
-                    _ask(link, {"do": "stream", "token": token})
-                sending.run(link)
-            except BaseException:
-                sending.stop()
-                raise
-
-        _on_streams(len(sending.blocks), run)
 
     def _link(self, number: int) -> wire.Connection:
         with self._lock:
@@ -156,15 +149,10 @@ class Peer:
 class _Sending:
     """The blocks of a part that are to be sent, by whichever connection is free."""
 
-    def __init__(
-        self, part: Part, directory: str, blocks: Sequence[tuple[str, int]], bandwidth: wire.Bandwidth
-    ) -> None:
+    def __init__(self, part: Part, directory: str, bandwidth: wire.Bandwidth) -> None:
         self._part, self._directory, self._bandwidth = part, directory, bandwidth
-        self.blocks, self._lock, self._until_half = deque(blocks), threading.Lock(), (len(blocks) + 1) // 2
-
-    def stop(self) -> None:
-        """Send no more."""
-        self.blocks.clear()
+        self.blocks = deque((name, number) for name, file in part.files.items() for number in range(len(file.blocks)))
+        self._lock, self._until_half = threading.Lock(), (len(self.blocks) + 1) // 2
 
     def run(self, link: wire.Connection) -> None:
         """Send blocks on one connection until there are no more; those that arrive damaged once again."""
@@ -240,7 +228,6 @@ def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(link: wire.Connection) -> dict[str, Any]:
-    """Return the next answer. Raises as :func:`_ask`."""
     if not link.is_readable(_ANSWER_S):
         raise TimeoutError(f"the other side has not answered for {_ANSWER_S:g} s")
     answer = link.receive()

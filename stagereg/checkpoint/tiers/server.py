@@ -39,11 +39,8 @@ class PartServer:
 
     A stranger is sent away within five seconds, and costs one thread until then.
 
-    Args:
-        folder: this machine's parts.
-        secret: of the run.
-        durable: whether what comes is flushed before it is acknowledged.
-        room: returns why so many more bytes do not fit here, nothing if they do; called on any thread.
+    ``durable``: whether what comes is flushed before it is acknowledged. ``room`` returns why so many more bytes do not
+    fit here, nothing if they do; it is called on any thread.
 
     Attributes:
         address: host and port at which other machines reach it.
@@ -212,8 +209,7 @@ class _Session:
     def _find(self, request: dict[str, Any]) -> Part | None:
         save, rank = SaveId.of(request.get("save")), int(request["rank"])
         if self._known is None or (self._known.save, self._known.rank) != (save, rank):
-            held = self._folder.find(save, rank) if save.run == os.path.basename(self._folder.path) else None
-            self._known = None if held is None else held.part
+            self._known = self._folder.find(save, rank) if save.run == os.path.basename(self._folder.path) else None
         return self._known
 
     def _part(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +240,7 @@ class _Session:
         if part.save.run != os.path.basename(self._folder.path):
             raise CheckpointError(f"it is of run {part.save.run}, and this is another one")
         if (held := self._folder.find(part.save, part.rank)) is not None:
-            if held.part != part:
+            if held != part:
                 raise CheckpointError("another part of that rank and save is here")
             return {"have": True}
         self._incoming, self._owns = self._server.begin(part), True

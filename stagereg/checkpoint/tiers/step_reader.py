@@ -21,7 +21,7 @@ from mmap import ACCESS_COPY, mmap
 from typing import NamedTuple
 
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES, address
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.part import Part, PartFile
@@ -44,14 +44,7 @@ class Found(NamedTuple):
 class StepReader(ExitStack):
     """One step, for one rank; a context manager, which closes its files. One thread at a time, but :meth:`read_into`.
 
-    Args:
-        step: which, and who has its parts.
-        folder: this machine's parts.
-        here: the name of this machine.
-        connect: makes a connection to a machine, by its name.
-
-    Attributes:
-        found: where bytes were read, and which copies proved bad.
+    ``here`` and the argument of ``connect`` are names of machines; ``folder`` has the parts of this one.
     """
 
     def __init__(self, step: NearStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
@@ -105,7 +98,7 @@ class StepReader(ExitStack):
             if at >= len(block):
                 raise OSError(f"{name} ends at byte {offset}")
             count = min(len(memory), len(block) - at)
-            ctypes.memmove(_address(memory), _address(block) + at, count)
+            ctypes.memmove(address(memory), address(block) + at, count)
             memory, offset = memory[count:], offset + count
 
     def _file(self, name: str) -> PartFile:
@@ -132,8 +125,7 @@ class StepReader(ExitStack):
     def _find(self, machine: str, rank: int) -> Part | None:
         if machine != self._here:
             return self._connect(machine).part(self.step.save, rank)
-        held = self._folder.find(self.step.save, rank)
-        return None if held is None else held.part
+        return self._folder.find(self.step.save, rank)
 
     def _take_here(self, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
         """Compare blocks of this machine's own file where they lie."""
@@ -172,10 +164,6 @@ class StepReader(ExitStack):
             # What is written to it would stay in this process.
             self._mapped[name] = memoryview(b"" if empty else mmap(descriptor, 0, access=ACCESS_COPY))
         return self._mapped[name]
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class BlockFile:

@@ -71,7 +71,8 @@ class Tier(ABC):
         self.every: int | Literal["auto"] = every if every == "auto" else at_least(1, "tier.every", every)
         self.copies = at_least(0, "tier.copies", copies)
         self.keep = at_least(1, "tier.keep", keep)
-        self.domain = _slurm_domain() if domain is None else str(domain)
+        slurm = os.environ.get("SLURM_TOPOLOGY_ADDR", "")  # of this node, as rack1.switch2.node3
+        self.domain = slurm.rpartition(".")[0] if domain is None else str(domain)
         self.bandwidth = None if bandwidth is None else ByteSize(bandwidth)
         self.host_memory = None if host_memory is None else ByteSize(host_memory)
 
@@ -113,12 +114,6 @@ def made(path: str) -> str:
     if os.stat(path).st_uid not in (os.getuid(), 0) or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"tier.dir={path} belongs to another user, or cannot be written to; name another folder.")
     return os.path.realpath(path)
-
-
-def _slurm_domain() -> str:
-    """Return what is above this node in Slurm's topology, as ``rack1.switch2``; nothing outside of Slurm."""
-    address = os.environ.get("SLURM_TOPOLOGY_ADDR", "")
-    return address.rpartition(".")[0]
 
 
 def available_memory() -> int:

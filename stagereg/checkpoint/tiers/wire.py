@@ -24,10 +24,8 @@ from typing import Any
 
 from stagereg.checkpoint.format.checksum import crc32
 
-PROGRESS_S = 10.0
-"""Seconds without a byte after which a transfer has failed."""
-GREETING_S = 5.0
-"""Seconds that a stranger has to prove that it is none."""
+PROGRESS_S = 10.0  # seconds without a byte after which a transfer has failed
+GREETING_S = 5.0  # seconds that a stranger has to prove that it is none
 
 _MOST_BYTES = 64 << 20  # of a message: the manifest of a part of 20 TB
 _LENGTH = struct.Struct("!I")

@@ -89,23 +89,18 @@ def union(policy: Keep, checkpoints: list[Checkpoint], values: dict[str, float])
 
 @given(POLICIES, directories())
 @example(Keep(newest=2, budget=ByteSize(20)), ([checkpoint(1, 1), checkpoint(2, 2)], {}))  # which fits exactly
-def test_what_stays_is_the_union_within_the_budget(policy: Keep, there: tuple[Any, Any]) -> None:
+def test_what_stays_is_the_union_within_the_budget_and_the_newest(policy: Keep, there: tuple[Any, Any]) -> None:
     checkpoints, values = there
     by_path = {one.path: one for one in checkpoints}
     stay, wanted = [*policy.kept(checkpoints, logged(values))], union(policy, checkpoints, values)
     assert stay == wanted[: len(stay)]  # the least recent go first
+    assert stay[:1] == wanted[:1] == [one.path for one in sorted(checkpoints, key=recency)][:1]
     if policy.budget is None:
         assert stay == wanted
         return
     sizes = [by_path[path].manifest.nbytes for path in wanted]
     assert sum(sizes[: len(stay)]) <= policy.budget or len(stay) <= 1
     assert len(stay) == len(wanted) or sum(sizes[: len(stay) + 1]) > policy.budget
-
-
-@given(POLICIES, directories())
-def test_the_newest_stays_whatever_the_policy(policy: Keep, there: tuple[Any, Any]) -> None:
-    checkpoints, values = there
-    assert [*policy.kept(checkpoints, logged(values))][:1] == [one.path for one in sorted(checkpoints, key=recency)][:1]
 
 
 @given(POLICIES, directories())
@@ -165,8 +160,10 @@ def dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 LOSSES = {1: 0.9, 2: 0.125, 3: 0.8, 4: 0.25, 5: 0.7, 6: 0.6}
 
 
-def train(dir: str, keep: int | Keep, steps: Iterable[int], metrics: Mapping[int, float] = LOSSES) -> None:
-    with Checkpointer(dir, every=1, keep=keep, leave=Leave(save_last=False)) as checkpointer:
+def train(
+    dir: str, keep: Any, steps: Iterable[int], metrics: Mapping[int, float] = LOSSES, on_commit: Any = None
+) -> None:
+    with Checkpointer(dir, every=1, keep=keep, on_commit=on_commit, leave=Leave(save_last=False)) as checkpointer:
         checkpointer.restore({"x": torch.zeros(64)})
         for step in steps:
             if step in metrics:
@@ -175,8 +172,8 @@ def train(dir: str, keep: int | Keep, steps: Iterable[int], metrics: Mapping[int
             checkpointer.wait()
 
 
-def steps(dir: str) -> list[int]:
-    return sorted(one.manifest.step for one in open_store(dir).checkpoints()[0])
+def steps(dir: str | Path) -> list[int]:
+    return sorted(one.manifest.step for one in open_store(str(dir)).checkpoints()[0])
 
 
 def listed(dir: str, capsys: pytest.CaptureFixture[str]) -> dict[int, str]:
@@ -281,8 +278,8 @@ def test_what_is_said_of_why_is_not_trusted(tmp_path: Path, capsys: pytest.Captu
 # -- on a command line
 
 
-def composed(folder: Path, *overrides: str) -> Any:
-    (folder / "app.yaml").write_text("defaults: [stagereg]\n")
+def composed(folder: Path, *overrides: str, app: str = "defaults: [stagereg, _self_]") -> Any:
+    (folder / "app.yaml").write_text(app)
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose("app", overrides=[f"checkpoint.dir={folder / 'run'}", *overrides])
 

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hydra import compose, initialize_config_dir
 
 import stagereg
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError, RegistryError
 from stagereg.on_commit.copy_to import CopyTo
 from stagereg.testing.ranks import run_ranks
+
+from .test_keep import composed, steps, train
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -66,19 +64,6 @@ FAILURES = {
     "it keeps none": lambda there: {},
 }
 failing = pytest.mark.parametrize(("said", "does"), FAILURES.items(), ids=["raise", "none", "list", "path", "no", "0"])
-
-
-def train(dir: str, keep: Any, steps: Iterable[int], **options: Any) -> None:
-    with Checkpointer(dir, every=1, keep=keep, leave=Leave(save_last=False), **options) as checkpointer:
-        checkpointer.restore({"x": torch.zeros(64)})
-        for step in steps:
-            stagereg.log(step, loss=1 / (step + 1))
-            checkpointer.save(step, {"x": torch.full((64,), float(step))})
-            checkpointer.wait()
-
-
-def steps(dir: str | Path) -> list[int]:
-    return sorted(one.manifest.step for one in open_store(str(dir)).checkpoints()[0])
 
 
 def test_a_rule_says_what_stays_and_ls_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,12 +175,6 @@ def test_ranks_with_another_kind_of_rule_all_raise(tmp_path: Path) -> None:
 
 
 # -- in a config
-
-
-def composed(folder: Path, *overrides: str, app: str = "defaults: [stagereg, _self_]") -> Any:
-    (folder / "app.yaml").write_text(app)
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose("app", overrides=[f"checkpoint.dir={folder / 'run'}", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.errors import CheckpointError
 from stagereg.machine import machine_name
 
+from ...support.programs import comes_true
+
 BOUND_S = 30
 
 
@@ -214,10 +216,7 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store, monkeypatch:
     assert store.written.wait(BOUND_S)
     assert store.content()["renewed"] > first
     hold.release()
-    deadline = time.monotonic() + BOUND_S
-    while any(thread.name == "stagereg-lease" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    assert comes_true(lambda: all(each.name != "stagereg-lease" for each in threading.enumerate()), BOUND_S)
     assert store.listing(store.root) == {}
     ended = mock.Mock(**{"wait.return_value": True})
     lease._keep(mock.Mock(), ended, 0)

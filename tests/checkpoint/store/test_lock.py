@@ -103,14 +103,6 @@ def test_a_deleted_lock_is_held_again_and_reported(root: str, caplog: pytest.Log
             open_store(root).lock()
 
 
-def test_a_released_lock_may_not_commit(root: str) -> None:
-    held = open_store(root).lock()
-    held.release()
-    held.release()
-    with pytest.raises(CheckpointError, match="let go"):
-        held.check()
-
-
 def test_a_run_that_stood_still_while_another_one_had_the_directory_commits_nothing(root: str) -> None:
     stood_still = Checkpointer(root)
     stood_still.save(1, {"x": 1})

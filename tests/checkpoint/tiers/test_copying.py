@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import pytest
 
 from stagereg import record
 from stagereg.checkpoint.tiers.copying import CopyThread
-from stagereg.checkpoint.tiers.folder import MachineFolder
-from stagereg.checkpoint.tiers.part import Part
+from stagereg.checkpoint.tiers.folder import MachineFolder, notes_of_part
+from stagereg.checkpoint.tiers.part import Part, manifest_name
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
+from tests.support.programs import comes_true
 from tests.support.tier_parts import SECRET, connected, files_below, new_folder, serving, tier_threads, write_part
 from tests.support.watching import watching
 
@@ -78,16 +78,11 @@ def submit(threads: CopyThread, folder: MachineFolder, machines: list[str], step
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.005)
+    assert comes_true(condition, BOUND_S)
 
 
 def copied_of(folder: MachineFolder, part: Part) -> tuple[str, ...]:
-    held = folder.find(part.save, part.rank)
-    assert held is not None
-    return held.copied
+    return notes_of_part(folder.directory(part.save), manifest_name(part.rank))[0]
 
 
 def test_a_part_goes_to_as_many_as_wanted_and_is_noted(machines: Machines, folder: MachineFolder) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import stagereg.checkpoint.tiers.folder as folder_module
-from stagereg.checkpoint.tiers.folder import MachineFolder
+from stagereg.checkpoint.tiers.folder import MachineFolder, notes_of_part
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId, manifest_name
 
 RUN = "0123abcd"
@@ -32,10 +32,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> MachineFolder:
 def test_parts_are_listed_the_latest_first_with_who_has_copies(folder: MachineFolder) -> None:
     parts = [written(folder, step, rank) for step in (1, 2) for rank in (0, 1)]
     folder.note_copied(parts[0], ["b", "c"])
-    assert [(each.part.save.step, each.part.rank) for each in folder.parts()] == [(2, 0), (2, 1), (1, 0), (1, 1)]
-    held = folder.find(parts[0].save, 0)
-    assert held is not None
-    assert (held.part, held.copied) == (parts[0], ("b", "c"))
+    assert [(each.save.step, each.rank) for each in folder.parts()] == [(2, 0), (2, 1), (1, 0), (1, 1)]
+    assert folder.find(parts[0].save, 0) == parts[0]
+    assert notes_of_part(folder.directory(parts[0].save), manifest_name(0)) == (("b", "c"), False)
 
 
 @pytest.mark.parametrize("how", ["cut", "missing", "manifest", "renamed"])
@@ -66,7 +65,7 @@ def test_sweeping_leaves_what_is_complete_and_nothing_else(folder: MachineFolder
     (Path(folder.path) / ".step-00000001.x.tmp").mkdir()
     folder.sweep()
     assert sorted(each.name for each in where.iterdir()) == ["__0_0.distcp", "part-0.json", "part-0.json.copied"]
-    assert [each.part for each in folder.parts()] == [part]
+    assert folder.parts() == [part]
     assert not (Path(folder.path) / ".step-00000001.x.tmp").exists()
 
 
@@ -74,14 +73,14 @@ def test_deleting_names_what_goes_or_what_stays(folder: MachineFolder) -> None:
     parts = [written(folder, step) for step in (1, 2, 3)]
     folder.delete([parts[0].save.folder])
     folder.delete([parts[2].save.folder], keep=True)
-    assert [each.part.save.step for each in folder.parts()] == [3]
+    assert [each.save.step for each in folder.parts()] == [3]
 
 
 def test_a_bad_part_is_dropped_and_the_others_of_its_save_stay(folder: MachineFolder) -> None:
     part = written(folder, rank=0)
     written(folder, rank=1)
     folder.drop(part.save, [0])
-    assert [each.part.rank for each in folder.parts()] == [1]
+    assert [each.rank for each in folder.parts()] == [1]
 
 
 def test_two_runs_in_one_tier_do_not_see_each_other(folder: MachineFolder, tmp_path: Path) -> None:

@@ -51,20 +51,12 @@ def test_a_few_slow_copies_are_no_news(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.records
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def save_while_no_copy_is_made(rank: int, world_size: int, root: str, failing: int) -> list[str]:
     """Save on two machines, which are two folders; the first so many copies fail. Return what was said of it."""
-    lines = _Lines()
+    lines, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("stagereg.checkpoint.tiers.lag")
-    logger.addHandler(lines)
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     tier = build("tier", "disk", dir=f"{root}/machine{rank}")
     os.makedirs(f"{root}/store", exist_ok=True)
@@ -79,7 +71,7 @@ def save_while_no_copy_is_made(rank: int, world_size: int, root: str, failing: i
             assert comes_true(lambda: not near._threads.busy, 30)
             dist.barrier()
     near.close()
-    return lines.texts
+    return lines
 
 
 def test_a_run_whose_copies_fail_says_so_and_when_they_are_made_again(tmp_path: Path) -> None:

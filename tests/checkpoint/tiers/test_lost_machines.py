@@ -217,12 +217,6 @@ def test_a_damaged_copy_gives_way_to_the_next_best(make_runs: Callable[..., Runs
     check_damage(state, tmp_path, cut, "both and store")
 
 
-# -- full, slow, cut off
-
-
-# -- others
-
-
 @pytest.mark.slow
 def test_a_machine_with_notes_of_another_run_does_not_decide_which_run_it_is(
     make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path

@@ -30,6 +30,7 @@ from stagereg.checkpoint.tiers.part import Part, PartFile
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.errors import CheckpointError, DamagedError
+from tests.support.programs import comes_true
 from tests.support.tier_parts import (
     SECRET,
     connected,
@@ -70,11 +71,7 @@ def peer(server: PartServer) -> Iterator[Peer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds, for a bounded time."""
-    ends = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    assert comes_true(condition, BOUND_S)
 
 
 def blocks_of(
@@ -109,9 +106,7 @@ def test_a_part_arrives_whole_and_comes_back_checked(here: MachineFolder, tmp_pa
     with serving(there, durable=durable) as server, connected(server.address) as peer:
         assert peer.part(part.save, 0) is None
         peer.put(part, here.directory(part.save))
-        held = there.find(part.save, 0)
-        assert held is not None
-        assert held.part == part == peer.part(part.save, 0)
+        assert there.find(part.save, 0) == part == peer.part(part.save, 0)
         assert files_below(there) == sorted([*SEVERAL, "part-0.json"])
         for name, nbytes in SEVERAL.items():
             assert Path(there.directory(part.save), name).read_bytes() == data_of(nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -242,12 +241,3 @@ def test_a_name_that_means_loopback_here_alone_is_not_given_to_others(monkeypatc
     routes = {"node1": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
     monkeypatch.setattr(address, "_toward", routes.get)
     assert own_address() == "10.0.0.7"
-
-
-def test_json_is_all_that_a_message_can_be(pair: tuple[wire.Connection, wire.Connection]) -> None:
-    pair[0].send({"a": 1})
-    head = bytearray(4)
-    pair[1].receive_into(memoryview(head))
-    text = bytearray(struct.unpack("!I", head)[0])
-    pair[1].receive_into(memoryview(text))
-    assert json.loads(text) == {"a": 1}

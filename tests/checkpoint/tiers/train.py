@@ -3,9 +3,8 @@
 Arguments are ``name=value``: ``tier``, ``dir`` of the tier, ``store`` (a directory or ``null``), ``every`` and
 ``store_every`` in steps, ``copies``, ``steps``, ``more`` (steps after the start, in place of ``steps``), ``shard``
 (``fsdp2`` or ``ddp``), ``step_s``, ``hold`` (a step after which it waits to be killed), ``truth`` (the shared folder of
-what was), ``resume``, ``domain``, ``leave`` (whether it saves its end), ``calm`` (whether
-each step waits for all copies), ``give_up_after`` (0 for never), ``failpoint`` (``NAME:RANK:COUNT``, where a
-rank ends itself).
+what was), ``resume``, ``calm`` (whether each step waits for all copies), ``give_up_after`` (0 for never), ``failpoint``
+(``NAME:RANK:COUNT``, where a rank ends itself).
 """
 
 from __future__ import annotations
@@ -29,16 +28,8 @@ import stagereg
 from stagereg.checkpoint.store import failpoints
 
 USUAL = {"tier": "memory", "dir": "/dev/shm/t", "store": "null", "every": "2", "store_every": "1000", "copies": "1"}
-USUAL |= {"steps": "12", "shard": "fsdp2", "step_s": "0.05", "hold": "0", "resume": "auto", "domain": ""}
-USUAL |= {
-    "leave": "true",
-    "failpoint": "",
-    "more": "",
-    "width": "64",
-    "host_memory": "",
-    "calm": "false",
-    "give_up_after": "3",
-}
+USUAL |= {"steps": "12", "shard": "fsdp2", "step_s": "0.05", "hold": "0", "resume": "auto", "failpoint": ""}
+USUAL |= {"more": "", "width": "64", "calm": "false", "give_up_after": "3"}
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -102,13 +93,8 @@ def main(options: dict[str, str]) -> None:
     state = {"model": model, "optimizer": optimizer, "own": stagereg.per_rank(own)}
     tier = options["tier"]
     if tier != "none":
-        memory = {"host_memory": options["host_memory"]} if options["host_memory"] else {}
-        tier = stagereg.build(
-            "tier",
-            tier,
-            **{"dir": options["dir"], "every": int(options["every"]), "copies": int(options["copies"]), **memory},
-            domain=options["domain"] or None,
-        )
+        numbers = {name: int(options[name]) for name in ("every", "copies")}
+        tier = stagereg.build("tier", tier, dir=options["dir"], **numbers)
     store = None if options["store"] == "null" else options["store"]
     with stagereg.Checkpointer(
         store,
@@ -148,10 +134,6 @@ def main(options: dict[str, str]) -> None:
                 wait_for_copies(checkpointer)
                 print(f"HOLDS at {step}", flush=True)
                 time.sleep(1000)
-        if options["leave"] != "true":
-            checkpointer.wait()
-            print(f"WAITED {checkpointer.stats}", flush=True)
-            os._exit(3)
     print(f"ENDED with {checkpointer.stats}", flush=True)
     dist.destroy_process_group()
 
