@@ -1,8 +1,8 @@
 """``stagereg report``: the tables, pictures and pages of a run or of a sweep, made again from what lies on disk.
 
-For a sweep it is what the sweep ended with, for a run its figures, its checkpoints and its trace. It can be asked at
-any time: while a run goes on, after it was killed, on another machine. That jobs have failed is part of what is
-reported, not a failure of the report.
+For a sweep it is what the sweep ended with, for a run its figures and its checkpoints. It can be asked at any time:
+while a run goes on, after it was killed, on another machine. That jobs have failed is part of what is reported, not a
+failure of the report.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from stagereg.sweep.near_steps import NearSaved, near_saved, sources
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
 from stagereg.sweep.run import Run, Started
-from stagereg.sweep.trace import trace_text
 
-_FILES = ("trace.json", "report.html")
 _SOURCES = 4
 """Machines that a line names."""
 _FIRST, _LAST = 7, 7
@@ -117,7 +115,7 @@ class RunReport:
             self._run = Run.read(directory)
             self._warnings = list(_warnings(self._job, self._run))
         except ConfigError as error:
-            self._warnings = [*_warnings(self._job, None), f"There is no trace: {error}"]
+            self._warnings = [*_warnings(self._job, None), f"There are no records: {error}"]
         self._saved = saved(self._run) if self._run is not None else []
         self._near = near_saved(self._run) if self._run is not None else []
         self._starts = starts(self._run) if self._run is not None else []
@@ -157,12 +155,11 @@ class RunReport:
             output.table(table.title, columns, rows, verdict="state" if "state" in columns else "")
 
     def write(self, target: Path) -> list[Path]:
-        """Write the trace and the page into ``target`` and return their paths. Raises: ``OSError``."""
+        """Write the page into ``target`` and return its path. Raises: ``OSError``."""
         if self._run is None:
             return []
         text = page.run_page(self._job, self._answer(), self._warnings, self._tables)
-        documents = {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
-        return render.put(documents, _FILES, target)
+        return render.put({"report.html": text.encode()}, ("report.html",), target)
 
     def _answer(self) -> str:
         """What the run was, in a sentence or two."""

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,24 +104,6 @@ class RankRecord:
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
-
-
-def step_spans(recorded: RankRecord) -> list[Span]:
-    """Return the steps, in the order in which they ended, as stretches of time without stalls.
-
-    A step begins where the one before it ended, or where the stall that followed that one did. The first begins
-    with the recording, which makes all that was prepared for training a part of it.
-    """
-    stalls = sorted((span.start, span.end) for span in recorded.stalls)
-    last = recorded.start.get("t", recorded.first)
-    spans = []
-    for end, step in sorted((end, step) for step, end in recorded.steps):
-        # The save of a step comes after its end, so at that moment it is no part of it yet.
-        before = bisect_left(stalls, (end,))
-        begin = min(max(last, stalls[before - 1][1]), end) if before else last
-        spans.append(Span(step, begin, end - begin))
-        last = end
-    return spans
 
 
 @dataclass(frozen=True)

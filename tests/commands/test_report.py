@@ -31,7 +31,7 @@ def report(here: Path, command: Command) -> Command:
     return lambda *arguments, code=0: command("report", *arguments, code=code)
 
 
-def test_a_run_is_reported_and_leaves_a_trace_and_a_page(here: Path, report: Command) -> None:
+def test_a_run_is_reported_and_leaves_a_page(here: Path, report: Command) -> None:
     write_hydra(write_run(here / "run"), ["lr=0.1"], config="lr: 0.1\n")
     seen = report("run").out
     assert "run: Completed: 40 steps on 2 ranks" in seen
@@ -40,7 +40,7 @@ def test_a_run_is_reported_and_leaves_a_trace_and_a_page(here: Path, report: Com
     assert ["10", "0.1", "2.1", "5", "20", "25", "128", "complete"] in rows
     assert ["stall_ms", "2.1", "ms"] in rows
     written = {path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png", ".json")}
-    assert written == {"report.html", "trace.json"}
+    assert written == {"report.html"}
     assert "lr: 0.1" in (here / "run" / "report.html").read_text()
 
 
@@ -143,10 +143,10 @@ def test_a_job_that_recorded_nothing_has_its_result(here: Path, report: Command)
     failed(here / "job", 0, FAILING.split()).write()
     seen = report("job").out
     assert "job: Failed." in seen
-    assert "There is no trace: job holds no run: there is no metrics.jsonl in it." in seen
+    assert "There are no records: job holds no run: there is no metrics.jsonl in it." in seen
     assert os.listdir("job") == ["result.json"]
     (here / "job" / "metrics.jsonl").touch()
-    assert "There is no trace: job holds no run: what is in job/metrics.jsonl is not" in report("job").out
+    assert "There are no records: job holds no run: what is in job/metrics.jsonl is not" in report("job").out
 
 
 def test_the_error_of_a_run_is_reported_once_in_a_line(here: Path, report: Command, no_matplotlib: None) -> None:
