@@ -92,12 +92,8 @@ def _forget() -> None:
     _recorder = None
 
 
-def _forget_in_child() -> None:
-    _forget()
-    _listeners.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_listeners.clear)
 
 
 @contextlib.contextmanager

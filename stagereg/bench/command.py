@@ -184,10 +184,10 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    for name in _names(text):
-        if not name.isdecimal() or not int(name):
-            raise ConfigError(f"{option} takes whole numbers from 1 on, not {name!r}.")
-    return [int(name) for name in _names(text)]
+    names = _names(text)
+    if wrong := [name for name in names if not name.isdecimal() or not int(name)]:
+        raise ConfigError(f"{option} takes whole numbers from 1 on, not {wrong[0]!r}.")
+    return list(map(int, names))
 
 
 def _names(text: str) -> list[str]:
@@ -198,10 +198,10 @@ def _names(text: str) -> list[str]:
 
 
 def _known(what: str, text: str, there: Sequence[str]) -> list[str]:
-    for name in _names(text):
-        if name not in there:
-            raise ConfigError(f"There is no {what} {name!r}.{nearest(name, there)}\nThere is: {', '.join(there)}")
-    return _names(text)
+    names = _names(text)
+    if wrong := [name for name in names if name not in there]:
+        raise ConfigError(f"There is no {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nThere is: {', '.join(there)}")
+    return names
 
 
 # -- measuring
@@ -215,8 +215,7 @@ def _cases(asked: argparse.Namespace, state: State, folder: Path) -> list[Case]:
 
 
 def _row_names(asked: argparse.Namespace) -> list[str]:
-    names: list[str] = importlib.import_module(f"stagereg.bench.{asked.kind}").row_names()
-    return names
+    return list(importlib.import_module(f"stagereg.bench.{asked.kind}").row_names())
 
 
 def _series_rows(asked: argparse.Namespace) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import stagereg.checkpoint.save.interval as interval
 import stagereg.output as output
-from stagereg.durations import duration, write_duration
+from stagereg.durations import seconds_of, write_duration
 from stagereg.errors import ConfigError
 from stagereg.output import size_text
 from stagereg.sizes import ByteSize
@@ -64,13 +64,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
     for name, kind, read, text in (
-        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, as in 6h"),
-        ("mtbf-per-node", "TIME", _seconds, "instead, of one machine, as in 50000h; with --nodes"),
+        ("mtbf", "TIME", seconds_of, "mean time between failures of the whole job, as in 6h"),
+        ("mtbf-per-node", "TIME", seconds_of, "instead, of one machine, as in 50000h; with --nodes"),
         ("nodes", "N", int, "machines of the job; any that fails stops it"),
         ("ranks", "N", int, "that share the state, 1 or those of --run"),
         ("state", "SIZE", ByteSize, "of a checkpoint, all ranks together, as in 1TiB"),
-        ("restart", "TIME", _seconds, "from a failure until training goes on, 5m"),
-        ("step", "TIME", _seconds, "of a training step, to show the interval in steps too"),
+        ("restart", "TIME", seconds_of, "from a failure until training goes on, 5m"),
+        ("step", "TIME", seconds_of, "of a training step, to show the interval in steps too"),
         ("stage-gib-s", "X", float, "GiB/s at which one rank copies its share, the loop waiting"),
         ("write-gib-s", "X", float, "GiB/s at which one rank writes its share"),
     ):
@@ -93,12 +93,10 @@ def run(asked: argparse.Namespace) -> int:
     job.mtbf_s = asked.mtbf or each_s / nodes
     job.restart_s = _RESTART_S if asked.restart is None else asked.restart
     job.step_s = asked.step or job.step_s
-    job.sources += [seen] * bool(seen)
-    job.sources.append("The restart (--restart) changes what is lost, not the best interval.")
+    job.sources += [*filter(None, [seen]), "The restart (--restart) changes what is lost, not the best interval."]
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)
-    steps = None
-    if job.step_s:
-        steps = interval.in_steps(best_s, job.step_s, least_s)
+    steps = interval.in_steps(best_s, job.step_s, least_s) if job.step_s else None
+    if job.step_s and steps:
         best_s = steps * job.step_s
     named = {f"{factor:g} times that": best_s * factor for factor in (0.25, 0.5, 2, 4)}
     named |= {"Young 1974": interval.young(job.cost_s, job.mtbf_s), "Daly 2006": interval.daly(job.cost_s, job.mtbf_s)}
@@ -111,10 +109,6 @@ def run(asked: argparse.Namespace) -> int:
     else:
         _print(job, best_s, steps, table)
     return 0
-
-
-def _seconds(text: str) -> float:
-    return duration(text).total_seconds()
 
 
 def _take_failures(asked: argparse.Namespace, run: Run) -> str:

@@ -159,7 +159,6 @@ class RunReport:
         return render.put({"report.html": text.encode()}, ("report.html",), target)
 
     def _answer(self) -> str:
-        """What the run was, in a sentence or two."""
         text, run, found = self._job.status.capitalize(), self._run, self._job.figures
         if run.ranks:
             text += f": {counted(found.get('steps', 0), 'step')} on {counted(run.world_size, 'rank')}"
@@ -229,7 +228,6 @@ def _restarts(every: Sequence[Started]) -> Table:
 
 
 def _stragglers(recorded: Run) -> Iterator[str]:
-    """Name the ranks that the others waited for, each time that they did."""
     told = [each for rank in recorded.ranks for each in rank.stragglers]
     for at, (rank, machine, since, slow, wait_s, step_s) in enumerate(told):
         if slow:

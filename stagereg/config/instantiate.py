@@ -108,7 +108,6 @@ def targets(kind: str | None = None) -> list[str]:
 
 
 def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList) -> None:
-    """Refuse every ``_target_`` in ``node`` that is neither registered nor allowed, before anything is imported."""
     if isinstance(node, dict) and "_target_" in node:
         allow_list.find(node["_target_"], str(path))
     if isinstance(node, (dict, list, tuple)):  # OmegaConf 2.4 keeps tuples
@@ -129,8 +128,6 @@ def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 class _Component:
-    """A loaded component or allowed target, and what its signature says."""
-
     def __init__(self, target: Entry | AllowedTarget) -> None:
         self.entry = target if isinstance(target, Entry) else None
         self.label = f"{target.kind}/{target.name}" if isinstance(target, Entry) else target.path

@@ -166,7 +166,6 @@ class Compare(Callback):
         return math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
-        """The shell command that runs this job alone; empty if unknown."""
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
         job = [override for override in overrides if _key(override) not in KEYS]
         return shlex.join([*self._start, *job, *own]) if self._start else ""

@@ -265,7 +265,6 @@ def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
 
 
 def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
-    """What is special about a row of these completed jobs."""
     without = sum(ranking.name not in job.figures for job in completed)
     if 0 < without < len(completed):
         yield f"no {ranking.name} in {without} of {len(completed)} runs"

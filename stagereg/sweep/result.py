@@ -166,7 +166,6 @@ def completed_before(hydra: Any) -> JobResult | None:
 
 
 def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
-    """The wanted folders at and below one; none below wanted ones, and no hidden ones."""
     found: list[Path] = []
     for folder, below, _ in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".")]
@@ -202,7 +201,6 @@ def _command(directory: Path) -> str:
 
 
 def _without_result(directory: Path, trouble: str) -> JobResult:
-    """What Hydra and the ranks have left of a job."""
     overrides, repeat, again = split([str(each) for each in _of(list, _yaml(directory / _OVERRIDES))])
     hydra = _of(dict, _of(dict, _yaml(directory / ".hydra" / "hydra.yaml")).get("hydra"))
     job = {name: value for name, value in _of(dict, hydra.get("job")).items() if name in ("num", "id", "name")}

@@ -209,7 +209,6 @@ class JoinableContract(Contract):
         }
 
     def _is_due(self, name: str) -> bool:
-        """Whether it can play a scenario."""
         scenario = self._plan()[name]
         if scenario.mode == "torch" or any(scenario.torchs):
             return self.torch_join

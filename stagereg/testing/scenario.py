@@ -137,7 +137,6 @@ def _run(contract: Any, todo: tuple[Scenario, ...]) -> dict[Scenario, ScenarioRe
 
 
 def _in_short(failure: RankFailure) -> str:
-    """Who hung where, or died how."""
     lines = []
     for rank, text in {**failure.hung, **failure.failed}.items():
         hung = rank in failure.hung or re.search(r"Timeout \(\d+:", text)
@@ -161,8 +160,6 @@ def run_scenarios(rank: int, world_size: int, contract: Any, todo: Sequence[Scen
 
 
 class _Play:
-    """One scenario on one rank."""
-
     def __init__(self, contract: Any, scenario: Scenario, rank: int) -> None:
         self._contract = contract
         self._what = scenario

@@ -366,7 +366,6 @@ class StagerContract(StagerFidelity):
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

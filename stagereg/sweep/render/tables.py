@@ -155,7 +155,6 @@ def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
 
 
 def _width(columns: Sequence[Sequence[str]]) -> int:
-    """Characters of a line of the table."""
     widest = [max(len(part) for text in column for part in text.splitlines() or [""]) for column in columns]
     return _INDENT + sum(widest) + _GAP * (len(columns) - 1)
 
