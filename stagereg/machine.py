@@ -78,6 +78,15 @@ def describe(device: str) -> dict[str, Any]:
     return found
 
 
+def memory(figure: str) -> int:
+    """Return a figure of this process's memory in bytes, such as ``"VmRSS"``; 0 if it is unknown."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+        return int(status.partition(f"{figure}:".encode())[2].split(maxsplit=1)[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -46,8 +46,7 @@ _KINDS = {
     "on_commit": OnCommitContract,
     "tier": TierContract,
 }
-_TARGET = "STAGEREG_CHECK_TARGET_{}"
-"""Of the environment, by kind: the ranks that a promise is tried on get it, too."""
+_TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
 
 def run(folder: str, target: str) -> str:

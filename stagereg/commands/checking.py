@@ -31,10 +31,8 @@ from stagereg.installed import DISTRIBUTION, normalized, unmet
 CONTRACTS = "stagereg.contracts"
 """The entry points that announce contracts, by the names of their plugins."""
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
-_START_S = 300.0
-"""Seconds that a child process has to start and to import torch, which is not the plugin's doing."""
-_BESIDE = 20
-"""Columns of a line that neither a promise nor what was seen of it has."""
+_START_S = 300.0  # seconds that a child process has to start and to import torch, which is not the plugin's doing
+_BESIDE = 20  # columns of a line that neither a promise nor what was seen of it has
 _OF_A_COPY = re.compile(r".*\bcopy(?:\[[^\]]*\])* ((?:has the|is a) .*)")
 _TARGET = (
     "a package that announces plugins, the folder of one that is not installed, a module, a file (plugin.py), or "

@@ -27,8 +27,7 @@ from stagereg.commands.child import call_in_child
 from stagereg.installed import DISTRIBUTION
 from stagereg.output import size_text
 
-_TORCH_LIMIT_S = 120.0
-"""Seconds for PyTorch, whose first import from a network disk takes its time."""
+_TORCH_LIMIT_S = 120.0  # seconds for PyTorch, whose first import from a network disk takes its time
 
 
 class Finding(NamedTuple):

@@ -32,8 +32,7 @@ from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
 from stagereg.sweep.run import Run, Started
 
-_SOURCES = 4
-"""Machines that a line names."""
+_SOURCES = 4  # machines that a line names
 _FIRST, _LAST = 7, 7
 """Rows that a terminal shows of a table that has many."""
 

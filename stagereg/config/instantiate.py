@@ -54,15 +54,12 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
         return None
     path = NodePath.of(config)
     tree = plain(config, path.key)
-    if (
-        path.key in ("join", "checkpoint")
-        and isinstance(tree, dict)
-        and "_target_" not in (tree.keys() | kwargs.keys())
-    ):
+    is_node = isinstance(tree, dict) and "_target_" in (tree.keys() | kwargs.keys())
+    if path.key in ("join", "checkpoint") and isinstance(tree, dict) and not is_node:
         raise ConfigError(f"the config leaves {path.key} out; {SWITCHES[path.key]}.")
     _refuse_unregistered(tree, path, allow_list)
     if args or kwargs:
-        if not isinstance(tree, dict) or "_target_" not in (tree.keys() | kwargs.keys()):
+        if not is_node:
             raise ConfigError(f"{path} has no _target_, so there is nothing to pass these arguments to.")
         tree = _with_arguments(tree, args, kwargs)
         _refuse_unregistered(tree, path, allow_list)

@@ -44,8 +44,7 @@ from stagereg.sweep.run import Run
 log = logging.getLogger(__name__)
 
 _SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")
-_CLOCKS_S = 1.0
-"""Seconds by which a job's ranks may seem to begin before the job."""
+_CLOCKS_S = 1.0  # seconds by which a job's ranks may seem to begin before the job
 
 
 class Compare(Callback):

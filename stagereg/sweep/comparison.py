@@ -21,12 +21,9 @@ from stagereg.errors import ConfigError, few_of
 from stagereg.sweep.metric import Metric, columns, counted, directed
 from stagereg.sweep.result import KEYS, JobResult
 
-_ENOUGH = 5
-"""Values from which on quartiles alone prove a difference; of fewer, all of one row must be better."""
-_ROUNDING = 1e-6
-"""Relative difference of figures that may come from the order in which numbers were added."""
-_OVERLAP_S = 1.0
-"""Seconds that two jobs may run beside each other: one is ending while the next begins."""
+_ENOUGH = 5  # values from which on quartiles alone prove a difference; of fewer, all of one row must be better
+_ROUNDING = 1e-6  # relative difference of figures that may come from the order in which numbers were added
+_OVERLAP_S = 1.0  # seconds that two jobs may run beside each other: one is ending while the next begins
 _NAMED = 3
 _EQUAL = "the figures are equal"
 

@@ -20,10 +20,8 @@ from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 _GIB = 2**30
-_LEAST_UNDISTURBED = 3
-"""Undisturbed steps whose median is taken as the time of a step, at least."""
-_TOUCHED_S = 1e-4
-"""Seconds of work in the background that a step may have beside it and still counts as undisturbed."""
+_LEAST_UNDISTURBED = 3  # undisturbed steps whose median is taken as the time of a step, at least
+_TOUCHED_S = 1e-4  # seconds of work in the background that a step may have beside it and still counts as undisturbed
 
 
 @dataclass(frozen=True)

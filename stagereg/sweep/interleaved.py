@@ -78,11 +78,9 @@ class InterleavedSweeper(BasicSweeper):
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         """The jobs in batches; the basic sweeper asks for them."""
-        for override in overrides:
-            if override.is_sweep_override() and override.key_or_group in KEYS:
-                raise SweepError(
-                    f"{override.input_line}: {override.key_or_group} goes for the whole sweep and takes one value"
-                )
+        for each in overrides:
+            if each.is_sweep_override() and each.key_or_group in KEYS:
+                raise SweepError(f"{each.input_line}: {each.key_or_group} goes for the whole sweep and takes one value")
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         return list(self.split_overrides_to_chunks(interleaved(combinations, self._repeats), max_batch_size))
 

@@ -40,8 +40,7 @@ _STARTING_S = 30.0
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
-_SETS_ITSELF = {"_authoritative_rank"}
-"""What torch sets on a module before each use of it, and never looks at before."""
+_SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch sets on a module before each use of it
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,11 @@ MARKS = {"best": "*", "tie": "~"}
 _MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)."
 _TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap."
 _AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise."
-_NONE = "-"
-"""Where there is no number."""
-_FOLDED = 24
-"""Characters that a parameter's text has in a line."""
+_NONE = "-"  # text of a missing number
+_FOLDED = 24  # characters that a parameter's text has in a line
 _INDENT, _GAP = 2, 2
 """Columns before a table, and between those of it."""
-_FINER = 4
-"""Digits that a median may have beyond three, where its spread is as small."""
+_FINER = 4  # digits that a median may have beyond three, where its spread is as small
 
 Value = str | float | int | Cell | None
 
