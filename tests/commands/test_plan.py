@@ -18,8 +18,7 @@ from .conftest import Command
 
 Plan = Callable[..., dict[str, Any]]
 
-GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
-"""Rates, so that nothing is measured."""
+GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")  # rates, so that nothing is measured
 
 
 @pytest.fixture

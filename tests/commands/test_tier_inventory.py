@@ -16,7 +16,7 @@ from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder
 from stagereg.checkpoint.tiers.inventory import Lineage
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 
-from .checkpoint_directories import save
+from .checkpoint_directories import flip, instead, save
 from .conftest import Command
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
@@ -173,19 +173,8 @@ def test_a_store_and_other_folders_are_no_tier(tmp_path: Path, command: Command)
     assert "has no complete part" in command("verify", tmp_path / "empty", code=2).err
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def change(manifest: Path) -> None:
     manifest.write_text(manifest.read_text().replace(" 20,", " 21,", 1))
-
-
-def instead(file: Path, make: Callable[[Path], object]) -> None:
-    file.unlink()
-    make(file)
 
 
 @pytest.mark.parametrize(
