@@ -144,9 +144,6 @@ def folder_below(root: str | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="stagereg-bench-", dir=root, ignore_cleanup_errors=True)
 
 
-# -- what was asked for
-
-
 def _check(asked: argparse.Namespace) -> list[str]:
     import torch
 
@@ -202,9 +199,6 @@ def _known(what: str, text: str, there: Sequence[str]) -> list[str]:
     if wrong := [name for name in names if name not in there]:
         raise ConfigError(f"There is no {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nThere is: {', '.join(there)}")
     return names
-
-
-# -- measuring
 
 
 def _cases(asked: argparse.Namespace, state: State, folder: Path) -> list[Case]:

@@ -119,9 +119,6 @@ def _tried(target: str, limit_s: float) -> list[Case]:
     return list(cases.values())
 
 
-# -- what the target means
-
-
 def resolve(target: str) -> tuple[list[str], list[Case]]:
     """Return what ``target`` names, a ``kind/name`` or module for each process, and cases of a package's metadata."""
     if target.endswith(".py"):

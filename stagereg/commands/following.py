@@ -228,7 +228,8 @@ class _Follower:
             self._done |= dict.fromkeys(older, "passed over")
         self._done[key], self._furthest = how, max(self._furthest, checkpoint.manifest.step)
         self._waiting -= self._done.keys()
-        self._write()
+        note = {"command": self._asked.command, "furthest": self._furthest, "done": self._done}
+        self._notes.notes.write(_NOTE, f"{json.dumps(note, indent=1)}\n".encode())
 
     def _run(self, checkpoint: Checkpoint) -> str:
         command = [argument.replace("{}", checkpoint.path) for argument in self._asked.command]
@@ -274,10 +275,6 @@ class _Follower:
             raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error
         if self._asked.failed:
             self._done = {key: how for key, how in self._done.items() if how != "failed"}
-
-    def _write(self) -> None:
-        text = json.dumps({"command": self._asked.command, "furthest": self._furthest, "done": self._done}, indent=1)
-        self._notes.notes.write(_NOTE, f"{text}\n".encode())
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

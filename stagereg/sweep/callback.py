@@ -181,9 +181,6 @@ def _one_text(error: BaseException) -> str:
     return str(error) if isinstance(error, StageregError) else format_error(error)
 
 
-# -- what a job leaves behind
-
-
 def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
     try:
         return ask()
@@ -223,9 +220,6 @@ def _error_text(error: Exception) -> str:
     cause = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     cause_line = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
     return f"{head}{cause_line}\n{text}"
-
-
-# -- the command line of a job
 
 
 def _started_as() -> list[str]:

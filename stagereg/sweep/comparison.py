@@ -151,9 +151,6 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
     )
 
 
-# -- rows
-
-
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Overrides by what they change, if that is the program; of two for one key, Hydra takes the last."""
     parts = (override.partition("=") for override in overrides)
@@ -200,9 +197,6 @@ def _row(
         note="; ".join(_notes(completed, ranking)),
         versions=versions,
     )
-
-
-# -- verdicts
 
 
 def _judge(rows: Sequence[ComparisonRow], column: Metric, ranking: Metric) -> None:
@@ -256,9 +250,6 @@ def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
             one, other = row.cells[name].median, twin.cells[name].median
             most = max(most, abs(one - other) / (max(abs(one), abs(other)) or 1.0))
     return most
-
-
-# -- what a reader should know before trusting the figures
 
 
 def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:

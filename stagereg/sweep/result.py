@@ -158,9 +158,6 @@ def completed_before(hydra: Any) -> JobResult | None:
     return None
 
 
-# -- folders
-
-
 def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     found: list[Path] = []
     for folder, below, _ in os.walk(root):
@@ -191,9 +188,6 @@ def _nothing_in(path: Path) -> str:
 def _command(directory: Path) -> str:
     kind = "sweep" if _is_sweep(directory) else "run"
     return f"  stagereg report {shlex.quote(os.path.relpath(directory))}  # a {kind}"
-
-
-# -- a job without a result
 
 
 def _without_result(directory: Path, trouble: str) -> JobResult:

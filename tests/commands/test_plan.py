@@ -57,9 +57,6 @@ def test_the_text_names_settings_assumptions_and_sources(mtbf: str, hardly: bool
         assert part in seen
 
 
-# -- from a run
-
-
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     """A run of one rank: 11 steps of 1 s, two checkpoints of 400 KB that hold the loop 2 s and are there after 5 s."""
@@ -126,8 +123,6 @@ def test_the_parts_make_up_the_whole(cost: float, write: float, restart: float, 
         assert min(parts) >= -1e-12
         assert sum(parts) == pytest.approx(loss["lost"], abs=1e-9)
 
-
-# -- nonsense
 
 GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s": "0.5"}
 

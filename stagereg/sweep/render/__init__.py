@@ -10,14 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
-
-if TYPE_CHECKING:
-    from stagereg.sweep.comparison import Comparison
+from stagereg.sweep.comparison import Comparison
 
 FILES = ("compare.csv", "compare.svg", "compare.png", "report.html")
 """What :func:`write` leaves in a directory, in this order."""

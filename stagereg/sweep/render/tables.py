@@ -84,9 +84,6 @@ def row_name(row: ComparisonRow) -> str:
     return f"{row.label} (A/A)" if row.again else row.label
 
 
-# -- texts of a value
-
-
 def cell_texts(cell: Cell) -> tuple[str, str]:
     """Return the median in three digits, or as fine as its spread if that is finer, and the spread, if there is one."""
     if not cell.spread or not cell.median or "e" in shown(cell.median):
@@ -104,9 +101,6 @@ def one_line(cell: Cell) -> str:
 def first_line(error: str) -> str:
     """Return the first line of an error that is not empty."""
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
-
-
-# -- the terminal
 
 
 def terminal(comparison: Comparison) -> None:
@@ -154,9 +148,6 @@ def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
 def _width(columns: Sequence[Sequence[str]]) -> int:
     widest = [max(len(part) for text in column for part in text.splitlines() or [""]) for column in columns]
     return _INDENT + sum(widest) + _GAP * (len(columns) - 1)
-
-
-# -- files
 
 
 def csv_text(comparison: Comparison) -> str:
