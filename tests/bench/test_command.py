@@ -55,9 +55,7 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
 
 
 @pytest.mark.slow
-def test_stall_measures_what_a_checkpoint_costs_and_prints_no_log(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_stall_measures_what_a_save_costs_and_prints_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The process that saves for torch prints none either."""
     rows = ["torch:async_save", "torch:process", "pinned_cached+dcp"]
     seen = measured(tmp_path, "stall", "--rows", ",".join(rows), "--torch-threads", "1")

@@ -240,9 +240,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     assert "If a run has just deleted it, there is a newer one: try again." in shown
 
 
-def test_nothing_is_replaced_unless_it_is_forced(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     root, out = save(tmp_path / "run", {"x": torch.ones(3)}), tmp_path / "x.pt"
     read = CheckpointFiles.read
 
@@ -478,9 +476,7 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, command: Comman
         ("list", "'x' is said to be in a list with more items than there are"),
     ],
 )
-def test_plain_torch_runs_nothing_and_damage_is_one_line(
-    what: str, message: str, tmp_path: Path, command: Command
-) -> None:
+def test_plain_torch_runs_nothing_damage_is_one_line(what: str, message: str, tmp_path: Path, command: Command) -> None:
     plain = tmp_path / "plain"
     values = {"value": Fires(), "mesh": MakesMesh()}
     dcp.save({"x": torch.ones(9), "y": values.get(what, 1)}, checkpoint_id=plain, no_dist=True)

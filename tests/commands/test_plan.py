@@ -103,9 +103,7 @@ def test_failures_of_a_run_are_planned_with_unless_others_are_given(recorded: Pa
     assert (seen["mtbf_s"], seen["restart_s"]) == (50 * 3600, 36.0)
 
 
-def test_a_run_without_a_failure_says_nothing_of_how_often_it_fails(
-    recorded: Path, command: Command, plan: Plan
-) -> None:
+def test_a_run_without_failure_says_nothing_of_how_often_it_fails(recorded: Path, command: Command, plan: Plan) -> None:
     assert "How often does the job fail?" in command("plan", "--run", recorded, code=2).err
     assert plan("--run", recorded, "--mtbf", "1h")["restart_s"] == 300
 

@@ -213,9 +213,7 @@ def test_any_damage_is_found_and_named(
     assert expected in command("ls", tmp_path, "--verify").out
 
 
-def test_what_a_run_deletes_meanwhile_is_left_out(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_deleted_meanwhile_is_skipped(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = write_step(tmp_path, 10, {0: []})
     write_step(tmp_path, 20, {0: []})
     folder = MachineFolder(str(tmp_path), RUN, durable=True)

@@ -115,9 +115,7 @@ NO_STEP = "NO STEP WAS TAKEN: this run resumed from step 4"
     ],
     ids=["hydra", "ranks"],
 )
-def test_a_job_resumes_from_another_of_its_sweep_only_where_that_is_meant(
-    script: str, config: str, tmp_path: Path
-) -> None:
+def test_a_job_resumes_from_another_of_its_sweep_only_where_meant(script: str, config: str, tmp_path: Path) -> None:
     """Whatever sweeper runs them, and whatever their directory is called; a sweep that goes on is the same sweep."""
     app = App(tmp_path, script, config.replace("sweep: compare, ", ""))
     ended = app.sweep("b=1,2", "hydra/sweeper=basic")

@@ -72,9 +72,7 @@ def usual(comparison: Comparison) -> str:
     return page.compare_page(comparison, SVG)
 
 
-def test_the_answer_and_the_table_come_first_nothing_is_asked(
-    opened: Opener, usual: str, comparison: Comparison
-) -> None:
+def test_answer_and_table_come_first_nothing_is_asked(opened: Opener, usual: str, comparison: Comparison) -> None:
     one = opened(usual, viewport={"width": 1280, "height": 800})
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
     assert one.complaints == []
