@@ -79,12 +79,13 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def memory(figure: str) -> int:
-    """Return a figure of this process's memory in bytes, such as ``"VmRSS"``; 0 if it is unknown."""
-    try:
-        status = Path("/proc/self/status").read_bytes()
-        return int(status.partition(f"{figure}:".encode())[2].split(maxsplit=1)[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return 0
+    """Return a figure of this process's memory in bytes, such as ``"VmRSS"``.
+
+    Raises:
+        OSError, LookupError: the system does not count it.
+    """
+    status = Path("/proc/self/status").read_text(errors="replace")
+    return int(re.findall(rf"^{figure}:\s+(\d+)", status, re.M)[0]) * 1024
 
 
 def cores() -> int:

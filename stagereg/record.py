@@ -127,8 +127,11 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            # `ru_maxrss` would count what its parent had, too, when this process was started (`exec_mmap` of Linux).
-            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=memory("VmHWM"))
+            peak_rss = 0  # unknown
+            with contextlib.suppress(OSError, LookupError):
+                # `ru_maxrss` would count what the parent had, too, when it started this process (`exec_mmap` of Linux).
+                peak_rss = memory("VmHWM")
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss)
             _forget()
             mine.close()
 
