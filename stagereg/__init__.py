@@ -18,7 +18,6 @@ from stagereg.errors import InstallationError
 
 @functools.cache
 def _modules() -> dict[str, str]:
-    """The module that each public name is imported from."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
     imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
     return {name.name: str(statement.module) for statement in imports for name in statement.names}

@@ -49,7 +49,6 @@ def _toward(host: str) -> str:
 
 
 def _interface(name: str) -> str:
-    """Return the address of a network interface; nothing if it has none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
     with contextlib.suppress(OSError):

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from stagereg.errors import StageregError
 
-_LINES = 30
-"""Of an exception's own text; more would push everything else off a screen."""
+_LINES = 30  # lines of an exception's own text; more would push everything else off a screen
 
 _PACKAGES = ("site-packages", "dist-packages")
 

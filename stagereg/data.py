@@ -230,7 +230,7 @@ class ResumableSampler(Sampler[int]):
         epoch, replicas = state["epoch"], state["num_replicas"]
         if (state["rank"], replicas) != (own, world_size):
             return None
-        size = self.length - sum(sum(counts) for of, counts in state["dealt"] if of == epoch)
+        size = self.length - _sum_of(state["dealt"], epoch)
         here, share = (size // replicas if self.drop_last else _share(size, each, replicas) for each in (own, rank))
         sure = here == share or (epoch == 0 and state["consumed"] < min(here, share))
         return {**state, "rank": rank, "consumed": min(state["consumed"], share)}, sure

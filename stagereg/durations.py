@@ -48,6 +48,11 @@ def duration(text: str) -> datetime.timedelta:
         raise ConfigError(f"{text!r} is too long for a duration. {_DURATIONS}") from None
 
 
+def seconds_of(text: str) -> float:
+    """Return the seconds of the duration that ``text`` describes."""
+    return duration(text).total_seconds()
+
+
 def _microseconds(plain: str, text: str) -> int:
     if found := _SECONDS.fullmatch(plain):
         return round(Fraction(found[1]) * _SECOND)

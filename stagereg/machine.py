@@ -78,6 +78,16 @@ def describe(device: str) -> dict[str, Any]:
     return found
 
 
+def memory(figure: str) -> int:
+    """Return a figure of this process's memory in bytes, such as ``"VmRSS"``.
+
+    Raises:
+        OSError, LookupError: the system does not count it.
+    """
+    status = Path("/proc/self/status").read_text(errors="replace")
+    return int(re.findall(rf"^{figure}:\s+(\d+)", status, re.M)[0]) * 1024
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

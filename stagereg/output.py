@@ -18,10 +18,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_WIDTH = 120
-"""Columns of a line where there is no terminal."""
-_LEAST = 30
-"""Columns that the last column of a table gets, however few are left."""
+_WIDTH = 120  # columns of a line where there is no terminal
+_LEAST = 30  # columns that the last column of a table gets, however few are left
 _COLOURS = {
     **dict.fromkeys(("ok", "kept"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "unfinished"), "yellow"),

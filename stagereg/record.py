@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
+from stagereg.machine import memory
 
 _log = logging.getLogger(__name__)
 
@@ -92,12 +93,8 @@ def _forget() -> None:
     _recorder = None
 
 
-def _forget_in_child() -> None:
-    _forget()
-    _listeners.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_listeners.clear)
 
 
 @contextlib.contextmanager
@@ -130,7 +127,11 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss())
+            peak_rss = 0  # unknown
+            with contextlib.suppress(OSError, LookupError):
+                # `ru_maxrss` would count what the parent had, too, when it started this process (`exec_mmap` of Linux).
+                peak_rss = memory("VmHWM")
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss)
             _forget()
             mine.close()
 
@@ -180,18 +181,6 @@ def listen(listener: LogListener) -> None:
 def file_name(rank: int) -> str:
     """The name of a rank's file in the run's directory."""
     return f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl"
-
-
-def peak_rss() -> int:
-    """The most memory in bytes that this process had resident at a time; 0 if it is unknown.
-
-    Counted since its program started. ``ru_maxrss`` would count what its parent had, too, when it was
-    started (``exec_mmap`` of Linux hands it on).
-    """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_bytes()
-        return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    return 0
 
 
 def _about_process() -> dict[str, Any]:

@@ -73,7 +73,6 @@ class Entry:
         version: of that package.
         file: ``file:line`` of the decorator; empty before its module has run, or without one.
         component: what was decorated; ``None`` where ``load`` has to import it.
-        registry: that it is in.
     """
 
     kind: str
@@ -83,7 +82,6 @@ class Entry:
     version: str = ""
     file: str = field(default="", compare=False)
     component: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    registry: Registry = field(kw_only=True, compare=False, repr=False)
 
     @property
     def bare(self) -> str:
@@ -116,10 +114,10 @@ class Entry:
             )
         module, _, qualname = self.target.partition(":")
         try:
-            component: Any = functools.reduce(getattr, qualname.split("."), self.registry.imported(module))
+            component: Any = functools.reduce(getattr, qualname.split("."), imported(module))
             check_component(self.kind, self.name, component)
         except Exception as error:
-            others = [name for name in self.registry.names(self.kind) if name != self.name]
+            others = [name for name in names(self.kind) if name != self.name]
             raise RegistryError(
                 f"{self.kind} {self.name!r} cannot be loaded from {self.origin}.\n"
                 f"{error if isinstance(error, RegistryError) else summarize_exception(error, __file__)}\n"
@@ -173,7 +171,7 @@ class Registry:
             if not callable(component) or not hasattr(component, "__qualname__"):
                 raise RegistryError(f"{kind}/{name} is {component!r}: register a class or a function that returns one.")
             target = f"{component.__module__}:{component.__qualname__}"
-            new = Entry(kind, name, target, file=file, component=component, registry=self)
+            new = Entry(kind, name, target, file=file, component=component)
             if not any(_is_same(new, package) for package in self._installed().get((kind, name), [])):
                 for old in self._named(kind, name):
                     if old.distribution in ("", DISTRIBUTION) and not _is_again(new, old):
@@ -287,13 +285,12 @@ class Registry:
                 yield own
 
     def _installed(self) -> dict[tuple[str, str], list[Entry]]:
-        """The built-in components and those that packages announce, by kind and bare name."""
         if self._path == sys.path:
             return self._packages
         points, self._unreadable = announced(ENTRY_POINTS)
         self._path = list(sys.path)
         self._packages = {
-            (kind, name): [Entry(kind, name, target, DISTRIBUTION, __version__, registry=self)]
+            (kind, name): [Entry(kind, name, target, DISTRIBUTION, __version__)]
             for (kind, name), target in self.built_in.items()
         }
         for distribution, version, point in points:
@@ -302,11 +299,11 @@ class Registry:
             target = f"{match[1]}:{match[2]}" if match else point.value.strip()
             # A kind or name that this version does not know must not break the listing of the others.
             if kind in REQUIRED and _NAME.fullmatch(name):
-                entry = Entry(kind, name, target, distribution, version, registry=self)
+                entry = Entry(kind, name, target, distribution, version)
                 self._packages.setdefault((kind, name), []).append(entry)
                 continue
-            unknown = f"there is no kind {kind!r} here.{nearest(kind, REQUIRED)}"
-            why = f"{name!r} is not a name: use letters, digits, '_' and '-'." if kind in REQUIRED else unknown
+            why = f"{name!r} is not a name: use letters, digits, '_' and '-'."
+            why = why if kind in REQUIRED else f"there is no kind {kind!r} here.{nearest(kind, REQUIRED)}"
             self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, and {why}"))
         return self._packages
 

@@ -37,7 +37,21 @@ class ByteSize(int):
     __slots__ = ()
 
     def __new__(cls, value: str | int | float = 0) -> ByteSize:
-        return super().__new__(cls, _bytes(value))
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ConfigError(f"{value!r} is not a size in bytes. {_EXAMPLES}")
+        if isinstance(value, int) and value >= 0:
+            return super().__new__(cls, value)
+        text = str(value)
+        found = _TEXT.fullmatch(text.replace("_", ""))
+        if found is None:
+            raise ConfigError(f"{text!r} is not a size in bytes. {_EXAMPLES}")
+        number, exponent, unit = found.groups()
+        if unit and unit.lower() not in _FOLDED:
+            raise ConfigError(f"{text!r} has no unit of bytes.{nearest(unit, _UNITS)} {_EXAMPLES}")
+        size = Fraction(number + (exponent or "")) * _FOLDED[unit.lower() or "b"]
+        if _FOLDED[unit.lower() or "b"] == 1 and size.denominator != 1:
+            raise ConfigError(f"{text!r} is a fraction of a byte. {_EXAMPLES}")
+        return super().__new__(cls, int(size))
 
     def __str__(self) -> str:
         fitting = [f"{self // size}{unit}" for unit, size in _UNITS.items() if self % size == 0 and self >= size]
@@ -45,21 +59,3 @@ class ByteSize(int):
 
     def __repr__(self) -> str:
         return f"ByteSize({str(self)!r})"
-
-
-def _bytes(value: str | int | float) -> int:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ConfigError(f"{value!r} is not a size in bytes. {_EXAMPLES}")
-    if isinstance(value, int) and value >= 0:
-        return int(value)
-    text = str(value)
-    found = _TEXT.fullmatch(text.replace("_", ""))
-    if found is None:
-        raise ConfigError(f"{text!r} is not a size in bytes. {_EXAMPLES}")
-    number, exponent, unit = found.groups()
-    if unit and unit.lower() not in _FOLDED:
-        raise ConfigError(f"{text!r} has no unit of bytes.{nearest(unit, _UNITS)} {_EXAMPLES}")
-    size = Fraction(number + (exponent or "")) * _FOLDED[unit.lower() or "b"]
-    if _FOLDED[unit.lower() or "b"] == 1 and size.denominator != 1:
-        raise ConfigError(f"{text!r} is a fraction of a byte. {_EXAMPLES}")
-    return int(size)

@@ -155,7 +155,6 @@ def _name(definition: str) -> str:
 
 
 def _problem(definition: str, subject: object, optional: bool) -> str:
-    """What is wrong with one member of a class or an object; empty if nothing is."""
     cls, name = subject if isinstance(subject, type) else type(subject), _name(definition)
     raw = inspect.getattr_static(subject, name, _MISSING)
     if optional and raw is _MISSING:

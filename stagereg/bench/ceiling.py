@@ -78,7 +78,6 @@ def flush(folder: Path) -> None:
 
 
 def _memory(nbytes: int) -> mmap.mmap:
-    """Memory that is touched already, in huge pages if the system gives them."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -144,9 +144,6 @@ def folder_below(root: str | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="stagereg-bench-", dir=root, ignore_cleanup_errors=True)
 
 
-# -- what was asked for
-
-
 def _check(asked: argparse.Namespace) -> list[str]:
     import torch
 
@@ -184,10 +181,10 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    for name in _names(text):
-        if not name.isdecimal() or not int(name):
-            raise ConfigError(f"{option} takes whole numbers from 1 on, not {name!r}.")
-    return [int(name) for name in _names(text)]
+    names = _names(text)
+    if wrong := [name for name in names if not name.isdecimal() or not int(name)]:
+        raise ConfigError(f"{option} takes whole numbers from 1 on, not {wrong[0]!r}.")
+    return list(map(int, names))
 
 
 def _names(text: str) -> list[str]:
@@ -198,13 +195,10 @@ def _names(text: str) -> list[str]:
 
 
 def _known(what: str, text: str, there: Sequence[str]) -> list[str]:
-    for name in _names(text):
-        if name not in there:
-            raise ConfigError(f"There is no {what} {name!r}.{nearest(name, there)}\nThere is: {', '.join(there)}")
-    return _names(text)
-
-
-# -- measuring
+    names = _names(text)
+    if wrong := [name for name in names if name not in there]:
+        raise ConfigError(f"There is no {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nThere is: {', '.join(there)}")
+    return names
 
 
 def _cases(asked: argparse.Namespace, state: State, folder: Path) -> list[Case]:
@@ -215,8 +209,7 @@ def _cases(asked: argparse.Namespace, state: State, folder: Path) -> list[Case]:
 
 
 def _row_names(asked: argparse.Namespace) -> list[str]:
-    names: list[str] = importlib.import_module(f"stagereg.bench.{asked.kind}").row_names()
-    return names
+    return list(importlib.import_module(f"stagereg.bench.{asked.kind}").row_names())
 
 
 def _series_rows(asked: argparse.Namespace) -> list[str]:

@@ -27,6 +27,7 @@ from unittest import mock
 
 import stagereg.output as output
 from stagereg.errors import LaunchError
+from stagereg.machine import memory
 
 T = TypeVar("T")
 
@@ -166,17 +167,12 @@ def peaks(cases: Sequence[Case]) -> dict[str, int]:
             _malloc_trim(0)
         with suppress(Exception):
             Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is resident now
-            before = _resident("VmRSS")
+            before = memory("VmRSS")
             for _ in range(2):
                 deque(case.turn(), maxlen=0)
-            found |= dict.fromkeys(case.rows, max(0, _resident("VmHWM") - before))
+            found |= dict.fromkeys(case.rows, max(0, memory("VmHWM") - before))
         case.close()
     return found
-
-
-def _resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 @contextmanager

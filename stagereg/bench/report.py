@@ -65,10 +65,7 @@ def show(groups: Sequence[Group]) -> None:
 
 def plain(groups: Sequence[Group]) -> dict[str, Any]:
     """The same and every sample, for JSON; times are seconds."""
-    shown = [
-        {"name": group.name, "title": group.title, "rows": [_row(line) for line in group.lines]} for group in groups
-    ]
-    return {"groups": shown}
+    return {"groups": [{"name": each.name, "title": each.title, "rows": [*map(_row, each.lines)]} for each in groups]}
 
 
 def ms(seconds: float) -> str:

@@ -104,7 +104,6 @@ def _ceiling(row: str, state: State, device: str) -> Case:
 
 
 def _first(row: str, make: _Make, state: State) -> Case:
-    """A stager's first call, constructing included and closing not."""
 
     def turn() -> Iterator[None]:
         yield

@@ -26,15 +26,10 @@ _Fill = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class State:
-    """A state dict to be measured.
-
-    Attributes:
-        tree: the state dict itself.
-        frozen: patterns over dotted names; what they match never changes.
-    """
+    """A state dict to be measured."""
 
     tree: dict[str, Any]
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # patterns of dotted names whose tensors never change
 
     @property
     def nbytes(self) -> int:

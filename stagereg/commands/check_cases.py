@@ -46,8 +46,7 @@ _KINDS = {
     "on_commit": OnCommitContract,
     "tier": TierContract,
 }
-_TARGET = "STAGEREG_CHECK_TARGET_{}"
-"""Of the environment, by kind: the ranks that a promise is tried on get it, too."""
+_TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
 
 def run(folder: str, target: str) -> str:
@@ -91,7 +90,6 @@ class ConfiguredMemoryTierContract(ConfiguredTierContract):
 
 
 def _made(kind: str, **options: Any) -> Any:
-    """Build the component that the environment names."""
     path, module = json.loads(os.environ[_TARGET.format(kind)])
     importlib.import_module(module)  # ranks have not imported it
     return instantiate({"_target_": path, **options})
@@ -152,9 +150,8 @@ class _Cases:
             self.write(section, "contract", promise, "skipped", why)
             return
         if contract:
-            self.attempt(
-                section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
-            )
+            promise = "Its contract can be imported."
+            self.attempt(section, "contract", promise, lambda: self._add(section, entry, contract))
         elif isinstance(found := _configured(entry), str):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
             where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
@@ -174,12 +171,13 @@ class _Cases:
 
     def run_contracts(self) -> None:
         """Run the contracts by pytest, without the configuration of whatever project is in this directory."""
+        if not self._contracts:
+            return
         os.environ.pop("PYTEST_ADDOPTS", None)
         file = self._folder / "contracts"
         file.touch()
-        options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder)]
-        if self._contracts:
-            pytest.main([*options, "-p", "no:cacheprovider", "-p", "no:faulthandler", str(file)], plugins=[self])
+        options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider"]
+        pytest.main([*options, "-p", "no:faulthandler", str(file)], plugins=[self])
 
     # -- hooks of pytest
 
@@ -238,22 +236,17 @@ def _configured(entry: Entry) -> type[Contract] | str:
             instantiate({"_target_": entry.path}).close()
             return ConfiguredContract
         if entry.kind == "tier":
-            return _contract_where_it_can_be(entry)
+            with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
+                tier = instantiate({"_target_": entry.path, "dir": folder})
+                try:
+                    tier.prepare()
+                except ConfigError:
+                    return ConfiguredMemoryTierContract
+            return ConfiguredTierContract
     except Exception as error:
         options = "options" if entry.kind == "stager" else "options but a folder"
         return f"it cannot be built without {options}: {summarize_exception(error, __file__)}"
     return "only its author knows how to try it"
-
-
-def _contract_where_it_can_be(entry: Entry) -> type[Contract]:
-    """Return the contract of a tier, in a folder among temporary files or, if it refuses that, in memory."""
-    with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
-        tier = instantiate({"_target_": entry.path, "dir": folder})
-        try:
-            tier.prepare()
-        except ConfigError:
-            return ConfiguredMemoryTierContract
-    return ConfiguredTierContract
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:

@@ -27,15 +27,12 @@ from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
 from stagereg.installed import DISTRIBUTION, normalized, unmet
-from stagereg.registry import Entry
 
 CONTRACTS = "stagereg.contracts"
 """The entry points that announce contracts, by the names of their plugins."""
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
-_START_S = 300.0
-"""Seconds that a child process has to start and to import torch, which is not the plugin's doing."""
-_BESIDE = 20
-"""Columns of a line that neither a promise nor what was seen of it has."""
+_START_S = 300.0  # seconds that a child process has to start and to import torch, which is not the plugin's doing
+_BESIDE = 20  # columns of a line that neither a promise nor what was seen of it has
 _OF_A_COPY = re.compile(r".*\bcopy(?:\[[^\]]*\])* ((?:has the|is a) .*)")
 _TARGET = (
     "a package that announces plugins, the folder of one that is not installed, a module, a file (plugin.py), or "
@@ -122,9 +119,6 @@ def _tried(target: str, limit_s: float) -> list[Case]:
     return list(cases.values())
 
 
-# -- what the target means
-
-
 def resolve(target: str) -> tuple[list[str], list[Case]]:
     """Return what ``target`` names, a ``kind/name`` or module for each process, and cases of a package's metadata."""
     if target.endswith(".py"):
@@ -143,7 +137,8 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
         return _project(folder)
     kind, _, name = target.partition("/")
     if named or (name and (kind in registry.kinds() or not folder.is_dir())):
-        return _names([find(target)]), []
+        entry = find(target)
+        return [f"{entry.kind}/{entry.name}"], []
     top = target.partition(".")[0]  # which is looked for without running anything
     if top and "/" not in top and importlib.util.find_spec(top) is not None:
         return [target], []
@@ -155,10 +150,6 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     )
 
 
-def _names(entries: list[Entry]) -> list[str]:
-    return [f"{entry.kind}/{entry.name}" for entry in entries]
-
-
 def _package(name: str) -> tuple[list[str], list[Case]] | None:
     """The components of the installed distribution of that name, if there is one, and whether its metadata is right."""
     try:
@@ -168,13 +159,12 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
     title, own = f"{found.name} {found.version}", normalized(found.name)
     if not found.entry_points.select(group=registry.ENTRY_POINTS) and own != DISTRIBUTION:
         return None
-    problems = [why for who, why in registry.unreadable() if who == title]
-    if wrong := unmet(found.name):
-        problems.append(wrong)
+    problems = [*(why for who, why in registry.unreadable() if who == title), *filter(None, [unmet(found.name)])]
     promise = "It declares its plugins, and which stagereg it needs."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
-    return _names([entry for entry in registry.entries() if normalized(entry.distribution) == own]), [case]
+    mine = [entry for entry in registry.entries() if normalized(entry.distribution) == own]
+    return [f"{entry.kind}/{entry.name}" for entry in mine], [case]
 
 
 def _project(folder: Path) -> tuple[list[str], list[Case]]:
@@ -201,9 +191,8 @@ def _project(folder: Path) -> tuple[list[str], list[Case]]:
     with (info / "entry_points.txt").open("w") as file:
         for group, named in points.items():
             file.write(f"[{group}]\n" + "".join(f"{point} = {to}\n" for point, to in named.items()))
-    sys.path[:0] = [
-        str(each) for each in (metadata, folder.resolve(), folder.resolve() / "src")
-    ]  # the child has them then
+    # The child has them then.
+    sys.path[:0] = [str(each) for each in (metadata, folder.resolve(), folder.resolve() / "src")]
     found = _package(name)
     assert found is not None
     return found

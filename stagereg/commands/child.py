@@ -27,8 +27,7 @@ from stagereg.errors import StageregError
 from stagereg.machine import end_with
 
 _CHILD = f"import sys; from {__name__} import answer; answer(int(sys.argv[1]), *sys.argv[2:])"
-_GRACE_S = 2.0
-"""Seconds that a process that hangs gets to dump its stack."""
+_GRACE_S = 2.0  # seconds that a process that hangs gets to dump its stack
 
 
 def call_in_child(

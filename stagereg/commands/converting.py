@@ -64,8 +64,10 @@ def run(asked: argparse.Namespace) -> int:
         raise ConfigError(f"{out} is there already; --force replaces it.")
     if out.suffix != SAFETENSORS and (asked.dtype or asked.map or asked.max_shard_size):
         raise ConfigError("--dtype, --map and --max-shard-size are for a file called OUT.safetensors.")
-    dtype = None if asked.dtype is None else DTYPES[asked.dtype]
-    options = TensorOptions(dtype, [_rename(text) for text in asked.map], _size(asked.max_shard_size))
+    size = None if asked.max_shard_size is None else ByteSize(asked.max_shard_size)
+    if size == 0:
+        raise ConfigError("--max-shard-size is a size above 0, such as 5GB.")
+    options = TensorOptions(asked.dtype and DTYPES[asked.dtype], [_rename(text) for text in asked.map], size)
     import_plugins(asked)
     output.progress(f"reading {asked.checkpoint}")
     try:
@@ -97,7 +99,6 @@ def _show_passed(each: Condition) -> None:
 
 
 def _rename(text: str) -> tuple[re.Pattern[str], str]:
-    """Return the pattern and what takes its place, of ``REGEX=NEW``."""
     regex, sign, new = text.rpartition("=")
     try:
         pattern = re.compile(regex)
@@ -107,10 +108,3 @@ def _rename(text: str) -> tuple[re.Pattern[str], str]:
     if not sign or not regex:
         raise ConfigError(f"--map is REGEX=NEW, such as '^model[.]=', not {text!r:.100}.")
     return pattern, new
-
-
-def _size(text: str | None) -> int | None:
-    size = None if text is None else ByteSize(text)
-    if size == 0:
-        raise ConfigError("--max-shard-size is a size above 0, such as 5GB.")
-    return size

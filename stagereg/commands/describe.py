@@ -55,8 +55,8 @@ def describe(entry: Entry) -> Described:
     runtime = []
     for name in schema.runtime(component):
         annotation = parameters[name].annotation
+        annotation = "" if annotation is inspect.Parameter.empty else annotation
         written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-        written = "" if annotation is inspect.Parameter.empty else written
         required = parameters[name].default is inspect.Parameter.empty
         runtime.append(Field(name, written, required, _marked(helped.get(name, ""))))
     summary, _, rest = (inspect.getdoc(component) or "").partition("\n\n")
@@ -74,8 +74,8 @@ def _fields(key: str, option: schema.Option) -> Iterator[Field]:
     default = OmegaConf.to_container(option.default) if OmegaConf.is_config(option.default) else option.default
     nested = next((t for t in (option.hint, *typing.get_args(option.hint)) if dataclasses.is_dataclass(t)), None)
     if nested is None or not isinstance(default, dict):
-        required = default == MISSING
-        yield Field(key, _type(key, option.hint), required, _marked(option.help), "" if required else _yaml(default))
+        shown = "" if default == MISSING else _yaml(default)
+        yield Field(key, _type(key, option.hint), default == MISSING, _marked(option.help), shown)
         return
     for name, field in schema.options(typing.cast(Any, nested)).items():
         yield from _fields(f"{key}.{name}", dataclasses.replace(field, default=default[name]))
@@ -105,7 +105,6 @@ def _type(key: str, hint: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as a config shows it, on one line."""
     text = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("...").strip()
 

@@ -27,8 +27,7 @@ from stagereg.commands.child import call_in_child
 from stagereg.installed import DISTRIBUTION
 from stagereg.output import size_text
 
-_TORCH_LIMIT_S = 120.0
-"""Seconds for PyTorch, whose first import from a network disk takes its time."""
+_TORCH_LIMIT_S = 120.0  # seconds for PyTorch, whose first import from a network disk takes its time
 
 
 class Finding(NamedTuple):
@@ -54,8 +53,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"findings": [one._asdict() for one in findings], "broken": broken, "warn": warned})
     else:
-        texts = [one.found if one.verdict == "ok" else f"{one.found}\n-> {one.do}" for one in findings]
-        rows = [(one.what, one.verdict, text) for one, text in zip(findings, texts, strict=True)]
+        rows = [(f.what, f.verdict, f.found if f.verdict == "ok" else f"{f.found}\n-> {f.do}") for f in findings]
         output.table("", ("what", "verdict", "found"), rows, verdict="verdict")
         output.echo(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
     return int(broken > 0)

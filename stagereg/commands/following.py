@@ -28,7 +28,7 @@ from stagereg.checkpoint.format.manifest import Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_store
-from stagereg.durations import duration
+from stagereg.durations import seconds_of
 from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError
 from stagereg.output import above_zero
 
@@ -48,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "evaluate.py {}. It gets the checkpoint's path in place of each {} and as STAGEREG_CHECKPOINT, its step as "
         "STAGEREG_STEP.",
     )
-    seconds = above_zero(lambda text: duration(text).total_seconds())
+    seconds = above_zero(seconds_of)
     add = parser.add_argument
     add("directory", help="of checkpoints (checkpoint.dir); a path or a URL, which need not be there yet")
     add("command", nargs="+", help="what to run, after --")
@@ -67,7 +67,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     add("--poll", type=seconds, default=10.0, metavar="T", help="how often to look for new ones; default 10s")
     add("--until-step", type=int, metavar="N", help="end once a checkpoint of this step, or a later one, is done")
-    limit = above_zero(lambda text: duration(text).total_seconds(), or_zero=True)
+    limit = above_zero(seconds_of, or_zero=True)
     add("--idle", type=limit, metavar="T", help="end when nothing new has come for so long; 0 takes what is there")
     add(
         "--wait",
@@ -152,13 +152,12 @@ class _Follower:
         return int(bool(failed or self._bad or (self._wait_s and not self._begun)))
 
     def _await_directory(self) -> bool:
-        """Wait for a local directory, which is the run's to make."""
-        said = is_url(self._store.root)
-        while not (is_url(self._store.root) or os.path.isdir(self._store.root)):
+        root, said = self._store.root, False
+        while not (is_url(root) or os.path.isdir(root)):
             if self._is_idle():
                 return False
             if not said:
-                _say(f"waiting for {self._store.root}")
+                _say(f"waiting for {root}")
             said = True
             self._sleep(self._asked.poll)
         return True
@@ -197,15 +196,14 @@ class _Follower:
         if not self._begun and (complete or damaged):
             self._begun, self._since = True, time.monotonic()
         there = {each.key: each for each in complete}  # newest first
-        wrong = {f"{each.name} -": each for each in damaged}
         lost = {plain_name(each.name) for each in damaged}
         for key in sorted(self._waiting - there.keys()):
             if _name(key) not in lost:
                 _say(f"{_name(key)} was deleted before it was its turn")
         self._done = {key: how for key, how in self._done.items() if key in there or how == "failed"}
         self._bad = {key: each for key, each in self._bad.items() if key in there}
-        for key, each in wrong.items():
-            self._pass_over(key, each)
+        for each in damaged:
+            self._pass_over(f"{each.name} -", each)
         left = [key for key in there if key not in self._done and key not in self._bad]
         self._waiting = set(left)
         return there[left[0 if self._asked.newest else -1]] if left else None
@@ -230,18 +228,18 @@ class _Follower:
             self._done |= dict.fromkeys(older, "passed over")
         self._done[key], self._furthest = how, max(self._furthest, checkpoint.manifest.step)
         self._waiting -= self._done.keys()
-        self._write()
+        note = {"command": self._asked.command, "furthest": self._furthest, "done": self._done}
+        self._notes.notes.write(_NOTE, f"{json.dumps(note, indent=1)}\n".encode())
 
     def _run(self, checkpoint: Checkpoint) -> str:
-        """Run the command, again where it fails."""
         command = [argument.replace("{}", checkpoint.path) for argument in self._asked.command]
-        known = {"STAGEREG_CHECKPOINT": checkpoint.path, "STAGEREG_STEP": str(checkpoint.manifest.step)}
+        step = str(checkpoint.manifest.step)
+        environment = {**os.environ, "STAGEREG_CHECKPOINT": checkpoint.path, "STAGEREG_STEP": step}
         for trial in range(self._asked.retries + 1):
             if trial:
                 self._sleep(self._asked.pause * 2 ** (trial - 1))
             self._check_signal()
             # In a group of its own, so that a signal reaches what it has started too, and once.
-            environment = {**os.environ, **known}
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
             if self._received is not None:  # before there was a process to have it
                 os.killpg(self._process.pid, self._received)
@@ -256,7 +254,6 @@ class _Follower:
         return "failed"
 
     def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for a command, as long as it may take; return how it has ended."""
         try:
             return f"with {process.wait(self._asked.command_timeout)}"
         except subprocess.TimeoutExpired:
@@ -278,10 +275,6 @@ class _Follower:
             raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error
         if self._asked.failed:
             self._done = {key: how for key, how in self._done.items() if how != "failed"}
-
-    def _write(self) -> None:
-        text = json.dumps({"command": self._asked.command, "furthest": self._furthest, "done": self._done}, indent=1)
-        self._notes.notes.write(_NOTE, f"{text}\n".encode())
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

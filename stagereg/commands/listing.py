@@ -55,9 +55,8 @@ def list_components(asked: argparse.Namespace) -> int:
     found = [e for e in registry.entries() if asked.kind in ("", e.kind)]
     unreadable = registry.unreadable()
     if asked.json:
-        components = [_plain(entry) for entry in found]
         names = [{"distribution": name, "reason": reason} for name, reason in unreadable]
-        output.as_json({"components": components, "unreadable": names})
+        output.as_json({"components": [_plain(entry) for entry in found], "unreadable": names})
         return 0
     rows = [(e.kind, e.name, f"{e.distribution} {e.version}".strip() or e.file, e.target) for e in found]
     output.table("", ("kind", "name", "package", "target"), rows)

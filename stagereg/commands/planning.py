@@ -3,8 +3,7 @@
 The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.save.interval`, with which
 ``checkpoint.every=auto`` plans too. What a checkpoint takes is read from a recorded run, or given by rates; of a run
 that was restarted, how often that was and what it takes are read, too. All costs are those of one rank, since all ranks
-copy and write at the same time. For a tier (``--copies``) it also says what the cluster survives and needs
-(:mod:`stagereg.commands.tier_plan`).
+copy and write at the same time.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import stagereg.checkpoint.save.interval as interval
-import stagereg.commands.tier_plan as tier_plan
 import stagereg.output as output
-from stagereg.commands.tier_plan import Cluster, TierPlan
-from stagereg.durations import duration, write_duration
+from stagereg.durations import seconds_of, write_duration
 from stagereg.errors import ConfigError
 from stagereg.output import size_text
 from stagereg.sizes import ByteSize
@@ -67,28 +64,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
     for name, kind, read, text in (
-        ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, as in 6h"),
-        ("mtbf-per-node", "TIME", _seconds, "instead, of one machine, as in 50000h; with --nodes"),
+        ("mtbf", "TIME", seconds_of, "mean time between failures of the whole job, as in 6h"),
+        ("mtbf-per-node", "TIME", seconds_of, "instead, of one machine, as in 50000h; with --nodes"),
         ("nodes", "N", int, "machines of the job; any that fails stops it"),
         ("ranks", "N", int, "that share the state, 1 or those of --run"),
         ("state", "SIZE", ByteSize, "of a checkpoint, all ranks together, as in 1TiB"),
-        ("restart", "TIME", _seconds, "from a failure until training goes on, 5m"),
-        ("step", "TIME", _seconds, "of a training step, to show the interval in steps too"),
+        ("restart", "TIME", seconds_of, "from a failure until training goes on, 5m"),
+        ("step", "TIME", seconds_of, "of a training step, to show the interval in steps too"),
         ("stage-gib-s", "X", float, "GiB/s at which one rank copies its share, the loop waiting"),
         ("write-gib-s", "X", float, "GiB/s at which one rank writes its share"),
     ):
         parser.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read, name == "restart"), help=text)
-    tier = parser.add_argument_group(
-        "for copies on other machines, tier=memory or tier=disk; all but the first optional"
-    )
-    for name, kind, read, text in (
-        ("copies", "N", int, "of each machine's part on other machines, as in tier.copies; with --nodes"),
-        ("domains", "N", int, "failure domains, such as racks, that the machines are in; each is one of its own"),
-        ("lost", "K", int, "up to how many machines lost at once to compute the chances for, 3"),
-        ("link-gib-s", "X", float, "GiB/s at which a machine sends to others, 1"),
-        ("mtbf-cluster", "TIME", _seconds, "mean time between failures that end what all machines hold, 720h"),
-    ):
-        tier.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read, name == "copies"), help=text)
     help_ = "take what checkpoints cost from a recorded run, and if not given, from its restarts --mtbf and --restart"
     parser.add_argument("--run", metavar="DIR", dest="recorded", help=help_)
 
@@ -98,9 +84,7 @@ def run(asked: argparse.Namespace) -> int:
     recorded = Run.read(Path(asked.recorded)) if measures else None
     seen = "" if recorded is None else _take_failures(asked, recorded)
     each_s, nodes = asked.mtbf_per_node, asked.nodes
-    cluster = _cluster(asked)
-    of_each = nodes if cluster is None or each_s else None
-    if (asked.mtbf is None) == (each_s is None) or (of_each is None) != (each_s is None):
+    if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
         if asked.mtbf is None and (each_s is None) != (nodes is None):
             raise ConfigError(f"{'--mtbf-per-node' if each_s is None else '--nodes'} is missing: the two go together.")
         text = "Give one: --mtbf 6h, of all its machines together; or --mtbf-per-node 50000h --nodes 128, of each."
@@ -109,48 +93,22 @@ def run(asked: argparse.Namespace) -> int:
     job.mtbf_s = asked.mtbf or each_s / nodes
     job.restart_s = _RESTART_S if asked.restart is None else asked.restart
     job.step_s = asked.step or job.step_s
-    job.sources += [seen] * bool(seen)
-    job.sources.append("The restart (--restart) changes what is lost, not the best interval.")
+    job.sources += [*filter(None, [seen]), "The restart (--restart) changes what is lost, not the best interval."]
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)
-    steps = None
-    if job.step_s:
-        steps = interval.in_steps(best_s, job.step_s, least_s)
+    steps = interval.in_steps(best_s, job.step_s, least_s) if job.step_s else None
+    if job.step_s and steps:
         best_s = steps * job.step_s
     named = {f"{factor:g} times that": best_s * factor for factor in (0.25, 0.5, 2, 4)}
     named |= {"Young 1974": interval.young(job.cost_s, job.mtbf_s), "Daly 2006": interval.daly(job.cost_s, job.mtbf_s)}
     named["least is lost"] = best_s
     table = {name: job.loss(named[name]) for name in sorted(named, key=lambda name: named[name])}
-    near = cluster and tier_plan.plan(
-        cluster, job.state_bytes, job.cost_s, job.write_s, job.restart_s, job.mtbf_s, job.step_s
-    )
     if asked.json:
         plan = {"interval_s": best_s, "steps": steps, "least_s": least_s, "model": _MODEL}
         rows = [{"name": name, **loss} for name, loss in table.items()]
-        tier = {"tier": dataclasses.asdict(near)} if near else {}
-        output.as_json({**dataclasses.asdict(job), **plan, "intervals": rows, **tier})
-    elif cluster and near:
-        _print_tier(job, cluster, near)
+        output.as_json({**dataclasses.asdict(job), **plan, "intervals": rows})
     else:
         _print(job, best_s, steps, table)
     return 0
-
-
-def _cluster(asked: argparse.Namespace) -> Cluster | None:
-    """The machines that copy to each other, if they are asked for."""
-    if asked.copies is None:
-        given = {"domains": asked.domains, "lost": asked.lost, "link-gib-s": asked.link_gib_s}
-        for name in [name for name, value in (given | {"mtbf-cluster": asked.mtbf_cluster}).items() if value]:
-            raise ConfigError(f"--{name} is for copies on other machines: add --copies, as in --nodes 128 --copies 1.")
-        return None
-    if asked.nodes is None:
-        raise ConfigError("--nodes is missing: how many machines copy to each other, as in --nodes 128 --copies 1?")
-    lost = min(3, asked.nodes) if asked.lost is None else asked.lost
-    link, ends_s = (asked.link_gib_s or 1.0) * 2**30, asked.mtbf_cluster or 30 * 86400.0
-    return Cluster(asked.nodes, asked.copies, asked.domains or 0, lost, link, ends_s)
-
-
-def _seconds(text: str) -> float:
-    return duration(text).total_seconds()
 
 
 def _take_failures(asked: argparse.Namespace, run: Run) -> str:
@@ -168,7 +126,7 @@ def _take_failures(asked: argparse.Namespace, run: Run) -> str:
 
 def _costs(asked: argparse.Namespace, run: Run | None) -> Job:
     nbytes, stage, write = asked.state, asked.stage_gib_s, asked.write_gib_s
-    ranks = asked.ranks or (1 if asked.copies is None else asked.nodes)
+    ranks = asked.ranks or 1
     if run is not None:
         return _of_run(run, nbytes, asked.ranks)
     if asked.recorded or not stage or not write:
@@ -201,33 +159,15 @@ def _of_run(run: Run, nbytes: int | None, ranks: int | None) -> Job:
     return Job(nbytes, ranks, cost_s * factor, write_s, sources, known.get("step_s"))
 
 
-def _rows(job: Job) -> list[tuple[str, str, str]]:
-    return [
+def _print(job: Job, best_s: float, steps: int | None, table: dict[str, dict[str, float]]) -> None:
+    rows = [
         ("state", f"{size_text(job.state_bytes)} on {job.ranks} ranks", "of a checkpoint"),
         ("cost", _time(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
         ("age", _time(max(job.write_s, job.cost_s)), "of the state when its checkpoint is complete"),
         ("restart", _time(job.restart_s), "from a failure until training goes on"),
         ("failures", _time(job.mtbf_s), "from one to the next on average, of the whole job"),
     ]
-
-
-def _print_tier(job: Job, cluster: Cluster, near: TierPlan) -> None:
-    output.table("", (), [*_rows(job), *tier_plan.rows(cluster, near, _time)])
-    output.echo()
-    for where, every_s, steps, lost, option in (
-        ("tier", near.interval_s, near.steps, near.lost, "tier.every"),
-        ("store", near.store_interval_s, near.store_steps, near.store_lost, "checkpoint.every"),
-    ):
-        setting = f", {option}={steps}" if steps else ""
-        output.echo(f"Save to the {where} every {_time(every_s)}{setting}: {lost:.2%} of the time is lost.", "bold")
-    taken = "Each failure is taken for a lost machine; lost at once are those lost before its parts are copied again."
-    beside = f"Beside that, one each {_time(cluster.ends_s)} (--mtbf-cluster) ends what all machines hold."
-    output.echo()
-    output.table("Where that comes from", (), [("-", line) for line in (*job.sources, taken, beside, *_MODEL)])
-
-
-def _print(job: Job, best_s: float, steps: int | None, table: dict[str, dict[str, float]]) -> None:
-    output.table("", (), _rows(job))
+    output.table("", (), rows)
     lost, in_steps = job.loss(best_s)["lost"], f", every {steps:,} steps" if steps else ""
     a_day = f"{lost:.2%} of the time, {_time(lost * 86400)} a day,"
     output.echo(f"\nSave every {_time(best_s)}{in_steps}: {a_day} is lost.", "bold")

@@ -1,8 +1,8 @@
 """``stagereg report``: the tables, pictures and pages of a run or of a sweep, made again from what lies on disk.
 
-For a sweep it is what the sweep ended with, for a run its figures, its checkpoints and its trace. It can be asked at
-any time: while a run goes on, after it was killed, on another machine. That jobs have failed is part of what is
-reported, not a failure of the report.
+For a sweep it is what the sweep ended with, for a run its figures and its checkpoints. It can be asked at any time:
+while a run goes on, after it was killed, on another machine. That jobs have failed is part of what is reported, not a
+failure of the report.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,8 @@ from stagereg.sweep.near_steps import NearSaved, near_saved, sources
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
 from stagereg.sweep.run import Run, Started
-from stagereg.sweep.trace import trace_text
 
-_FILES = ("trace.json", "report.html")
-_SOURCES = 4
-"""Machines that a line names."""
+_SOURCES = 4  # machines that a line names
 _FIRST, _LAST = 7, 7
 """Rows that a terminal shows of a table that has many."""
 
@@ -111,18 +108,15 @@ class RunReport:
     """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
 
     def __init__(self, directory: Path) -> None:
-        self._job = JobResult.of_directory(directory)
-        self._run: Run | None = None
+        self._job, unread = JobResult.of_directory(directory), []
         try:
             self._run = Run.read(directory)
-            self._warnings = list(_warnings(self._job, self._run))
         except ConfigError as error:
-            self._warnings = [*_warnings(self._job, None), f"There is no trace: {error}"]
-        self._saved = saved(self._run) if self._run is not None else []
-        self._near = near_saved(self._run) if self._run is not None else []
-        self._starts = starts(self._run) if self._run is not None else []
-        self._failures = failures(self._run) if self._run is not None else []
-        self._goodput = goodput(self._run) if self._run is not None else None
+            self._run = Run(directory, ())
+            unread = [f"There are no records: {error}"]
+        self._warnings = [*_warnings(self._job, self._run), *unread]
+        self._saved, self._near = saved(self._run), near_saved(self._run)
+        self._starts, self._failures, self._goodput = starts(self._run), failures(self._run), goodput(self._run)
         self._tables = [_time_of(self._goodput)] if self._goodput is not None else []
         self._tables += [_starts(self._starts)] if self._starts else []
         self._tables += [_restarts(self._failures)] if self._failures else []
@@ -157,17 +151,15 @@ class RunReport:
             output.table(table.title, columns, rows, verdict="state" if "state" in columns else "")
 
     def write(self, target: Path) -> list[Path]:
-        """Write the trace and the page into ``target`` and return their paths. Raises: ``OSError``."""
-        if self._run is None:
+        """Write the page into ``target`` and return its path. Raises: ``OSError``."""
+        if not self._run.ranks:
             return []
         text = page.run_page(self._job, self._answer(), self._warnings, self._tables)
-        documents = {"trace.json": trace_text(self._run).encode(), "report.html": text.encode()}
-        return render.put(documents, _FILES, target)
+        return render.put({"report.html": text.encode()}, ("report.html",), target)
 
     def _answer(self) -> str:
-        """What the run was, in a sentence or two."""
         text, run, found = self._job.status.capitalize(), self._run, self._job.figures
-        if run is not None:
+        if run.ranks:
             text += f": {counted(found.get('steps', 0), 'step')} on {counted(run.world_size, 'rank')}"
             text += f" in {shown(run.seconds)} s"
         if self._failures and self._goodput is not None:
@@ -179,9 +171,10 @@ class RunReport:
                 text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
         if self._near:
             text += f". {counted(len(self._near), 'step')} in the tier, {_copied(self._near)} copied to other machines"
-        if run is not None and (restored := sources(run)) is not None:
+        if (restored := sources(run)) is not None:
             step, machines = restored
-            text += f". It went on from step {step} in the tier, read {_from(machines)}"
+            read = [f"{size_text(nbytes)} from {machine}" for machine, nbytes in machines.items()]
+            text += f". It went on from step {step} in the tier, read {few_of(read, _SOURCES)}"
         return f"{text}."
 
 
@@ -190,16 +183,11 @@ def _copied(every: Sequence[NearSaved]) -> str:
     return "all" if count == len(every) else "none" if count == 0 else str(count)
 
 
-def _from(machines: Mapping[str, int]) -> str:
-    """Return how many bytes came from which machines, of many the first."""
-    return few_of([f"{size_text(nbytes)} from {machine}" for machine, nbytes in machines.items()], _SOURCES)
-
-
-def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
+def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
     """What to know before reading the figures: how it ended, if not well, and what is missing."""
     if job.error:
         yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {tables.first_line(job.error)}"
-    if recorded is None:
+    if not recorded.ranks:
         return
     for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
         text = f"It went on from step {step}, since a newer checkpoint was damaged ({tables.first_line(why)})"
@@ -213,7 +201,6 @@ def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
 
 
 def _time_of(life: Goodput) -> Table:
-    """Where the time of the run went."""
     parts = [
         ("training", life.training, "steps taken for the first time"),
         ("saves", life.saves, "that held the training loop"),
@@ -240,7 +227,6 @@ def _restarts(every: Sequence[Started]) -> Table:
 
 
 def _stragglers(recorded: Run) -> Iterator[str]:
-    """Name the ranks that the others waited for, each time that they did."""
     told = [each for rank in recorded.ranks for each in rank.stragglers]
     for at, (rank, machine, since, slow, wait_s, step_s) in enumerate(told):
         if slow:

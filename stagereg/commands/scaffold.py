@@ -151,9 +151,8 @@ def _files(kind: str, name: str) -> dict[str, str]:
     modules = [f"lean_export/{module}.py" for module in _MODULES[kind]]
     sources = [*modules, *(f"tests/{test}.py" for test in _TESTS[kind]), "pyproject.toml"]
     texts = {file: (example / file).read_text(encoding="utf-8") for file in sources}
-    project = re.sub(
-        '^description = ".*"', f'description = "The {kind} {name} for stagereg."', texts["pyproject.toml"], flags=re.M
-    )
+    described = f'description = "The {kind} {name} for stagereg."'
+    project = re.sub('^description = ".*"', described, texts["pyproject.toml"], flags=re.M)
     # Of the entry points, those in modules that are copied.
     others = "".join(f"(?!{module}:)" for module in _MODULES[kind])
     texts["pyproject.toml"] = re.sub(rf'^"\w+\.\w+" = "lean_export\.{others}.*\n', "", project, flags=re.M)

@@ -11,17 +11,16 @@ import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import stagereg.output as output
-from stagereg.checkpoint.tiers.local_steps import LocalPart, LocalRun, LocalStep, local_runs
+from stagereg.checkpoint.tiers.local_steps import LocalRun, LocalStep, local_runs
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_ALONE, _COPY = "here alone", "from another machine"
 
 
 def list_steps(asked: argparse.Namespace) -> int | None:
@@ -76,12 +75,8 @@ def verify_steps(asked: argparse.Namespace) -> int | None:
 
 
 def _runs(target: str, content: bool) -> list[LocalRun]:
-    def show(path: str) -> None:
-        output.progress(f"reading {path}")
-
-    look: Callable[[str], object] | None = show if content else None
     try:
-        return local_runs(target, look)
+        return local_runs(target, (lambda path: output.progress(f"reading {path}")) if content else None)
     except OSError as error:
         raise CheckpointError(f"{target} could not be looked at: {error}") from error
     finally:
@@ -89,14 +84,13 @@ def _runs(target: str, content: bool) -> list[LocalRun]:
 
 
 def _plain(run: LocalRun) -> dict[str, Any]:
-    """Return a run as JSON has it."""
     newest, copied = run.newest, run.newest_copied
     return {
         "run": run.run,
         "path": run.path,
-        "held_by": None if run.held_by is None else dataclasses.asdict(run.held_by),
-        "newest": None if newest is None else newest.path,
-        "newest_copied": None if copied is None else copied.path,
+        "held_by": run.held_by and dataclasses.asdict(run.held_by),
+        "newest": newest and newest.path,
+        "newest_copied": copied and copied.path,
         "saves_behind": run.behind,
         "too_old": run.too_old,
         "steps": [_entry(each) for each in run.steps],
@@ -104,8 +98,7 @@ def _plain(run: LocalRun) -> dict[str, Any]:
 
 
 def _entry(step: LocalStep) -> dict[str, Any]:
-    known = step.known
-    save = None if known is None else known.save
+    save = step.known and step.known.save
     return {
         "path": step.path,
         "step": step.step,
@@ -141,14 +134,11 @@ def _more(step: LocalStep) -> str:
     """Return why a step is void or what is wrong with it, and where else its parts are."""
     where: dict[str, list[int]] = defaultdict(list)
     for each in step.parts:
-        where[_where(each)].append(each.rank)
+        copied = f"copied to {', '.join(each.copied)}" if each.copied else ""
+        where[copied or ("from another machine" if each.received else "here alone")].append(each.rank)
     texts = [text if len(where) == 1 else f"{_ranks(ranks)}: {text}" for text, ranks in where.items()]
     wrong = [f"{name}: {what}" for name, what in step.damages.items()]
     return "; ".join(filter(None, (step.void, *wrong, *texts)))
-
-
-def _where(part: LocalPart) -> str:
-    return f"copied to {', '.join(part.copied)}" if part.copied else _COPY if part.received else _ALONE
 
 
 def _judgement(run: LocalRun) -> str:

@@ -54,15 +54,12 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
         return None
     path = NodePath.of(config)
     tree = plain(config, path.key)
-    if (
-        path.key in ("join", "checkpoint")
-        and isinstance(tree, dict)
-        and "_target_" not in (tree.keys() | kwargs.keys())
-    ):
+    is_node = isinstance(tree, dict) and "_target_" in (tree.keys() | kwargs.keys())
+    if path.key in ("join", "checkpoint") and isinstance(tree, dict) and not is_node:
         raise ConfigError(f"the config leaves {path.key} out; {SWITCHES[path.key]}.")
     _refuse_unregistered(tree, path, allow_list)
     if args or kwargs:
-        if not isinstance(tree, dict) or "_target_" not in (tree.keys() | kwargs.keys()):
+        if not is_node:
             raise ConfigError(f"{path} has no _target_, so there is nothing to pass these arguments to.")
         tree = _with_arguments(tree, args, kwargs)
         _refuse_unregistered(tree, path, allow_list)
@@ -108,7 +105,6 @@ def targets(kind: str | None = None) -> list[str]:
 
 
 def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList) -> None:
-    """Refuse every ``_target_`` in ``node`` that is neither registered nor allowed, before anything is imported."""
     if isinstance(node, dict) and "_target_" in node:
         allow_list.find(node["_target_"], str(path))
     if isinstance(node, (dict, list, tuple)):  # OmegaConf 2.4 keeps tuples
@@ -129,8 +125,6 @@ def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 class _Component:
-    """A loaded component or allowed target, and what its signature says."""
-
     def __init__(self, target: Entry | AllowedTarget) -> None:
         self.entry = target if isinstance(target, Entry) else None
         self.label = f"{target.kind}/{target.name}" if isinstance(target, Entry) else target.path

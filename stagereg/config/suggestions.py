@@ -81,15 +81,19 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     what = owner.__name__ if dataclasses.is_dataclass(owner) else parent._get_full_key(None) or "the config"
     takes = [str(key) for key in parent if not str(key).startswith("_") and (what, key) != ("the config", "hydra")]
     more = "" if typed else f". To add it, write +{error.full_key}=..."
-    near = _in_a_group(error, what) or nearest(str(error.key), takes)
+    near = _in_a_group(error) or nearest(str(error.key), takes)
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
 
 
-def _in_a_group(error: OmegaConfBaseException, component: str) -> str:
-    """What to write where the key is an option in one of the groups that a component's options are in."""
-    kind, _, name = component.partition("/")
-    known = kind in registry.kinds() and name in registry.names(kind)
-    found = find_group(str(error.key), registry.find(kind, name).load()) if known else None
+def _component(config_type: Any) -> Any:
+    """Return the component that a generated config class is of; ``None`` for any other type."""
+    kind, _, name = getattr(config_type, "__name__", "").partition("/")
+    return registry.find(kind, name).load() if kind in registry.kinds() and name in registry.names(kind) else None
+
+
+def _in_a_group(error: OmegaConfBaseException) -> str:
+    component = _component(error.object_type)
+    found = find_group(str(error.key), component) if component else None
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     where = str(error.full_key).rpartition(".")[0]
     return f" Write {where}.{found[0]}.{error.key}={given[0] if given else '...'}." if found else ""
@@ -97,20 +101,15 @@ def _in_a_group(error: OmegaConfBaseException, component: str) -> str:
 
 def _hint(node: DictConfig) -> Any:
     """The annotation of the option of a component that ``node`` is the value of; ``Any`` if it is none."""
-    above, key = node._get_parent(), node._key()
-    kind, _, name = getattr(OmegaConf.get_type(above), "__name__", "").partition("/")
-    if kind not in registry.kinds() or name not in registry.names(kind):
-        return Any
-    option = options(registry.find(kind, name).load()).get(key)
+    component = _component(OmegaConf.get_type(node._get_parent()))
+    option = options(component).get(node._key()) if component else None
     return option.hint if option else Any
 
 
 def _wrong_type(error: OmegaConfBaseException) -> str:
-    """The error of a component's option, and what the option is for."""
-    kind, _, name = getattr(error.object_type, "__name__", "").partition("/")
-    if not name or kind not in registry.kinds() or name not in registry.names(kind):
+    if (component := _component(error.object_type)) is None:
         return ""
-    about = docstring.parameters(registry.find(kind, name).load()).get(str(error.key), "")
+    about = docstring.parameters(component).get(str(error.key), "")
     meaning = f". It is: {about}" if about else ""
     return f"{error.full_key}: {str(error).splitlines()[0]}{meaning}"
 

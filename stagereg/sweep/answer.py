@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import counted
 
-if TYPE_CHECKING:
-    from stagereg.sweep.comparison import Comparison, ComparisonRow
-
-_NAMED = 3
-"""Rows that are named before the rest is counted."""
-_FEW = 3
-"""Runs of a combination from which on a difference beyond their spread is called real."""
+_NAMED = 3  # rows that are named before the rest is counted
+_FEW = 3  # runs of a combination from which on a difference beyond their spread is called real
 
 
 def answer(comparison: Comparison) -> str:

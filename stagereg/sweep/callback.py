@@ -44,8 +44,7 @@ from stagereg.sweep.run import Run
 log = logging.getLogger(__name__)
 
 _SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")
-_CLOCKS_S = 1.0
-"""Seconds by which a job's ranks may seem to begin before the job."""
+_CLOCKS_S = 1.0  # seconds by which a job's ranks may seem to begin before the job
 
 
 class Compare(Callback):
@@ -166,7 +165,6 @@ class Compare(Callback):
         return math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
-        """The shell command that runs this job alone; empty if unknown."""
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
         job = [override for override in overrides if _key(override) not in KEYS]
         return shlex.join([*self._start, *job, *own]) if self._start else ""
@@ -181,9 +179,6 @@ def _stop(error: Exception, advice: str = "") -> NoReturn:
 def _one_text(error: BaseException) -> str:
     # `format_error` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
     return str(error) if isinstance(error, StageregError) else format_error(error)
-
-
-# -- what a job leaves behind
 
 
 def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
@@ -225,9 +220,6 @@ def _error_text(error: Exception) -> str:
     cause = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     cause_line = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
     return f"{head}{cause_line}\n{text}"
-
-
-# -- the command line of a job
 
 
 def _started_as() -> list[str]:

@@ -21,12 +21,9 @@ from stagereg.errors import ConfigError, few_of
 from stagereg.sweep.metric import Metric, columns, counted, directed
 from stagereg.sweep.result import KEYS, JobResult
 
-_ENOUGH = 5
-"""Values from which on quartiles alone prove a difference; of fewer, all of one row must be better."""
-_ROUNDING = 1e-6
-"""Relative difference of figures that may come from the order in which numbers were added."""
-_OVERLAP_S = 1.0
-"""Seconds that two jobs may run beside each other: one is ending while the next begins."""
+_ENOUGH = 5  # values from which on quartiles alone prove a difference; of fewer, all of one row must be better
+_ROUNDING = 1e-6  # relative difference of figures that may come from the order in which numbers were added
+_OVERLAP_S = 1.0  # seconds that two jobs may run beside each other: one is ending while the next begins
 _NAMED = 3
 _EQUAL = "the figures are equal"
 
@@ -154,9 +151,6 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
     )
 
 
-# -- rows
-
-
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Overrides by what they change, if that is the program; of two for one key, Hydra takes the last."""
     parts = (override.partition("=") for override in overrides)
@@ -203,9 +197,6 @@ def _row(
         note="; ".join(_notes(completed, ranking)),
         versions=versions,
     )
-
-
-# -- verdicts
 
 
 def _judge(rows: Sequence[ComparisonRow], column: Metric, ranking: Metric) -> None:
@@ -261,11 +252,7 @@ def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
     return most
 
 
-# -- what a reader should know before trusting the figures
-
-
 def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
-    """What is special about a row of these completed jobs."""
     without = sum(ranking.name not in job.figures for job in completed)
     if 0 < without < len(completed):
         yield f"no {ranking.name} in {without} of {len(completed)} runs"

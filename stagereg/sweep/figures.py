@@ -20,10 +20,8 @@ from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 _GIB = 2**30
-_LEAST_UNDISTURBED = 3
-"""Undisturbed steps whose median is taken as the time of a step, at least."""
-_TOUCHED_S = 1e-4
-"""Seconds of work in the background that a step may have beside it and still counts as undisturbed."""
+_LEAST_UNDISTURBED = 3  # undisturbed steps whose median is taken as the time of a step, at least
+_TOUCHED_S = 1e-4  # seconds of work in the background that a step may have beside it and still counts as undisturbed
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,8 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
     host = record.start.get("host")
     same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
     held = Covered(record.stalls)
-    busy = Covered([*record.stalls, *(span for each in same for span in _in_background(each))])
+    staged = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes)]
+    busy = Covered([*record.stalls, *staged, *(sent.span for each in same for sent in each.transfers)])
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     for (step, began), (following, ended) in itertools.pairwise(record.steps):
@@ -194,10 +193,6 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
         slower = max(0.0, sum(took - count * usual for took, count in disturbed))
         found["lost_s"] = held.within(first, last) + held_after + slower
     return found
-
-
-def _in_background(record: RankRecord) -> list[Span]:
-    return [*record.stages, *record.writes, *record.tier_writes, *(each.span for each in record.transfers)]
 
 
 class Covered:

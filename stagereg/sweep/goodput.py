@@ -31,9 +31,8 @@ class Goodput:
 
     @property
     def rest(self) -> float:
-        return max(
-            0.0, self.seconds - self.training - self.saves - self.again - self.starts - sum(self.restarts.values())
-        )
+        known = (self.training, self.saves, self.again, self.starts, *self.restarts.values())
+        return max(0.0, self.seconds - sum(known))
 
     @property
     def share(self) -> float:
@@ -62,14 +61,9 @@ def goodput(run: Run) -> Goodput | None:
     for start in failures(run):
         for name, seconds in start.phases.items():
             restarts[name] = restarts.get(name, 0.0) + seconds
-    return Goodput(
-        last.last - began,
-        parts["training"],
-        parts["saves"],
-        parts["again"],
-        sum(start.seconds for start in starts(run) if not start.why),
-        {name: seconds for name, seconds in restarts.items() if seconds},
-    )
+    others = sum(start.seconds for start in starts(run) if not start.why)
+    restarts = {name: seconds for name, seconds in restarts.items() if seconds}
+    return Goodput(last.last - began, parts["training"], parts["saves"], parts["again"], others, restarts)
 
 
 def starts(run: Run) -> list[Started]:

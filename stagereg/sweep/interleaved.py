@@ -12,12 +12,11 @@ import functools
 import itertools
 import logging
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException
@@ -70,22 +69,35 @@ class InterleavedSweeper(BasicSweeper):
         super().setup(hydra_context=hydra_context, task_function=ContainedTask(task_function), config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
-        check_repeats(self._repeats)
+        repeats = self._repeats
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise SweepError(f"sweep.repeats={repeats} is no number of repeats: use 1 or more, such as sweep.repeats=3")
         return super().sweep(arguments)
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         """The jobs in batches; the basic sweeper asks for them."""
-        check_swept(overrides)
+        for each in overrides:
+            if each.is_sweep_override() and each.key_or_group in KEYS:
+                raise SweepError(f"{each.input_line}: {each.key_or_group} goes for the whole sweep and takes one value")
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         return list(self.split_overrides_to_chunks(interleaved(combinations, self._repeats), max_batch_size))
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Compose each job, those of all batches before the first one is launched."""
+        """Compose the jobs of all batches before the first one is launched; refuse two jobs that share a directory."""
+        if self.batch_index != 1 or not self.overrides or not self.config:
+            return
         context: Any = self.hydra_context
-        if self.batch_index == 1 and self.overrides and self.config:
-            check_directories(context.config_loader, self.config, itertools.chain.from_iterable(self.overrides))
+        before, taken = HydraConfig.instance().cfg, dict[tuple[str, str], int]()
+        try:
+            for number, overrides in enumerate(itertools.chain.from_iterable(self.overrides)):
+                job = context.config_loader.load_sweep_config(self.config, list(overrides))
+                for place in _directories(job, number).items():
+                    if taken.setdefault(place, number) != number:
+                        raise SweepError(_SHARED[place[0]].format(taken[place], number, dir=place[1]))
+        finally:
+            HydraConfig.instance().cfg = before
 
 
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
@@ -129,33 +141,6 @@ class ContainedTask:
             if left.code:
                 raise LaunchError(f"left by sys.exit({left.code!r})") from None
             return None
-
-
-def check_repeats(repeats: Any) -> None:
-    """Raise ``SweepError`` for what is no number of repeats."""
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise SweepError(f"sweep.repeats={repeats} is no number of repeats: use 1 or more, such as sweep.repeats=3")
-
-
-def check_swept(overrides: Iterable[Override]) -> None:
-    """Raise ``SweepError`` if one of them varies what holds for the whole sweep."""
-    for override in overrides:
-        if override.is_sweep_override() and override.key_or_group in KEYS:
-            raise SweepError(
-                f"{override.input_line}: {override.key_or_group} goes for the whole sweep and takes one value"
-            )
-
-
-def check_directories(loader: ConfigLoader, config: DictConfig, jobs: Iterable[Sequence[str]]) -> None:
-    """Compose jobs from their overrides; raise ``SweepError`` if two have one directory for output or checkpoints."""
-    before, taken = HydraConfig.instance().cfg, dict[tuple[str, str], int]()
-    try:
-        for number, overrides in enumerate(jobs):
-            for place in _directories(loader.load_sweep_config(config, list(overrides)), number).items():
-                if taken.setdefault(place, number) != number:
-                    raise SweepError(_SHARED[place[0]].format(taken[place], number, dir=place[1]))
-    finally:
-        HydraConfig.instance().cfg = before
 
 
 def _directories(job: DictConfig, number: int) -> dict[str, str]:

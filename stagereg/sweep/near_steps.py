@@ -6,12 +6,13 @@ that the run before wrote is copied again when it is restored; so a step can hav
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from stagereg.sweep.run import Run, Span, Transfer
+from stagereg.sweep.run import Run, Span
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,12 @@ def near_saved(run: Run) -> list[NearSaved]:
     """Return the steps of ``run`` in its tier, in the order in which they were begun."""
     stalls = _by_step([span for span in rank.stalls if span.near] for rank in run.ranks)
     writes = _by_step(rank.tier_writes for rank in run.ranks)
-    transfers: defaultdict[int, list[list[Transfer]]] = defaultdict(list)
-    for rank in run.ranks:
-        for step in {each.span.step for each in rank.transfers}:
-            transfers[step].append([each for each in rank.transfers if each.span.step == step])
+    transferred = {each.span.step for rank in run.ranks for each in rank.transfers}
     errors = {step: error for rank in reversed(run.ranks) for step, error in reversed(rank.tier_lost)}
     every = []
-    for step in {*writes, *transfers, *errors}:
-        sent = [each for several in transfers[step] for each in several]
+    for step in {*writes, *transferred, *errors}:
+        by_rank = [[each for each in rank.transfers if each.span.step == step] for rank in run.ranks]
+        sent = list(itertools.chain.from_iterable(by_rank))
         copied = {each.part for each in sent if not each.error}
         failed = next((f"{each.machine}: {each.error}" for each in sent if each.error), "")
         parts = run.world_size if writes[step] else len({each.part for each in sent})
@@ -53,7 +52,7 @@ def near_saved(run: Run) -> list[NearSaved]:
                 start=min((span.start for span in spans), default=run.began) - run.began,
                 stall_s=max((span.seconds for span in stalls[step]), default=None),
                 write_s=max((span.seconds for span in writes[step]), default=None),
-                copy_s=max((_seconds(each.span for each in several) for several in transfers[step]), default=None),
+                copy_s=max((_seconds([each.span for each in several]) for several in by_rank if several), default=None),
                 nbytes=sum(span.nbytes for span in writes[step]),
                 machines=tuple(sorted({each.machine for each in sent if not each.error})),
                 state="lost" if is_lost else "copied" if len(copied) >= parts else "written",
@@ -81,6 +80,5 @@ def _by_step(ranks: Iterable[Iterable[Span]]) -> defaultdict[int, list[Span]]:
     return groups
 
 
-def _seconds(spans: Iterable[Span]) -> float:
-    several = list(spans)
-    return max(span.end for span in several) - min(span.start for span in several)
+def _seconds(spans: list[Span]) -> float:
+    return max(span.end for span in spans) - min(span.start for span in spans)

@@ -30,10 +30,8 @@ FORMAT = 1
 CONFIG = Path(".hydra", "config.yaml")
 """What a job was configured with, as Hydra leaves it in the job's directory."""
 _OVERRIDES = Path(".hydra", "overrides.yaml")
-_SWEEP = "multirun.yaml"
-"""What Hydra's sweepers leave in the directory of a sweep."""
-_MARKS = (file_name(0), RESULT, str(_OVERRIDES))
-"""What makes a folder a job's."""
+_SWEEP = "multirun.yaml"  # file that Hydra's sweepers leave in the directory of a sweep
+_MARKS = (file_name(0), RESULT, str(_OVERRIDES))  # files that make a folder a job's
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
 """Errors by which a rank ends that are not its job's fault."""
 _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
@@ -135,10 +133,8 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
         raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
     below = _folders(directory, lambda path: _is_job(path) or _is_sweep(path))
     if below:
-        newest = max(below, key=lambda one: one.stat().st_mtime)
-        raise ConfigError(
-            f"{directory} is no run and no sweep, but has {len(below)} below. The newest:\n{_command(newest)}"
-        )
+        newest = _command(max(below, key=lambda one: one.stat().st_mtime))
+        raise ConfigError(f"{directory} is no run and no sweep, but has {len(below)} below. The newest:\n{newest}")
     raise ConfigError(_nothing_in(directory))
 
 
@@ -162,11 +158,7 @@ def completed_before(hydra: Any) -> JobResult | None:
     return None
 
 
-# -- folders
-
-
 def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
-    """The wanted folders at and below one; none below wanted ones, and no hidden ones."""
     found: list[Path] = []
     for folder, below, _ in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".")]
@@ -198,11 +190,7 @@ def _command(directory: Path) -> str:
     return f"  stagereg report {shlex.quote(os.path.relpath(directory))}  # a {kind}"
 
 
-# -- a job without a result
-
-
 def _without_result(directory: Path, trouble: str) -> JobResult:
-    """What Hydra and the ranks have left of a job."""
     overrides, repeat, again = split([str(each) for each in _of(list, _yaml(directory / _OVERRIDES))])
     hydra = _of(dict, _of(dict, _yaml(directory / ".hydra" / "hydra.yaml")).get("hydra"))
     job = {name: value for name, value in _of(dict, hydra.get("job")).items() if name in ("num", "id", "name")}
@@ -214,17 +202,9 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     interrupted = any(sign in run.error for sign in _INTERRUPTED)
     status = "unfinished" if trouble or interrupted else run.status
     ending = run.error or (None if status == "completed" else "killed half-way, or still running")
-    return JobResult(
-        directory,
-        status,
-        trouble or ending,
-        **known,
-        started=run.began,
-        seconds=run.seconds,
-        figures=figures(run),
-        versions=run.versions,
-        environment=run.environment,
-    )
+    known |= {"started": run.began, "seconds": run.seconds, "figures": figures(run)}
+    known |= {"versions": run.versions, "environment": run.environment}
+    return JobResult(directory, status, trouble or ending, **known)
 
 
 def _yaml(path: Path) -> Any:

@@ -12,9 +12,8 @@ import itertools
 import json
 import math
 import re
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
+_JOINED = ("steps", "shadowed", "samples")
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
 
 
@@ -105,24 +105,6 @@ class RankRecord:
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
-
-
-def step_spans(recorded: RankRecord) -> list[Span]:
-    """Return the steps, in the order in which they ended, as stretches of time without stalls.
-
-    A step begins where the one before it ended, or where the stall that followed that one did. The first begins
-    with the recording, which makes all that was prepared for training a part of it.
-    """
-    stalls = sorted((span.start, span.end) for span in recorded.stalls)
-    last = recorded.start.get("t", recorded.first)
-    spans = []
-    for end, step in sorted((end, step) for step, end in recorded.steps):
-        # The save of a step comes after its end, so at that moment it is no part of it yet.
-        before = bisect_left(stalls, (end,))
-        begin = min(max(last, stalls[before - 1][1]), end) if before else last
-        spans.append(Span(step, begin, end - begin))
-        last = end
-    return spans
 
 
 @dataclass(frozen=True)
@@ -248,11 +230,11 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
 
 
 def _record(rank: int, events: Mapping[str, list[Any]], times: Sequence[float], damaged: int) -> RankRecord:
-    joins = events["join"]
+    joins, steps = events["join"], events["step"] or [(step, t) for step, t, _ in events["log"]]
     return RankRecord(
         rank=rank,
         start=events["start"][-1] if events["start"] else {},
-        steps=_firsts(events["step"] or [(step, t) for step, t, _ in events["log"]]),
+        steps=tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0])),  # repeats left out
         stalls=tuple(events["stall"]),
         stages=tuple(events["stage"]),
         writes=tuple(events["write"]),
@@ -282,11 +264,6 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _firsts(steps: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The steps without those that repeat the one before."""
-    return tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0]))
-
-
 # -- how each event is read: whatever is raised here means a damaged line
 
 
@@ -305,14 +282,6 @@ def _span(event: Mapping[str, Any]) -> Span:
     nbytes = int(_number(event, "bytes")) if "bytes" in event else 0
     seconds = max(0.0, _number(event, "seconds"))
     return Span(_step(event), _number(event, "start"), seconds, nbytes, event.get("tier") is True)
-
-
-def _lost(event: Mapping[str, Any]) -> tuple[int, str, bool]:
-    return _step(event), str(event.get("error", "")), "dir" in event
-
-
-def _transfer(event: Mapping[str, Any]) -> Transfer:
-    return Transfer(_span(event), int(_number(event, "rank")), str(event["to"]), str(event.get("error", "")))
 
 
 def _restored(event: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
@@ -344,30 +313,24 @@ def _start(event: Mapping[str, Any]) -> Mapping[str, Any]:
     return event
 
 
-def _end(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**event, "status": str(event["status"])}
-
-
-def _join(event: Mapping[str, Any]) -> dict[str, float]:
-    return {name: _number(event, name) for name in ("steps", "shadowed", "samples") if event.get(name) is not None}
-
-
 _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "start": _start,
     "step": lambda event: (_step(event), float(event["t"])),
     "stall": _span,
     "stage": _span,
     "write": _span,
-    "lost": _lost,  # with a ``dir`` it is of the tier
+    "lost": lambda event: (_step(event), str(event.get("error", "")), "dir" in event),  # of the tier with a ``dir``
     "tier": _span,
-    "copy": _transfer,
+    "copy": lambda event: Transfer(
+        _span(event), int(_number(event, "rank")), str(event["to"]), str(event.get("error", ""))
+    ),
     "restored": _restored,
     "begin": _started,
     "restart": _started,
     "straggler": _straggler,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
-    "join": _join,
+    "join": lambda event: {name: _number(event, name) for name in _JOINED if event.get(name) is not None},
     "log": _log,
-    "end": _end,
+    "end": lambda event: {**event, "status": str(event["status"])},
 }
 """Whatever an event has besides is left to later versions."""

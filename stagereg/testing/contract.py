@@ -24,8 +24,7 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 T = TypeVar("T")
 
-_STARTING_S = 60.0
-"""Seconds that ranks may take to start, in addition to the time limit of the contract."""
+_STARTING_S = 60.0  # seconds that ranks may take to start, in addition to the time limit of the contract
 
 
 @dataclass(frozen=True)

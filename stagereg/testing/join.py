@@ -209,7 +209,6 @@ class JoinableContract(Contract):
         }
 
     def _is_due(self, name: str) -> bool:
-        """Whether it can play a scenario."""
         scenario = self._plan()[name]
         if scenario.mode == "torch" or any(scenario.torchs):
             return self.torch_join
@@ -325,8 +324,6 @@ def _as_tensors(state: Any) -> Any:
         return {key: _as_tensors(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and not all(isinstance(each, (int, float)) for each in state):
         return [_as_tensors(value) for value in state]
-    return (
-        state.detach().cpu()
-        if isinstance(state, torch.Tensor)
-        else torch.as_tensor(state, dtype=torch.float64, device="cpu")
-    )
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu()
+    return torch.as_tensor(state, dtype=torch.float64, device="cpu")

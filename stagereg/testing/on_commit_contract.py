@@ -96,7 +96,6 @@ class OnCommitContract(Contract):
 
     @contextmanager
     def _committed(self, root: str = "") -> Iterator[list[CommittedCheckpoint]]:
-        """Checkpoints that are complete, in a directory or below a URL."""
         found: list[CommittedCheckpoint] = []
         with tempfile.TemporaryDirectory(prefix="stagereg-") as parent:
             self.folder = Path(parent, "folder")
@@ -117,7 +116,6 @@ class OnCommitContract(Contract):
 def _called_on_rank_0(
     rank: int, world_size: int, kind: type[OnCommitContract], folder: Path, checkpoint: CommittedCheckpoint
 ) -> str:
-    """Make a component, and call it on rank 0; return how it broke its promise."""
     contract = kind()
     contract.folder = folder
     component = contract.make()

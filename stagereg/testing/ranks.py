@@ -126,8 +126,6 @@ def run_ranks(
 
 @dataclass
 class _Rank:
-    """One running rank, seen from the caller."""
-
     job: Assignment
     process: ForkServerProcess
     pid: int

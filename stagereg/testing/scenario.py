@@ -40,8 +40,7 @@ _STARTING_S = 30.0
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
-_SETS_ITSELF = {"_authoritative_rank"}
-"""What torch sets on a module before each use of it, and never looks at before."""
+_SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch sets on a module before each use of it
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,6 @@ def _run(contract: Any, todo: tuple[Scenario, ...]) -> dict[Scenario, ScenarioRe
 
 
 def _in_short(failure: RankFailure) -> str:
-    """Who hung where, or died how."""
     lines = []
     for rank, text in {**failure.hung, **failure.failed}.items():
         hung = rank in failure.hung or re.search(r"Timeout \(\d+:", text)
@@ -161,8 +159,6 @@ def run_scenarios(rank: int, world_size: int, contract: Any, todo: Sequence[Scen
 
 
 class _Play:
-    """One scenario on one rank."""
-
     def __init__(self, contract: Any, scenario: Scenario, rank: int) -> None:
         self._contract = contract
         self._what = scenario

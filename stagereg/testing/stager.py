@@ -8,14 +8,12 @@ stager of the project, and makes no claim about speed.
 from __future__ import annotations
 
 import gc
-import os
 import re
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +24,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_map
 
 from stagereg.errors import RegistryError, StageregError
+from stagereg.machine import memory
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, StateDict, WatchesOptimizers
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
-_LARGE = 36 * 2**20
-"""Bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once."""
+_LARGE = 36 * 2**20  # bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once
 
 
 @dataclass
@@ -356,18 +354,13 @@ class StagerContract(StagerFidelity):
         for _ in range(2):
             self.settled(self.opened(), {"w": self.ones(10)})
             gc.collect()
-            before = _resident()
+            before = memory("VmRSS")
             use()
             gc.collect()
-            grown = _resident() - before
+            grown = memory("VmRSS") - before
             if grown <= limit:
                 return
         self.broken(f"after {what}, the process has {grown >> 20} MiB more")
-
-
-def _resident() -> int:
-    """Bytes of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _shown(error: Exception | None) -> str:

@@ -77,10 +77,9 @@ class TierContract(Contract):
             paths = self.on_ranks("", 2, _written, type(self), folder)
             if set(paths) != {path}:
                 self.broken(f"two other processes got {' and '.join(paths)}, not {path}")
-            if lost := [
-                n for n in (0, 1) if not Path(path, f"{n}").is_file() or Path(path, f"{n}").read_bytes() != _DATA
-            ]:
-                self.broken(f"{path}/{lost[0]} is not there any more after the process that wrote it")
+            for file in (Path(path, "0"), Path(path, "1")):
+                if not file.is_file() or file.read_bytes() != _DATA:
+                    self.broken(f"{file} is not there any more after the process that wrote it")
 
     def test_what_is_there_stays(self) -> None:
         """prepare() leaves what is in the folder as it is, also what another process is writing."""

@@ -206,7 +206,6 @@ def _end_with_parent() -> None:
 
 
 def _redirect(file: Path) -> None:
-    """Send the output of this process, of Python or below it, to a file."""
     with file.open("ab") as target:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)

@@ -14,6 +14,7 @@ from stagereg import cli
 
 from ..support.benched import bench, rows_by_group
 
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 FEW = {
     "staging": ["--states", "large,lora", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
     "write": ["--rows", "dcp,torch:dcp,torch:save,again:ceiling"],
@@ -54,9 +55,7 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
 
 
 @pytest.mark.slow
-def test_stall_measures_what_a_checkpoint_costs_and_prints_no_log(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_stall_measures_what_a_save_costs_and_prints_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The process that saves for torch prints none either."""
     rows = ["torch:async_save", "torch:process", "pinned_cached+dcp"]
     seen = measured(tmp_path, "stall", "--rows", ",".join(rows), "--torch-threads", "1")
@@ -103,6 +102,7 @@ def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> N
         (["restore", "--rows", "torch:save"], "There is no row 'torch:save'"),
         (["restore", "--ranks", "0"], "--ranks takes whole numbers from 1 on, not '0'"),
         (["restore", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
+        pytest.param(["staging", "--device", "cuda"], "no CUDA device", marks=WITHOUT_CUDA),
     ],
 )
 def test_wrong_arguments_are_refused_on_one_screen(
@@ -114,12 +114,6 @@ def test_wrong_arguments_are_refused_on_one_screen(
     assert seen.out == ""
     assert len(seen.err.splitlines()) <= 5
     assert "Traceback" not in seen.err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "staging", "--device", "cuda"]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

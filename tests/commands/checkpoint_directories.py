@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token, step_name
@@ -35,3 +36,18 @@ def _save(store: CheckpointStore, step: int, files: dict[str, bytes], ranks: int
 def path_of(root: Path, step: int) -> Path:
     """The directory of a step's checkpoint."""
     return root / step_name(step)
+
+
+def flipped(content: bytes) -> bytes:
+    """The content with the last bit flipped."""
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def flip(file: Path) -> None:
+    file.write_bytes(flipped(file.read_bytes()))
+
+
+def instead(file: Path, make: Callable[[Path], object]) -> None:
+    """Make something else in the place of a file."""
+    file.unlink()
+    make(file)

@@ -117,9 +117,7 @@ def check(command: Command) -> Check:
 
 
 # A process that ends by itself is quickly tried with doctor, which has the same children.
-def test_a_process_that_hangs_is_named_with_its_case(
-    tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     file = tmp_path / "harmful.py"
     file.write_text(HARMFUL)
@@ -201,9 +199,7 @@ class BrokenContract(Contract):
 
 
 @pytest.mark.slow
-def test_what_is_not_kept_is_repeated_at_the_end(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_kept_is_repeated_last(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     full, _, repeated = command("check", "mine.py", code=1).out.partition(

@@ -26,9 +26,11 @@ from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.cli import main
+from stagereg.machine import memory
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
+from .checkpoint_directories import flip
 from .conftest import Command
 
 
@@ -203,10 +205,7 @@ def test_a_full_disk_and_an_interruption_leave_nothing(
 
 def test_of_a_directory_the_newest_good_one_is_converted(tmp_path: Path, command: Command) -> None:
     root, out = save(tmp_path / "run", *({"x": torch.full((99,), n)} for n in range(3))), tmp_path / "x.pt"
-    file = root / "step-00000003" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(root / "step-00000003" / "__0_0.distcp")
     shown = command("convert", root, out).err
     assert torch.load(out)["x"][0] == 1
     assert "Passing over" in shown
@@ -241,9 +240,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     assert "If a run has just deleted it, there is a newer one: try again." in shown
 
 
-def test_nothing_is_replaced_unless_it_is_forced(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     root, out = save(tmp_path / "run", {"x": torch.ones(3)}), tmp_path / "x.pt"
     read = CheckpointFiles.read
 
@@ -408,17 +405,12 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
 
 def peak_of_export(rank: int, world_size: int, roots: list[str], out: str) -> int:
     """The memory that converting the last one takes, in bytes."""
-
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
     rest = ["--dtype", "bfloat16", "--max-shard-size", "20MB"]
     for root in roots:  # the first time it imports what it needs
         Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
+        before = memory("VmRSS")
         assert main(["convert", root, out, *rest, "--force"]) == 0
-    return status("VmHWM") - before
+    return memory("VmHWM") - before
 
 
 def test_transformers_takes_the_files(tmp_path: Path, command: Command) -> None:
@@ -484,9 +476,7 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, command: Comman
         ("list", "'x' is said to be in a list with more items than there are"),
     ],
 )
-def test_plain_torch_runs_nothing_and_damage_is_one_line(
-    what: str, message: str, tmp_path: Path, command: Command
-) -> None:
+def test_plain_torch_runs_nothing_damage_is_one_line(what: str, message: str, tmp_path: Path, command: Command) -> None:
     plain = tmp_path / "plain"
     values = {"value": Fires(), "mesh": MakesMesh()}
     dcp.save({"x": torch.ones(9), "y": values.get(what, 1)}, checkpoint_id=plain, no_dist=True)

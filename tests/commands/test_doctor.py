@@ -152,9 +152,7 @@ def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypat
     assert found[str(tmp_path)][1].startswith("cannot be written, ")
 
 
-def test_the_error_of_torch_or_a_built_in_component_is_reported(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_torch_or_a_built_in_component_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([(None, "ImportError: libcudart.so"), (None, "stager/shared: no such thing")])
     monkeypatch.setattr(doctor, "call_in_child", lambda *_, limit_s: next(answers))
     found = examined(command, 1)

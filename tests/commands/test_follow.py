@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import stagereg.commands.following as following_module
 from stagereg.checkpoint.store.open_store import open_store
 
+from ..support.programs import await_gone, comes_true
 from .checkpoint_directories import path_of, save
 from .conftest import Command
 
@@ -60,11 +60,8 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run") if request.param == "path" else f"memory://bucket{tmp_path}/run"
 
 
-def until(condition: Callable[[], object]) -> None:
-    ends = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < ends, "it did not come about"
-        time.sleep(0.02)
+def until(condition: Callable[[], Any]) -> None:
+    assert comes_true(condition, LIMIT_S), "it did not come about"
 
 
 @contextmanager
@@ -203,16 +200,8 @@ def test_a_command_that_takes_too_long_is_ended_with_what_it_has_started(
     seen = command("follow", tmp_path / "run", *options, *job.command, code=1)
     assert job.steps == [100, 100, 200]
     assert "failed on step-00000100 since it took longer than 2 s (--command-timeout); trying again" in seen.err
-    assert len(pids.read_text().split()) == 4
-    for pid in pids.read_text().split():
-        until(lambda pid=pid: not lives(int(pid)))  # type: ignore[misc]
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert len(started := pids.read_text().split()) == 4
+    assert await_gone(*map(int, started))
 
 
 def test_it_ends_by_the_step_that_was_asked_for(tmp_path: Path, job: Job) -> None:

@@ -28,9 +28,7 @@ RUFF = Path(sys.executable).with_name("ruff")
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=110
-    )
+    return subprocess.run([*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture(scope="module")

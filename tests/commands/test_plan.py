@@ -18,8 +18,7 @@ from .conftest import Command
 
 Plan = Callable[..., dict[str, Any]]
 
-GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
-"""Rates, so that nothing is measured."""
+GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")  # rates, so that nothing is measured
 
 
 @pytest.fixture
@@ -56,9 +55,6 @@ def test_the_text_names_settings_assumptions_and_sources(mtbf: str, hardly: bool
     assert ("checkpoint.every=122" in seen) != hardly
     for part in (f"failure.mtbf={mtbf}", "whole job", "Young", "Daly", "Vaidya", "Given: 2 GiB/s", "at random"):
         assert part in seen
-
-
-# -- from a run
 
 
 @pytest.fixture
@@ -107,80 +103,9 @@ def test_failures_of_a_run_are_planned_with_unless_others_are_given(recorded: Pa
     assert (seen["mtbf_s"], seen["restart_s"]) == (50 * 3600, 36.0)
 
 
-def test_a_run_without_a_failure_says_nothing_of_how_often_it_fails(
-    recorded: Path, command: Command, plan: Plan
-) -> None:
+def test_a_run_without_failure_says_nothing_of_how_often_it_fails(recorded: Path, command: Command, plan: Plan) -> None:
     assert "How often does the job fail?" in command("plan", "--run", recorded, code=2).err
     assert plan("--run", recorded, "--mtbf", "1h")["restart_s"] == 300
-
-
-# -- a cluster
-
-CLUSTER = {"--mtbf": "7.9h", "--nodes": "128", "--copies": "1", "--state": "980GB"}
-CLUSTER |= {"--stage-gib-s": "20", "--write-gib-s": "0.5", "--step": "1s"}
-
-
-def given_as(options: dict[str, str | None]) -> list[str]:
-    return [part for name, value in options.items() if value is not None for part in (name, value)]
-
-
-def test_a_cluster_survives_and_needs_what_the_formulas_say(plan: Plan) -> None:
-    seen = plan(*given_as(CLUSTER | {"--domains": "16", "--lost": "4", "--ranks": "1024"}))
-    tier, share = seen["tier"], 980e9 / 128
-    assert tier["survival"] == pytest.approx([1, 0.9921, 0.9764, 0.9529], abs=1e-4)
-    assert tier["domains_survived"] == 16
-    assert tier["share_bytes"] == pytest.approx(share)
-    assert tier["memory_bytes"] == pytest.approx(4 * share)
-    assert tier["copied_s"] == pytest.approx(seen["cost_s"] + share / 2**30)
-    assert tier["sent_bytes_s"] == pytest.approx(share / tier["interval_s"])
-    assert tier["steps"] == interval.in_steps(interval.best(seen["cost_s"], 7.9 * 3600, tier["copied_s"]), 1.0)
-
-
-def test_each_tier_has_the_best_interval_for_the_failures_that_it_is_for(plan: Plan) -> None:
-    seen = plan(*given_as(CLUSTER | {"--step": None, "--mtbf-cluster": "1000h", "--restart": "10m"}))
-    cost_s, mtbf_s, tier = seen["cost_s"], 7.9 * 3600, seen["tier"]
-    both_s = mtbf_s**2 / (600 + tier["copied_s"]) * 127  # from one loss of both of a pair to the next
-    assert tier["interval_s"] == interval.best(cost_s, mtbf_s, tier["copied_s"])
-    assert tier["store_mtbf_s"] == pytest.approx(1 / (1 / 3.6e6 + 1 / both_s))
-    assert tier["store_interval_s"] == interval.best(cost_s, tier["store_mtbf_s"], seen["write_s"])
-    assert tier["lost"] == interval.lost_fraction(tier["interval_s"], cost_s, mtbf_s, 600, tier["copied_s"])
-    more = plan(*given_as(CLUSTER | {"--copies": "2", "--mtbf-cluster": "1000h", "--restart": "10m"}))["tier"]
-    assert more["store_mtbf_s"] > tier["store_mtbf_s"]
-    assert more["memory_bytes"] == pytest.approx(1.5 * tier["memory_bytes"])
-    none = plan(*given_as(CLUSTER | {"--copies": "0", "--link-gib-s": "10"}))["tier"]
-    assert (none["survival"], none["sent_bytes_s"]) == ([0, 0, 0], 0)
-    assert none["store_mtbf_s"] < mtbf_s
-
-
-def test_copies_within_one_domain_are_shown_as_lost_with_it(plan: Plan, command: Command) -> None:
-    assert plan(*given_as(CLUSTER | {"--domains": "1"}))["tier"]["domains_survived"] == 0
-    text = command("plan", *given_as(CLUSTER | {"--domains": "1"})).out
-    assert "a domain lost   0% " in text
-
-
-def test_the_text_of_a_cluster_is_one_screen_and_names_the_settings(command: Command) -> None:
-    text = command("plan", *given_as(CLUSTER | {"--domains": "16"})).out
-    assert len(text.splitlines()) <= 36
-    for part in ("tier.every=", "checkpoint.every=", "128 machines", "in 16 failure domains", "99.21%", "28.5 GiB"):
-        assert part in text
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"--nodes": None}, "--nodes is missing"),
-        ({"--copies": None, "--nodes": None, "--lost": "3"}, "--lost is for copies on other machines: add --copies"),
-        ({"--copies": "128"}, "--copies 128 needs at least 129 machines"),
-        ({"--copies": "9"}, "copies must be at most 8"),
-        ({"--copies": "-1"}, "--copies: must be above 0"),
-        ({"--domains": "129"}, "--domains 129 needs at least 129 machines"),
-        ({"--lost": "17"}, "--lost must be at most 16"),
-        ({"--link-gib-s": "0"}, "--link-gib-s: must be above 0"),
-        ({"--mtbf-per-node": "50000h"}, "Give one"),
-    ],
-)
-def test_a_cluster_that_cannot_be_is_refused(changed: dict[str, str | None], message: str, command: Command) -> None:
-    assert message in command("plan", *given_as(CLUSTER | changed), code=2).err
 
 
 TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
@@ -196,8 +121,6 @@ def test_the_parts_make_up_the_whole(cost: float, write: float, restart: float, 
         assert min(parts) >= -1e-12
         assert sum(parts) == pytest.approx(loss["lost"], abs=1e-9)
 
-
-# -- nonsense
 
 GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s": "0.5"}
 

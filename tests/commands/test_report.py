@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -31,7 +30,7 @@ def report(here: Path, command: Command) -> Command:
     return lambda *arguments, code=0: command("report", *arguments, code=code)
 
 
-def test_a_run_is_reported_and_leaves_a_trace_and_a_page(here: Path, report: Command) -> None:
+def test_a_run_is_reported_and_leaves_a_page(here: Path, report: Command) -> None:
     write_hydra(write_run(here / "run"), ["lr=0.1"], config="lr: 0.1\n")
     seen = report("run").out
     assert "run: Completed: 40 steps on 2 ranks" in seen
@@ -40,15 +39,15 @@ def test_a_run_is_reported_and_leaves_a_trace_and_a_page(here: Path, report: Com
     assert ["10", "0.1", "2.1", "5", "20", "25", "128", "complete"] in rows
     assert ["stall_ms", "2.1", "ms"] in rows
     written = {path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png", ".json")}
-    assert written == {"report.html", "trace.json"}
+    assert written == {"report.html"}
     assert "lr: 0.1" in (here / "run" / "report.html").read_text()
 
 
-def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: Command, no_matplotlib: None) -> None:
+def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: Command) -> None:
     write_run(here / "run")
     for rank in (0, 1):
         at = {"t": BEGAN + 9, "start": BEGAN + 8}
-        events: list[dict[str, object]] = [
+        events = [
             {"event": "restored", **at, "step": 5, "sources": {"node1": 2**20, "node2": 2**20}},
             {"event": "stall", **at, "step": 15, "seconds": 0.004, "tier": True},
             {"event": "tier", **at, "step": 15, "seconds": 0.5, "bytes": 2**20, "dir": "the tier /t"},
@@ -56,8 +55,7 @@ def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: 
             {"event": "copy", **at, "step": 15, "rank": rank, "to": "node2", "seconds": 0.75},
             {"event": "copy", **at, "step": 20, "rank": rank, "to": "<node2>", "seconds": 0.75, "error": "cut\nhere"},
         ]
-        with rank_file(here / "run", rank).open("a") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events)
+        write_events(rank_file(here / "run", rank), events)
     seen = report("run").out
     assert "2 steps in the tier, 1 copied to other machines." in seen
     assert "It went on from step 5 in the tier, read 2 MiB from node1, 2 MiB from node2." in seen
@@ -75,9 +73,7 @@ def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: 
     assert [one["step"] for one in report("run", "--json").json["checkpoints"]] == [10, 20, 30, 40]
 
 
-def test_restarts_are_reported_by_phase_with_the_share_that_was_training(
-    here: Path, report: Command, no_matplotlib: None
-) -> None:
+def test_restarts_are_reported_by_phase_with_the_share_that_was_training(here: Path, report: Command) -> None:
     write_run(here / "run", Sample(ranks=1, killed=True))
     seen = report("run").out
     assert ("After" in seen, "Restarts" in seen, "Where the time went" in seen) == (False, False, True)
@@ -143,13 +139,13 @@ def test_a_job_that_recorded_nothing_has_its_result(here: Path, report: Command)
     failed(here / "job", 0, FAILING.split()).write()
     seen = report("job").out
     assert "job: Failed." in seen
-    assert "There is no trace: job holds no run: there is no metrics.jsonl in it." in seen
+    assert "There are no records: job holds no run: there is no metrics.jsonl in it." in seen
     assert os.listdir("job") == ["result.json"]
     (here / "job" / "metrics.jsonl").touch()
-    assert "There is no trace: job holds no run: what is in job/metrics.jsonl is not" in report("job").out
+    assert "There are no records: job holds no run: what is in job/metrics.jsonl is not" in report("job").out
 
 
-def test_the_error_of_a_run_is_reported_once_in_a_line(here: Path, report: Command, no_matplotlib: None) -> None:
+def test_the_error_of_a_run_is_reported_once_in_a_line(here: Path, report: Command) -> None:
     write_run(here / "job")
     failed(here / "job", 0, []).write()
     seen = report("job").out
@@ -159,28 +155,25 @@ def test_the_error_of_a_run_is_reported_once_in_a_line(here: Path, report: Comma
     assert page.partition("<details")[0].count("the loss is not finite") == 1
 
 
-def test_missing_records_and_fallbacks_are_reported(here: Path, report: Command, no_matplotlib: None) -> None:
+def test_missing_records_and_fallbacks_are_reported(here: Path, report: Command) -> None:
     write_run(here / "run", Sample(ranks=3))
     rank_file(here / "run", 1).unlink()
     file = rank_file(here / "run", 0)
     event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
-    damaged = file.read_text().replace('"event": "stall"', '"event": stall', 2)
-    file.write_text(damaged + json.dumps(event) + "\n")
+    file.write_text(file.read_text().replace('"event": "stall"', '"event": stall', 2))
+    write_events(file, [event])
     seen = report("run").out
     assert "Left out, being damaged: 2 lines of its records." in seen
     assert "There are no records of 1 rank (1):" in seen
     assert "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost." in seen
 
 
-def test_stragglers_are_named_with_the_steps_in_which_they_were_slow(
-    here: Path, report: Command, no_matplotlib: None
-) -> None:
+def test_stragglers_are_named_with_the_steps_in_which_they_were_slow(here: Path, report: Command) -> None:
     write_run(here / "run")
     usual = {"event": "straggler", "t": 1750000000.0, "rank": 3, "machine": "m7", "wait": 0.041, "of": 0.12}
     told = [usual | {"step": 1200, "slow": True}, usual | {"step": 1900, "slow": False}]
     told += [usual | {"step": 2500, "slow": True}, usual | {"step": 2600, "slow": True, "rank": 4}]
-    with rank_file(here / "run", 0).open("a") as file:
-        file.writelines(json.dumps(each) + "\n" for each in told)
+    write_events(rank_file(here / "run", 0), told)
     seen, page = report("run").out, (here / "run" / "report.html").read_text()
     for who in ("3 on machine m7 was slow from step 1200 to 1900", "3 on machine m7 was slow from step 2500 on"):
         line = f"Rank {who}: the others waited 41 ms of each 120 ms step for it."
@@ -189,7 +182,7 @@ def test_stragglers_are_named_with_the_steps_in_which_they_were_slow(
     assert seen.count("was slow") == 3
 
 
-def test_many_checkpoints_are_cut_short_on_the_terminal_alone(here: Path, report: Command, no_matplotlib: None) -> None:
+def test_many_checkpoints_are_cut_short_on_the_terminal_alone(here: Path, report: Command) -> None:
     write_run(here / "run", Sample(steps=100, every=5, ranks=1))
     table = report("run").out.partition("Checkpoints")[2].partition("Written")[0]
     steps = [line.split()[0] for line in table.splitlines()[3:] if line.strip()]
@@ -198,7 +191,7 @@ def test_many_checkpoints_are_cut_short_on_the_terminal_alone(here: Path, report
     assert all(f">{step}<" in page for step in range(5, 101, 5))
 
 
-def test_what_is_asked_for_in_vain_is_refused(here: Path, report: Command, no_matplotlib: None) -> None:
+def test_what_is_asked_for_in_vain_is_refused(here: Path, report: Command) -> None:
     write_run(here / "run")
     assert "rank the jobs of a sweep, and run is a single run" in report("run", "--metric", "loss", code=2).err
     (here / "file").write_text("")

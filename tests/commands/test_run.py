@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from stagereg.machine import tunables
 
 from ..support.forks import run_forked
+from ..support.programs import comes_true
 
 LIMIT_S = 100
 
@@ -98,9 +98,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_others(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stagereg", "run", *others, "program.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         try:
-            ends = time.monotonic() + LIMIT_S
-            while not catches(launcher.pid, signal.SIGTERM) and time.monotonic() < ends:
-                time.sleep(0.05)
+            assert comes_true(lambda: catches(launcher.pid, signal.SIGTERM), LIMIT_S)
             launcher.terminate()
             launcher.communicate(timeout=LIMIT_S)
         finally:

@@ -16,7 +16,7 @@ from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder, notes_of_part
 from stagereg.checkpoint.tiers.inventory import Lineage
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 
-from .checkpoint_directories import save
+from .checkpoint_directories import flip, instead, save
 from .conftest import Command
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
@@ -173,19 +173,8 @@ def test_a_store_and_other_folders_are_no_tier(tmp_path: Path, command: Command)
     assert "has no complete part" in command("verify", tmp_path / "empty", code=2).err
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def change(manifest: Path) -> None:
     manifest.write_text(manifest.read_text().replace(" 20,", " 21,", 1))
-
-
-def instead(file: Path, make: Callable[[Path], object]) -> None:
-    file.unlink()
-    make(file)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +213,7 @@ def test_any_damage_is_found_and_named(
     assert expected in command("ls", tmp_path, "--verify").out
 
 
-def test_what_a_run_deletes_meanwhile_is_left_out(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_deleted_meanwhile_is_skipped(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = write_step(tmp_path, 10, {0: []})
     write_step(tmp_path, 20, {0: []})
     folder = MachineFolder(str(tmp_path), RUN, durable=True)

@@ -15,7 +15,7 @@ import stagereg.checkpoint.format.manifest as layout
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.object_store import ObjectStore
 
-from .checkpoint_directories import contents, path_of, save
+from .checkpoint_directories import contents, flip, flipped, instead, path_of, save
 from .conftest import Command
 
 
@@ -37,21 +37,10 @@ def test_one_checkpoint_can_be_asked_for(tmp_path: Path, command: Command, monke
         assert "newest good" not in seen
 
 
-def flipped(content: bytes, at: int) -> bytes:
-    changed = bytearray(content)
-    changed[at // 8] ^= 1 << at % 8
-    return bytes(changed)
-
-
-def instead(path: Path, make: Callable[[Path], Any]) -> None:
-    path.unlink()
-    make(path)
-
-
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (lambda old, new: (new / "a").write_bytes(flipped((new / "a").read_bytes(), 9)), ["a: flipped bits"]),
+        (lambda old, new: flip(new / "a"), ["a: flipped bits"]),
         (lambda old, new: (new / "a").write_bytes(b""), ["a: truncated: 0 of "]),
         (lambda old, new: (new / "a").open("ab").write(b"more"), ["a: too long: "]),
         (lambda old, new: (new / "a").replace(new / "b"), ["a: missing", "b: "]),
@@ -99,7 +88,7 @@ def test_a_url_is_looked_at_as_a_directory_is(command: Command) -> None:
     objects.put(f"{root}/step-00000300.0123456789ab/a", b"on its way")
     for asked in (root, f"{root}/latest", first):
         command("verify", asked)
-    objects.put(f"{second}/a", flipped(objects.get(f"{second}/a"), 5))
+    objects.put(f"{second}/a", flipped(objects.get(f"{second}/a")))
     objects.delete(f"{first}/c")
     seen = damages(command, root, code=1)
     assert [text[:15] for text in seen[second.rpartition("/")[2]]] == ["a: flipped bits"]

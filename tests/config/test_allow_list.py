@@ -32,8 +32,7 @@ from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, U
 from ..support.audit import auditing
 
 HERE = __name__
-TRAP = "lock_trap.fire"
-"""Not registered, and not imported yet."""
+TRAP = "lock_trap.fire"  # not registered, and not imported yet
 BOMB = "lock_trap.Bomb"
 LAZY = "lock_lazy.build"
 """Registered, and not imported yet: a refused target keeps those beside it from being imported, too."""

@@ -165,7 +165,7 @@ def await_port(port: int) -> None:
 
 def await_gone(*pids: int) -> bool:
     """Whether these processes end in a while; one that only waits to be reaped has ended."""
-    return comes_true(lambda: not any(map(_runs, pids)))
+    return comes_true(lambda: not any(map(runs, pids)))
 
 
 def comes_true(condition: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
@@ -177,7 +177,8 @@ def comes_true(condition: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
     return True
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether a process has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

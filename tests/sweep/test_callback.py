@@ -38,11 +38,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[App, subprocess.Com
     return app, app.sweep("a=raise,exit,fine,other", "b=2,1")
 
 
-@pytest.fixture
-def app(tmp_path: Path) -> App:
-    return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
-
-
 def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     app, ended = mixed
     jobs = app.results()

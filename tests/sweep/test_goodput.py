@@ -63,7 +63,7 @@ TIMES = st.lists(st.tuples(st.integers(1, 9), st.floats(0.001, 5), st.floats(0, 
 
 
 @given(attempts=st.lists(st.tuples(TIMES, st.lists(st.floats(0, 9), min_size=9, max_size=9)), min_size=1, max_size=4))
-def test_each_second_of_a_life_is_counted_once(
+def test_each_second_is_counted_once(
     attempts: list[tuple[list[tuple[int, float, float]], list[float]]],
 ) -> None:
     now, records = 1000.0, []

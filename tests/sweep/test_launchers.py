@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from . import programs
 from .programs import App
 
 LAUNCHERS = {
@@ -16,9 +13,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("name", ["joblib", pytest.param("submitit", marks=pytest.mark.slow)])
-def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, tmp_path: Path) -> None:
+def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, app: App) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
-    app = App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
     ended = app.sweep(*LAUNCHERS[name], "a=fine,raise,exit", "b=2")
     assert ended.returncode == 1
     jobs = app.results()

@@ -58,11 +58,6 @@ def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
     assert InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2,3"]), 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
-@pytest.fixture
-def app(tmp_path: Path) -> App:
-    return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
-
-
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
     ended = app.sweep("b=1,2", "sweep.repeats=2")
     assert ended.returncode == 0, ended.stderr
@@ -120,9 +115,7 @@ NO_STEP = "NO STEP WAS TAKEN: this run resumed from step 4"
     ],
     ids=["hydra", "ranks"],
 )
-def test_a_job_resumes_from_another_of_its_sweep_only_where_that_is_meant(
-    script: str, config: str, tmp_path: Path
-) -> None:
+def test_a_job_resumes_from_another_of_its_sweep_only_where_meant(script: str, config: str, tmp_path: Path) -> None:
     """Whatever sweeper runs them, and whatever their directory is called; a sweep that goes on is the same sweep."""
     app = App(tmp_path, script, config.replace("sweep: compare, ", ""))
     ended = app.sweep("b=1,2", "hydra/sweeper=basic")

@@ -21,10 +21,8 @@ from stagereg import BlockingAsyncStager
 from stagereg.errors import StagingError, UnstageableTypeError
 
 State = dict[str, Any]
-RELEASE = threading.Event()
-"""Ends the threads that mutants have left behind."""
-SHARED: State = {}
-"""What mutants keep of each other's copies."""
+RELEASE = threading.Event()  # ends the threads that mutants have left behind
+SHARED: State = {}  # copies that mutants share
 
 
 class Mutant(BlockingAsyncStager):

@@ -21,6 +21,8 @@ from stagereg.join.broken import abort
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group
 
+from ..support.programs import comes_true, runs
+
 
 @dataclass
 class Number:
@@ -100,26 +102,11 @@ def watch_rank_0(rank, world_size):
         return
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
-        assert not is_gone(pids[0])
+        assert runs(pids[0])
 
 
 def return_a_generator(rank, world_size):
     return (n for n in range(3))
-
-
-def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that is not reaped yet has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def await_condition(holds, limit_s):
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_ranks_return_in_order_and_have_the_callers_surroundings(tmp_path, monkeypatch, capsys):
@@ -183,7 +170,7 @@ def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
     assert list(caught.value.hung) == [1]
     assert "hang_on" in caught.value.hung[1]
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
-    await_condition(lambda: all(map(is_gone, pids)), 5.0)
+    assert comes_true(lambda: not any(map(runs, pids)), 5.0)
     assert multiprocessing.active_children() == []
 
 
@@ -226,11 +213,11 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
     script.write_text(CALLER)
     with subprocess.Popen([sys.executable, str(script), str(tmp_path)]) as caller:
         try:
-            await_condition(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 40.0)
+            assert comes_true(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 40.0)
         finally:
             caller.kill()
     pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
-    await_condition(lambda: all(map(is_gone, pids)), 5.0)
+    assert comes_true(lambda: not any(map(runs, pids)), 5.0)
 
 
 def test_no_rank_takes_the_group_away_before_all_are_done():

@@ -1,4 +1,4 @@
-"""Which machines get the copies of which others, and what the loss of several at once would cost.
+"""Which machines get the copies of which others.
 
 Machines are put into groups of ``copies + 1``, each over as many failure domains as can be, and those of a group copy
 to each other: with few sets of partners, few ways to lose several machines take a step (copysets: Cidon et al., USENIX
@@ -12,18 +12,15 @@ another name moves a chain of others: of 1,024, some 2 % have other partners the
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, combinations, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from stagereg.errors import ConfigError, at_least
 
 _STAND_INS = 4
-_MOST_COPIES = 8
 _PRIME = (1 << 61) - 1
 
 
@@ -59,43 +56,6 @@ def partners(machines: Sequence[Machine], copies: int) -> dict[str, list[str]]:
             here = (each for each in spare if domains[each] == own)
             found[name] = [*chosen, *islice(chain(elsewhere, beside, here), _STAND_INS)]
     return found
-
-
-def survival(machines: Sequence[Machine], copies: int, lost: int) -> float:
-    """Return the chance that a step survives ``lost`` machines that are lost at once, each as likely as any other.
-
-    It is exact for the groups of :func:`partners`. A step is lost with a machine and all that have its copies.
-
-    Raises:
-        ConfigError: as :func:`partners`; ``copies`` is above 8; ``lost`` is no number from 0 to that of the machines.
-    """
-    if at_least(0, "copies", copies) > _MOST_COPIES:
-        raise ConfigError(f"copies must be at most {_MOST_COPIES}, not {copies}.")
-    if at_least(0, "lost", lost) > len(machines):
-        raise ConfigError(f"{lost} machines cannot be lost of {len(machines)}.")
-    ways = [1] + [0] * lost  # by how many are lost in the groups so far: in how many ways the step is not
-    for group in _groups(_hashes(machines), _domains(machines), copies):
-        names = list(group)
-        own = _ways(tuple(frozenset(map(names.index, (name, *group[name]))) for name in names))
-        ways = [sum(ways[k - n] * own[n] for n in range(min(k + 1, len(own)))) for k in range(lost + 1)]
-    return ways[lost] / math.comb(len(machines), lost)
-
-
-def survives(placed: Mapping[str, Sequence[str]], copies: int, lost: Collection[str]) -> bool:
-    """Return whether a step survives the loss of just these machines, placed as :func:`partners` returned it."""
-    return not any({name, *placed[name][:copies]} <= set(lost) for name in lost)
-
-
-@functools.cache
-def _ways(sets: tuple[frozenset[int], ...]) -> list[int]:
-    """Return, for a group and each number of lost machines, in how many ways none of the sets is lost whole."""
-    size, least = len(sets), min(map(len, sets))
-    return [
-        math.comb(size, lost)
-        if lost < least
-        else sum(not any(one.issubset(gone) for one in sets) for gone in combinations(range(size), lost))
-        for lost in range(size + 1)
-    ]
 
 
 def _hashes(machines: Sequence[Machine]) -> dict[str, int]:

@@ -10,18 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
-
-if TYPE_CHECKING:
-    from stagereg.sweep.comparison import Comparison
+from stagereg.sweep.comparison import Comparison
 
 FILES = ("compare.csv", "compare.svg", "compare.png", "report.html")
 """What :func:`write` leaves in a directory, in this order."""
-_CAPTION = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
 
 
 def write(comparison: Comparison, directory: Path | str) -> list[Path]:
@@ -31,16 +27,13 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     reported on stderr in a line.
     """
     documents = {"compare.csv": tables.csv_text(comparison).encode()}
-    pictures: list[page.Picture] = []
     try:
         figure = plots.compare_figure(comparison)
         if figure is not None:
-            svg = plots.document(figure, "svg")
-            documents |= {"compare.svg": svg, "compare.png": plots.document(figure, "png")}
-            pictures = [page.Picture("Every run", svg.decode(), _CAPTION)]
+            documents |= {f"compare.{kind}": plots.document(figure, kind) for kind in ("svg", "png")}
     except ImportError as error:
         print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
-    documents["report.html"] = page.compare_page(comparison, pictures).encode()
+    documents["report.html"] = page.compare_page(comparison, documents.get("compare.svg", b"")).encode()
     return put(documents, FILES, Path(directory))
 
 

@@ -27,15 +27,6 @@ from stagereg.sweep.result import CONFIG, JobResult
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture of a page."""
-
-    title: str  # its heading
-    svg: str  # an SVG document
-    caption: str = ""  # what there is to see, also for a screen reader
-
-
-@dataclass(frozen=True)
 class _Detail:
     """A part of a page that is folded: texts by their labels."""
 
@@ -44,8 +35,8 @@ class _Detail:
     verdict: str = ""
 
 
-def compare_page(comparison: Comparison, pictures: Sequence[Picture] = ()) -> str:
-    """Return the page of a sweep: the sentence, the table, ``pictures``, and of each row its config and command."""
+def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
+    """Return the page of a sweep: the sentence, the table, the SVG, and of each row its config and command."""
     table = tables_of.compare_table(comparison)
     best = comparison.best
     jobs = [job for row in comparison.ranked for job in row.jobs]
@@ -61,7 +52,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = ()) -> st
         command=_command(best) if best else "",
         tables=[replace(table, title=f"Table: {table.title}")],
         remarks=tables_of.remarks(comparison),
-        pictures=pictures,
+        picture=base64.b64encode(picture).decode(),
         details=[_row_detail(row, comparison.ranking.name) for row in comparison.ranked],
         environment=_facts([{**job.environment, **job.versions} for job in jobs]),
     )
@@ -90,14 +81,13 @@ def run_page(job: JobResult, answer: str, warnings: Sequence[str], tables: Seque
         command=job.command,
         tables=[Table("Figures", ("figure", "value", "unit", "what it is"), rows), *tables],
         remarks=(),
-        pictures=(),
+        picture="",
         details=[_Detail(name, [("", text)]) for name, text in folded if text],
         environment=_facts([{**job.environment, **job.versions}]),
     )
 
 
 def _config_text(directory: Path) -> str:
-    """The config of the job in a directory; empty if there is none."""
     file = directory / CONFIG
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
@@ -111,7 +101,6 @@ def _rendered(**values: Any) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
     environment.filters["cell_texts"] = tables_of.cell_texts
     environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
     environment.filters["shown"] = shown

@@ -54,12 +54,9 @@ _SHAPES = {
 }
 """Shape, colour and legend of a row's median, by its verdict."""
 _FAILED = "#c4480c"
-_ACROSS = 4
-"""Small panels in a line, at most."""
-_LONGEST = 42
-"""Letters of a row's label."""
-_LOGARITHMIC = 30.0
-"""How many times the least value the greatest must be for a logarithmic scale."""
+_ACROSS = 4  # small panels in a line, at most
+_LONGEST = 42  # letters of a row's label
+_LOGARITHMIC = 30.0  # least ratio of the greatest value to the least for a logarithmic scale
 
 
 def compare_figure(comparison: Comparison) -> Figure | None:

@@ -27,14 +27,11 @@ MARKS = {"best": "*", "tie": "~"}
 _MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)."
 _TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap."
 _AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise."
-_NONE = "-"
-"""Where there is no number."""
-_FOLDED = 24
-"""Characters that a parameter's text has in a line."""
+_NONE = "-"  # text of a missing number
+_FOLDED = 24  # characters that a parameter's text has in a line
 _INDENT, _GAP = 2, 2
 """Columns before a table, and between those of it."""
-_FINER = 4
-"""Digits that a median may have beyond three, where its spread is as small."""
+_FINER = 4  # digits that a median may have beyond three, where its spread is as small
 
 Value = str | float | int | Cell | None
 
@@ -87,9 +84,6 @@ def row_name(row: ComparisonRow) -> str:
     return f"{row.label} (A/A)" if row.again else row.label
 
 
-# -- texts of a value
-
-
 def cell_texts(cell: Cell) -> tuple[str, str]:
     """Return the median in three digits, or as fine as its spread if that is finer, and the spread, if there is one."""
     if not cell.spread or not cell.median or "e" in shown(cell.median):
@@ -107,9 +101,6 @@ def one_line(cell: Cell) -> str:
 def first_line(error: str) -> str:
     """Return the first line of an error that is not empty."""
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
-
-
-# -- the terminal
 
 
 def terminal(comparison: Comparison) -> None:
@@ -155,12 +146,8 @@ def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
 
 
 def _width(columns: Sequence[Sequence[str]]) -> int:
-    """Characters of a line of the table."""
     widest = [max(len(part) for text in column for part in text.splitlines() or [""]) for column in columns]
     return _INDENT + sum(widest) + _GAP * (len(columns) - 1)
-
-
-# -- files
 
 
 def csv_text(comparison: Comparison) -> str:

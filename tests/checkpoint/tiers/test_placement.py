@@ -1,16 +1,16 @@
-"""Placement: partners for any machines, in other domains, the same on every rank, and what the loss of some costs."""
+"""Placement: partners for any machines, in other domains, the same on every rank."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg.checkpoint.tiers.placement import Machine, partners, survival, survives
+from stagereg.checkpoint.tiers.placement import Machine, partners
 from stagereg.errors import ConfigError
 
 from ...support.examples import examples
@@ -68,8 +68,6 @@ def test_a_machine_and_its_partners_are_in_domains_of_their_own(machines: list[M
     placed, domains = partners(machines, copies), {each.name: each.domain or f"of {each.name}" for each in machines}
     for name, others in wanted(placed, copies).items():
         assert len({domains[each] for each in (name, *others)}) == copies + 1
-    for domain in domains.values() if copies else ():
-        assert survives(placed, copies, [each.name for each in machines if domains[each.name] == domain])
 
 
 @settings(max_examples=examples(300))
@@ -142,36 +140,13 @@ def test_who_stands_in_for_a_lost_partner_is_in_another_domain_where_there_is_on
     assert own == sorted(own)
 
 
-# -- what survives
-
-
-def by_brute_force(machines: Sequence[Machine], copies: int, lost: int) -> float:
-    placed = partners(machines, copies)
-    ways = [survives(placed, copies, gone) for gone in combinations(placed, lost)]
-    return sum(ways) / len(ways)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(DOMAINS, min_size=1, max_size=9), COPIES)
-def test_survival_is_what_counting_all_losses_gives(domains: list[str], copies: int) -> None:
-    machines = [Machine(f"m{n}", domain) for n, domain in enumerate(domains)]
-    for lost in range(len(machines) + 1):
-        assert survival(machines, copies, lost) == pytest.approx(by_brute_force(machines, copies, lost))
-
-
 @pytest.mark.parametrize(
-    ("machines", "copies", "lost", "message"),
-    [
-        ([Machine("a"), Machine("a", "b")], 1, 0, "Two machines are named 'a'"),
-        (cluster(3), -1, 0, "copies must be"),
-        (cluster(3), 9, 0, "copies must be at most 8, not 9"),
-        (cluster(3), 1, 4, "4 machines cannot be lost of 3"),
-        (cluster(3), 1, -1, "lost must be"),
-    ],
+    ("machines", "copies", "message"),
+    [([Machine("a"), Machine("a", "b")], 1, "Two machines are named 'a'"), (cluster(3), -1, "copies must be")],
 )
-def test_nonsense_is_refused(machines: list[Machine], copies: int, lost: int, message: str) -> None:
+def test_nonsense_is_refused(machines: list[Machine], copies: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        survival(machines, copies, lost)
+        partners(machines, copies)
 
 
 def test_no_machines_have_no_partners() -> None:
