@@ -181,7 +181,6 @@ class Pool:
 
     Attributes:
         readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
-        expected: bytes that one copy needs in all. Where it takes one block each, the pool finds them by itself.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class Pool:
         self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self.wait_s = wait_s
         self.readers_release = False
-        self.expected = 0
+        self._expected = 0
         there = torch.accelerator.is_available()
         # Of the ranks on this machine, which would all log the same, the first does.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -236,17 +235,17 @@ class Pool:
         self._out.add(lease)
         return lease
 
-    def take(self, nbytes: int, at_most: float = math.inf) -> BlockRef:
-        """Return a block of ``nbytes`` bytes or more that is not in use: a kept one up to ``at_most``, or a new one."""
+    def take(self, nbytes: int) -> BlockRef:
+        """Return a block of ``nbytes`` bytes or more that is not in use."""
         self.check_open()
         if self._reserved is not None:
             reserved, self._reserved = self._reserved, None
             self._free.append(reserved.result())
-        if nbytes > self.expected:
-            self.expected = nbytes
+        if nbytes > self._expected:
+            self._expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
         self._trim()
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most]
+        fitting = [block for block in self._free if nbytes <= block.nbytes]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(block)
@@ -307,7 +306,7 @@ class Pool:
 
     def _trim(self) -> None:
         """Free the blocks that are more than may be kept, the smallest first."""
-        most = max(self._reserve, self.max_in_flight * _whole_pages(self.expected))
+        most = max(self._reserve, self.max_in_flight * _whole_pages(self._expected))
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
 

@@ -46,8 +46,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STORAGES = ("dcp", "safetensors")
 STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("blocking", "pinned_cached", "overlapped")},
-    "incremental": ("incremental", {"detect": "content"}),
-    "incremental_frozen": ("incremental", {"frozen": ["model.base.*"]}),
     "bounded": ("pinned_cached", {"host_memory_gb": 2**-12}),
 }
 each = pytest.mark.parametrize("storage", STORAGES)
