@@ -127,7 +127,6 @@ class RunningCopies:
         future = self._running[copy]
         try:
             if not (written := copy.run()):
-                assert pending.spec is not None
                 pending.spec.release_sources()
                 future.set_copied(pending)
                 written = copy.await_fence()
