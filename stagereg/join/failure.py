@@ -114,7 +114,7 @@ class FailureDetector:
         resources = resources_of(group)
         self._outermost, resources.watched = not resources.watched, True
         self._thread = resources.heartbeat if self._outermost else WorkerThread("stagereg-heartbeat-nested")
-        for backend in [*backends_of(group), *resources.backends(polled=False)]:
+        for backend in backends_of(group):
             with contextlib.suppress(Exception):  # not all have one
                 limit = backend.options._timeout
                 backend._set_default_timeout(timedelta(seconds=self._timeout_s))

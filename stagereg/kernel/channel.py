@@ -102,23 +102,21 @@ class ControlChannel:
 
     Attributes:
         rank, size: this rank among them, and how many there are.
-        polled: whether its callers wait in turns of their own; then its collectives have no time limit.
         thread: of the channel alone, for jobs that wait on it.
-        backend: a gloo backend, which ``destroy_process_group`` leaves alone.
+        backend: a gloo backend, which ``destroy_process_group`` leaves alone. Its collectives have no time limit, since
+            callers wait in turns of their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.polled = waiting is not None
         self.thread = WorkerThread(f"stagereg-{key.rpartition('/')[2]}")
         store: Any = PrefixStore(key, group.get_group_store())
         # Gloo's constructor waits too, but keeps the store busy meanwhile, and another rank's error does not end it.
         store.set(f"here/{self.rank}", "")
         here = [f"here/{rank}" for rank in range(self.size)]
-        (waiting or wait_until)(lambda seconds: wait_for_keys(store, here, seconds), "the join")
-        limit = timedelta(seconds=LIMIT_S)
-        self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
-        self.backend._set_default_timeout(timedelta(days=999) if self.polled else limit)
+        waiting(lambda seconds: wait_for_keys(store, here, seconds), "the join")
+        self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT_S))
+        self.backend._set_default_timeout(timedelta(days=999))
 
     def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
@@ -155,9 +153,9 @@ class GroupResources:
         self.counts[kind] += 1
         return f"{self.prefix}/{kind}/{self.counts[kind]}"
 
-    def backends(self, polled: bool = True) -> list[Any]:
-        """What the channels go over; with ``polled=False`` without those that are polled."""
-        return [each.backend for each in self.channels.values() if polled or not each.polled]
+    def backends(self) -> list[Any]:
+        """The backends of all channels."""
+        return [each.backend for each in self.channels.values()]
 
     def drop(self, purpose: str) -> None:
         """Let go of a channel that this rank does not use again."""
@@ -182,11 +180,10 @@ def resources_of(group: dist.ProcessGroup) -> GroupResources:
     return found
 
 
-def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> ControlChannel:
+def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting) -> ControlChannel:
     """Return the channel of ``group``'s ranks for ``purpose``. The first call connects the ranks, so it is collective.
 
-    ``waiting`` is how to wait for the other ranks to connect; the channel is then one whose sums are only polled.
-    ``None``: waits for as long as torch does, and so do its collectives, unless a join limits them.
+    ``waiting`` is how to wait for the other ranks to connect.
     """
     resources = resources_of(group)
     if purpose not in resources.channels:

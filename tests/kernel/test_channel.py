@@ -22,8 +22,8 @@ def world() -> dist.ProcessGroup:
 
 def use(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    channel, other = control_channel(world(), "one"), control_channel(world(), "other")
-    seen["kept"] = control_channel(world(), "one") is channel
+    channel, other = control_channel(world(), "one", wait_until), control_channel(world(), "other", wait_until)
+    seen["kept"] = control_channel(world(), "one", wait_until) is channel
     seen["apart"] = other is not channel
 
     sums = channel.add([1.0, float(rank), 0.5])
@@ -56,9 +56,9 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     seen["after it"] = channel.add([float(rank)]).wait()
 
     with mock.patch("stagereg.kernel.channel.LIMIT_S", 2.0):
-        polled = control_channel(world(), "polled", wait_until)
+        late = control_channel(world(), "late", wait_until)
         time.sleep(3.0 * (rank > 0))
-        seen["long after"] = polled.add([1.0]).wait()
+        seen["long after"] = late.add([1.0]).wait()
     return seen
 
 
@@ -82,12 +82,12 @@ def parts(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
-    channel = control_channel(pair, "of a pair")  # made by its ranks alone
+    channel = control_channel(pair, "of a pair", wait_until)  # made by its ranks alone
     seen["rank and size"] = (channel.rank, channel.size)
     seen["sum"] = channel.add([float(rank)]).wait()
 
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    single = control_channel(alone, "alone")
+    single = control_channel(alone, "alone", wait_until)
     seen["alone"] = (single.rank, single.size, single.add([1.0, 2.0]).wait(), single.gather("me"))
     seen["again"] = again(rank, world_size)
     return seen
@@ -95,14 +95,14 @@ def parts(rank: int, world_size: int) -> dict[str, Any]:
 
 def again(rank: int, world_size: int) -> list[Any]:
     """Destroy the process group and make one of the same name over other ranks of the same job."""
-    name, before = world().group_name, control_channel(world(), "one")
+    name, before = world().group_name, control_channel(world(), "one", wait_until)
     sums = [before.add([1.0]).wait()]
     store = dist.PrefixStore("second", world().get_group_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=world_size - 1 - rank, world_size=world_size)
-    after = control_channel(world(), "one")
+    after = control_channel(world(), "one", wait_until)
     sums.append(after.add([1.0]).wait())
-    kept = control_channel(world(), "one") is after
+    kept = control_channel(world(), "one", wait_until) is after
     return [world().group_name == name, after is before, after.rank, kept, *sums]
 
 
