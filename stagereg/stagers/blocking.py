@@ -13,11 +13,7 @@ class BlockingStager(HostStager):
     """Copies into fresh memory on every call and keeps none."""
 
     def __init__(
-        self,
-        max_in_flight: int = 2,
-        wait_s: float = 60.0,
-        threads: int = 2,
-        type_check: bool = False,
+        self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2, type_check: bool = False
     ) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
         super().__init__(HostCopier(pool, threads, type_check))
