@@ -29,7 +29,6 @@ ENTRY_POINTS = "stagereg.plugins"
 
 _BUILT_IN = {
     ("stager", "blocking"): "stagereg.stagers.blocking:BlockingStager",
-    ("stager", "incremental"): "stagereg.stagers.incremental:IncrementalStager",
     ("stager", "overlapped"): "stagereg.stagers.overlapped:OverlappedStager",
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",

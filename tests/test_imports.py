@@ -26,7 +26,6 @@ LAYERS = [
         "installed",
         "spec",
         "registry",
-        "sockets",
         "forks",
         "data",
     },

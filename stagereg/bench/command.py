@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _Measure = Callable[[argparse.Namespace, Sequence[str]], "list[Group]"]
 
-_STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
+_STATES = {"staging": "large,gpt,small", "write": "gpt"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

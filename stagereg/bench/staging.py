@@ -2,8 +2,7 @@
 
 One group of rows a state dict. Warm rows are the second and later calls of one stager, whose copy is dropped before
 the next call; ``first:`` rows are the first call of a fresh stager, constructing it included, each round a new one.
-What is not frozen changes before every round. After the rounds every stager has to show that its copy is equal to the
-state.
+The state changes before every round. After the rounds every stager has to show that its copy is equal to the state.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class Warm(Case):
 
 def cases(state: State, device: str) -> list[Case]:
     """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
-    declared = {"incremental": {"frozen": list(state.frozen)}} if state.frozen else {}
-    makes: dict[str, _Make] = {
-        name: functools.partial(build, "stager", name, **declared.get(name, {})) for name in names("stager")
-    }
+    makes: dict[str, _Make] = {name: functools.partial(build, "stager", name) for name in names("stager")}
     torchs: dict[str, _Make] = {
         "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
         "torch:blocking": lambda: BlockingAsyncStager(False),

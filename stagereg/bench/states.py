@@ -1,14 +1,12 @@
-"""The state dicts that are staged and written: four shapes of what training has, made from shapes, without training.
+"""The state dicts that are staged and written: three shapes of what training has, made from shapes, without training.
 
 ====== ======================================================== ==========================================
 large  1 GiB in 24 tensors                                      the memory's speed and nothing else
 gpt    a GPT of 295 MiB with its Adam state: 886 MiB, 592       what a checkpoint mostly is
 small  20,000 tensors of 1 to 4 KiB: 49 MiB                     what a tensor costs, whatever its size
-lora   a frozen base of 600 MiB and adapters: 631 MiB, 450      what incremental staging is for
 ====== ======================================================== ==========================================
 
-``scale`` shrinks the bytes by that factor: gpt and lora become narrower, the tensors of large shorter, those of small
-fewer.
+``scale`` shrinks the bytes by that factor: gpt becomes narrower, the tensors of large shorter, those of small fewer.
 """
 
 from __future__ import annotations
@@ -29,18 +27,15 @@ class State:
     """A state dict to be measured."""
 
     tree: dict[str, Any]
-    frozen: tuple[str, ...] = ()  # patterns of dotted names whose tensors never change
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in tensors(self.tree))
 
     def change(self) -> None:
-        """Do to it what an optimizer step does: every value that is not frozen is another one afterwards."""
-        for key, value in self.tree.items():
-            if f"{key}.*" not in self.frozen:
-                for x in tensors(value):
-                    x.add_(1.0)
+        """Do to it what an optimizer step does: every value is another one afterwards."""
+        for x in tensors(self.tree):
+            x.add_(1.0)
 
 
 def make(name: str, scale: float = 1.0, device: str = "cpu") -> State:
@@ -76,20 +71,10 @@ def _small(scale: float, fill: _Fill) -> State:
     return State({f"cell.{i}": fill(256 + i * 389 % 769) for i in range(count)})
 
 
-def _lora(scale: float, fill: _Fill) -> State:
-    """50 layers of three frozen matrices, one adapter a layer; the rank is what makes 95 % of the bytes frozen."""
-    width, rank = shrunk(1024, scale), shrunk(27, scale)
-    base = {f"layers.{i}.{part}.weight": fill(width, width) for i in range(50) for part in "qkv"}
-    adapter = {f"layers.{i}.{side}": fill(width, rank) for i in range(50) for side in "ab"}
-    tree = {"base": base, "adapter": adapter, "moments": _adam(list(adapter.values()), fill, steps=False)}
-    return State(tree, frozen=("base.*",))
-
-
-def _adam(parameters: Sequence[torch.Tensor], fill: _Fill, steps: bool = True) -> dict[str, Any]:
+def _adam(parameters: Sequence[torch.Tensor], fill: _Fill) -> dict[str, Any]:
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, x in enumerate(parameters):
-        state[i] = {"step": torch.tensor(1.0)} if steps else {}
-        state[i] |= {"exp_avg": fill(*x.shape), "exp_avg_sq": fill(*x.shape)}
+        state[i] = {"step": torch.tensor(1.0), "exp_avg": fill(*x.shape), "exp_avg_sq": fill(*x.shape)}
     return {"state": state}
 
 
@@ -98,5 +83,5 @@ def shrunk(size: int, scale: float) -> int:
     return max(1, round(size * math.sqrt(scale)))
 
 
-STATES: dict[str, Callable[[float, _Fill], State]] = {"large": _large, "gpt": _gpt, "small": _small, "lora": _lora}
+STATES: dict[str, Callable[[float, _Fill], State]] = {"large": _large, "gpt": _gpt, "small": _small}
 """Every state by its name."""

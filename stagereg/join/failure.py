@@ -29,9 +29,7 @@ from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 _GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
 _MERCY_S = 0.6  # in which a rank may leave by itself after another has failed: all may have raised the same, and go on
-_ANSWER_S = (
-    1.0  # for which the program waits for the thread's calls of the store, and for what others are about to find
-)
+_ANSWER_S = 1.0  # for which the program waits for the thread's calls of the store, and for findings of other ranks
 _TURN_S = 0.2
 _LONGEST = 1000  # characters of a rank's error that the others print
 _NOTHING = "-"
@@ -114,7 +112,7 @@ class FailureDetector:
         resources = resources_of(group)
         self._outermost, resources.watched = not resources.watched, True
         self._thread = resources.heartbeat if self._outermost else WorkerThread("stagereg-heartbeat-nested")
-        for backend in [*backends_of(group), *resources.backends(polled=False)]:
+        for backend in backends_of(group):
             with contextlib.suppress(Exception):  # not all have one
                 limit = backend.options._timeout
                 backend._set_default_timeout(timedelta(seconds=self._timeout_s))

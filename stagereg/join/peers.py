@@ -86,7 +86,7 @@ class Peers:
             progress = progress._replace(forwards=progress.forwards + 1)
         self.progress = progress
         if gathers and not trains and self.group.size() > 1:
-            met = control_channel(self.group, "forward", self.detector.wait).add([])
+            met = control_channel(self.group, "forward", self.detector.wait).add([0.0])
             self.wait(met.ready, "a forward under no_grad")
 
     def count_backward(self) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from stagereg.errors import JoinError
-from stagereg.kernel.channel import ControlChannel, Waiting, wait_until
+from stagereg.kernel.channel import ControlChannel, Waiting
 
 
 class Responder:
@@ -23,8 +23,8 @@ class Responder:
     def __init__(
         self,
         channel: ControlChannel,
-        width: int = 0,
-        waiting: Waiting = wait_until,
+        width: int,
+        waiting: Waiting,
         follow: Callable[[], object] = lambda: None,
         call: str = "join.mean",
     ) -> None:

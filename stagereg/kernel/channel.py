@@ -1,7 +1,7 @@
 """Control channels: small collectives beside those of training, among the same ranks.
 
-What a join exchanges goes over connections of its own, on the CPU: sockets among a few ranks of one machine, else gloo.
-So it is never paired with a collective of the training step, and an accelerator's stream does not wait for it.
+A join exchanges its numbers over gloo connections of its own, on the CPU. So no exchange is paired with a collective of
+the training step, and an accelerator's stream does not wait for an exchange.
 
 Connections and threads are made once for a process group, and kept on its :class:`GroupResources` until the group is
 destroyed, or a join over it fails.
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError
-from stagereg.sockets import PeerCall, PeerSockets, connect_ranks
 
 HEARTBEAT_S = 0.25
 """Seconds after which a thread notices at the latest what has come without waking it."""
@@ -76,7 +75,7 @@ class WorkerThread:
 
 
 class PendingSum:
-    """A sum that is under way: as the work of a collective, which puts it into ``values``, or as a call of sockets."""
+    """A sum that is under way: the work of a collective, which puts the sum into ``values``."""
 
     def __init__(self, values: array[float], work: Any) -> None:
         self._values = values
@@ -84,8 +83,6 @@ class PendingSum:
 
     def ready(self, seconds: float) -> bool:
         """Wait at most so long; return whether the sum is there. Raises what the collective failed with."""
-        if isinstance(self._work, PeerCall):
-            return self._work.ready(seconds)
         try:
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
@@ -96,9 +93,7 @@ class PendingSum:
 
     def wait(self) -> list[float]:
         """Wait for the sums, one for each of the values."""
-        parts = self._work.wait()
-        if isinstance(self._work, PeerCall):
-            return [sum(each) for each in zip(*(array("d", part) for part in parts), strict=True)]
+        self._work.wait()
         return self._values.tolist()
 
 
@@ -107,43 +102,30 @@ class ControlChannel:
 
     Attributes:
         rank, size: this rank among them, and how many there are.
-        polled: whether its callers wait in turns of their own; then its collectives have no time limit.
         thread: of the channel alone, for jobs that wait on it.
-        backend: sockets, or a gloo backend, which ``destroy_process_group`` leaves alone.
+        backend: a gloo backend, which ``destroy_process_group`` leaves alone. Its collectives have no time limit, since
+            callers wait in turns of their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.polled = waiting is not None
         self.thread = WorkerThread(f"stagereg-{key.rpartition('/')[2]}")
-        self.backend: Any = PeerSockets(0, {}) if self.size == 1 else None
-        if self.backend:
-            return
         store: Any = PrefixStore(key, group.get_group_store())
-
-        def exchange(what: str, mine: str) -> list[str]:
-            # Not inside of gloo, which an error of another rank does not reach, and which would keep the store busy.
-            store.set(f"{what}/{self.rank}", mine)
-            keys = [f"{what}/{rank}" for rank in range(self.size)]
-            (waiting or wait_until)(lambda seconds: wait_for_keys(store, keys, seconds), "the join")
-            return [each.decode() for each in store.multi_get(keys)]
-
-        limit = timedelta(seconds=LIMIT_S)
-        self.backend = connect_ranks(self.rank, exchange) or dist.ProcessGroupGloo(store, self.rank, self.size, limit)
-        self.backend._set_default_timeout(timedelta(days=999) if self.polled else limit)
+        # Gloo's constructor waits too, but keeps the store busy meanwhile, and another rank's error does not end it.
+        store.set(f"here/{self.rank}", "")
+        here = [f"here/{rank}" for rank in range(self.size)]
+        waiting(lambda seconds: wait_for_keys(store, here, seconds), "the join")
+        self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT_S))
+        self.backend._set_default_timeout(timedelta(days=999))
 
     def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
         mine = array("d", values)
-        if isinstance(self.backend, PeerSockets):
-            return PendingSum(mine, self.backend.send(mine.tobytes()))
         return PendingSum(mine, self.backend.allreduce([torch.frombuffer(mine, dtype=torch.float64)]))
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what all ranks gave, in rank order; it is pickled. Waits for all of them."""
         mine = pickle.dumps(thing)
-        if isinstance(self.backend, PeerSockets):
-            return [pickle.loads(part) for part in self.backend.send(mine).wait()]
         lengths = [0.0] * self.size
         lengths[self.rank] = len(mine)
         longest = int(max(self.add(lengths).wait()))
@@ -171,9 +153,9 @@ class GroupResources:
         self.counts[kind] += 1
         return f"{self.prefix}/{kind}/{self.counts[kind]}"
 
-    def backends(self, polled: bool = True) -> list[Any]:
-        """What the channels go over; with ``polled=False`` without those that are polled."""
-        return [each.backend for each in self.channels.values() if polled or not each.polled]
+    def backends(self) -> list[Any]:
+        """The backends of all channels."""
+        return [each.backend for each in self.channels.values()]
 
     def drop(self, purpose: str) -> None:
         """Let go of a channel that this rank does not use again."""
@@ -198,11 +180,10 @@ def resources_of(group: dist.ProcessGroup) -> GroupResources:
     return found
 
 
-def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> ControlChannel:
+def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting) -> ControlChannel:
     """Return the channel of ``group``'s ranks for ``purpose``. The first call connects the ranks, so it is collective.
 
-    ``waiting`` is how to wait for the other ranks to connect; the channel is then one whose sums are only polled.
-    ``None``: waits for as long as torch does, and so do its collectives, unless a join limits them.
+    ``waiting`` is how to wait for the other ranks to connect.
     """
     resources = resources_of(group)
     if purpose not in resources.channels:

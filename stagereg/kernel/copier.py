@@ -32,13 +32,21 @@ from stagereg.kernel.transfer import CopyEngine
 class PendingCopy:
     """Memory for a copy that has no content yet."""
 
-    sources: Sequence[torch.Tensor]  # the tensors to copy
-    layout: Layout  # where their bytes are to go
+    spec: TreeSpec  # the copy without its tensors
+    layout: Layout  # where the bytes of the source's tensors are to go
     lease: Lease
     view: memoryview  # the memory
-    address: int  # of its first byte
-    spec: TreeSpec | None = None  # the copy without its tensors; None for a part of a copy
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # held ones, by the index of a source
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """The tensors to copy."""
+        return self.spec.tensors
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte of the memory."""
+        return self.lease.block.address
 
     def hold(self, regions: Sequence[Region]) -> None:
         """Keep the memory of regions alive, and copy them from it, even if their tensors get other storages."""
@@ -65,7 +73,6 @@ class PendingCopy:
 
     def unflatten(self) -> Any:
         """Return the state dict's copy. To be called once."""
-        assert self.spec is not None
         with torch.no_grad(), no_collection():
             return self.lease.hand_out(self.spec.unflatten(self.staged))
 
@@ -80,7 +87,7 @@ class HostCopier:
         self.engine = CopyEngine(threads)
         self.pool = pool
         self.type_check = type_check
-        self.layout: Layout | None = None
+        self._layout: Layout | None = None
         self._recognizer: Recognizer | None = None
 
     def copy(self, state: Any) -> Any:
@@ -91,29 +98,13 @@ class HostCopier:
 
     def prepare(self, state: Any) -> PendingCopy:
         """Do all of :meth:`copy` but the copying. Raises as that does."""
-        spec = self.plan(state)
-        assert self.layout is not None
-        return self.lease(spec.tensors, self.layout, spec)
-
-    def plan(self, state: Any) -> TreeSpec:
-        """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
         self.pool.check_open()
         with torch.no_grad(), no_collection():
-            if known := self._recognizer and self._recognizer.match(state):
-                return known
-            spec = flatten(state, self.type_check)
-            with naming(state):
-                if self._replan(state, spec.tensors):
-                    self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
-            return spec
-
-    def lease(
-        self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None, memory: Pool | None = None
-    ) -> PendingCopy:
-        """Return memory for a copy that is laid out so; from ``memory``, if it is to be other memory."""
-        lease = self.pool.lease()
-        ref = (memory or self.pool).take(layout.nbytes)
-        return PendingCopy(tensors, layout, lease, lease.view(ref), ref.block.address, spec)
+            known = None if self._recognizer is None else self._recognizer.match(state)
+            spec = self._plan(state) if known is None else known
+        assert self._layout is not None
+        lease = self.pool.lease(self._layout.nbytes)
+        return PendingCopy(spec, self._layout, lease, lease.view())
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
@@ -127,34 +118,25 @@ class HostCopier:
         for _, event in events:
             event.synchronize()
 
-    def forget(self) -> None:
-        """Plan anew at the next call."""
-        self.layout = self._recognizer = None
-
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self.forget()
+        self._layout = self._recognizer = None
         self.pool.close()
         self.engine.close()
 
-    def _replan(self, state: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        """Plan where the tensors of ``state`` go, unless they fit the last plan; return whether that was needed."""
-        rows = signature(tensors)
-        if self.layout is not None and self.layout.signature == rows:
-            return False
-        self.layout = plan_layout(tensors, rows)
-        return True
-
-
-@contextlib.contextmanager
-def naming(state: Any) -> Iterator[None]:
-    """Give an error about the tensor of some index the path that leads to it in ``state``."""
-    try:
-        yield
-    except StagingError as error:
-        if len(error.path) != 1 or not isinstance(error.path[0], int):
-            raise
-        raise type(error)(path_to(state, error.path[0]), error.reason) from error.__cause__
+    def _plan(self, state: Any) -> TreeSpec:
+        """Take ``state`` apart, and plan where the tensors go unless they fit the last plan."""
+        spec = flatten(state, self.type_check)
+        try:
+            rows = signature(spec.tensors)
+            if self._layout is None or self._layout.signature != rows:
+                self._layout = plan_layout(spec.tensors, rows)
+                self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
+        except StagingError as error:  # about the tensor of some index
+            (index,) = error.path
+            assert isinstance(index, int)
+            raise type(error)(path_to(state, index), error.reason) from error.__cause__
+        return spec
 
 
 @contextlib.contextmanager

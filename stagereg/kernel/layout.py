@@ -22,7 +22,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.state_dict import span_of, why_without_data
 from stagereg.kernel.transfer import Batch
 
-ALIGNMENT = 64  # bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size
+_ALIGNMENT = 64  # bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size
 _PAGE = 4096
 
 Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, int]]
@@ -174,7 +174,7 @@ def _assign(
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:

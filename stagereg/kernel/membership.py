@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting, wait_until
+from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting
 
 
 class ActiveRanks(NamedTuple):
@@ -118,9 +118,7 @@ class AllReduceMembership(Membership):
     step later, in which it takes part.
     """
 
-    def __init__(
-        self, channel: ControlChannel, throw: bool = False, waiting: Waiting = wait_until, length: int | None = None
-    ) -> None:
+    def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting, length: int | None) -> None:
         super().__init__(channel, throw, waiting)
         self._length = length
         self._pending: PendingSum | None = None
@@ -131,11 +129,9 @@ class AllReduceMembership(Membership):
         self._sure = False
 
     def some_never_had_data(self) -> bool:
-        """See :meth:`Membership.some_never_had_data`."""
         return self._first is not None and _ABSENT in self._first.wait()[:-1]
 
     def read(self) -> ActiveRanks:
-        """See :meth:`Membership.read`."""
         active = self._read()
         if self._throw and not self._sure:
             self._stop_for(_ABSENT, self.steps - 1)

@@ -1,9 +1,9 @@
 """Host memory for copies: blocks, and the pool that lends them.
 
 A :class:`Block` is whole pages of memory, touched ahead of use, and page-locked where an accelerator profits from it.
-A :class:`Lease` is one copy that is out; it ends when the last tensor of the copy is freed, or when the copy's reader
-calls :meth:`Pool.release`. A :class:`BlockRef` is a block in use. :meth:`Lease.view` returns a view of a block that
-holds both, and is held by every tensor over it, so a block that a tensor lies in is never lent again.
+A :class:`Lease` is one copy that is out, and its block. The copy is out until its last tensor is freed, or until its
+reader calls :meth:`Pool.release`. Each tensor over :meth:`Lease.view` holds the lease, and the block comes back to the
+pool when nothing holds the lease. So a block that a tensor lies in is never lent again.
 
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
 promised to release its copies (``Pool.readers_release``), at most one second otherwise. After that it goes on with
@@ -132,24 +132,18 @@ def view_of(memory: torch.Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-class BlockRef:
-    """A block in use. It comes back to its pool when nothing refers to this any more."""
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-
 class Lease:
-    """One copy that is out, see :meth:`Pool.lease`."""
+    """One copy that is out, and its block, see :meth:`Pool.lease`."""
 
-    def __init__(self, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
+    def __init__(self, block: Block, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
+        self.block = block
         self._copies = copies
 
-    def view(self, ref: BlockRef) -> memoryview:
-        """A new view of a block for this copy. While it lives, the block is in use and the lease goes on."""
-        view = ref.block.view()
+    def view(self) -> memoryview:
+        """A new view of the block. While it lives, the block is in use and the lease goes on."""
+        view = self.block.view()
         owner: Any = view.obj
-        owner.held = (self, ref)  # a tuple lets go of its last item first: the block is back before the lease ends
+        owner.held = self
         return view
 
     def hand_out(self, copy: Any) -> Any:
@@ -161,14 +155,14 @@ class Lease:
 class Pool:
     """Lends blocks to a bounded number of copies at once.
 
-    One copy in one block::
+    One copy::
 
-        lease, ref = pool.lease(), pool.take(nbytes)
-        view = lease.view(ref)  # tensors are made over it with torch.frombuffer
+        lease = pool.lease(nbytes)
+        view = lease.view()  # tensors are made over it with torch.frombuffer
         return lease.hand_out(state_dict_of_those_tensors)
 
     Unused blocks are kept, the largest first, up to ``max_in_flight`` times what one copy needs. One thread at a time
-    may call :meth:`lease` and :meth:`take`; any thread may call :meth:`release` and :meth:`close`.
+    may call :meth:`lease`; any thread may call :meth:`release` and :meth:`close`.
 
     Args:
         max_in_flight: leases at once before :meth:`lease` waits; None for no bound.
@@ -181,7 +175,6 @@ class Pool:
 
     Attributes:
         readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
-        expected: bytes that one copy needs in all. Where it takes one block each, the pool finds them by itself.
     """
 
     def __init__(
@@ -198,7 +191,7 @@ class Pool:
         self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self.wait_s = wait_s
         self.readers_release = False
-        self.expected = 0
+        self._expected = 0  # bytes that one copy needs
         there = torch.accelerator.is_available()
         # Of the ranks on this machine, which would all log the same, the first does.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -211,7 +204,7 @@ class Pool:
         self._copies: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._overdrawn = False
         self._closed = False
-        self._in_use: weakref.WeakSet[BlockRef] = weakref.WeakSet()
+        self._in_use: weakref.WeakSet[Lease] = weakref.WeakSet()  # those that were released included
         _pools.add(self)
         self._reserve = reserve
         self._reserved: Future[Block] | None = None
@@ -227,35 +220,34 @@ class Pool:
         """Copies that are still out."""
         return len(self._out)
 
-    def lease(self) -> Lease:
-        """Return a lease for one more copy, waiting if ``max_in_flight`` are out."""
+    def lease(self, nbytes: int) -> Lease:
+        """Return a lease for one more copy of ``nbytes`` bytes, waiting if ``max_in_flight`` are out."""
         self.check_open()
         if self.in_flight >= self.max_in_flight:
             self._wait()
-        lease = Lease(self._copies)
+        block = self._block(nbytes)
+        lease = Lease(block, self._copies)
         self._out.add(lease)
+        self._in_use.add(lease)
+        # The last finalizer runs first, so the block is back before the lease ends.
+        weakref.finalize(lease, _give_back, weakref.ref(self), block, os.getpid()).atexit = False
         return lease
 
-    def take(self, nbytes: int, at_most: float = math.inf) -> BlockRef:
-        """Return a block of ``nbytes`` bytes or more that is not in use: a kept one up to ``at_most``, or a new one."""
-        self.check_open()
+    def _block(self, nbytes: int) -> Block:
+        """Return a block that is not in use: the smallest kept one that is large enough, or a new one."""
         if self._reserved is not None:
             reserved, self._reserved = self._reserved, None
             self._free.append(reserved.result())
-        if nbytes > self.expected:
-            self.expected = nbytes
+        if nbytes > self._expected:
+            self._expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
         self._trim()
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most]
-        if fitting:
-            block = min(fitting, key=lambda block: block.nbytes)
-            self._free.remove(block)
-        else:
-            block = self._make(nbytes)
-        ref = BlockRef(block)
-        self._in_use.add(ref)
-        weakref.finalize(ref, _give_back, weakref.ref(self), block, os.getpid()).atexit = False
-        return ref
+        fitting = [block for block in self._free if nbytes <= block.nbytes]
+        if not fitting:
+            return self._make(nbytes)
+        block = min(fitting, key=lambda block: block.nbytes)
+        self._free.remove(block)
+        return block
 
     def release(self, copy: object) -> None:
         """End the lease of a copy that was handed out, and empty it if it is a dict; on any thread.
@@ -282,8 +274,8 @@ class Pool:
     def inherit_copies(self, inherited: bool) -> None:
         """Choose whether a child that is forked now gets the copies that a reader without the promise holds."""
         if not self.readers_release:
-            for ref in list(self._in_use):
-                ref.block.inherit(inherited)
+            for lease in list(self._in_use):
+                lease.block.inherit(inherited)
 
     def renew(self) -> None:
         """Forget all blocks and copies: this is a forked child, and they belong to its parent."""
@@ -307,7 +299,7 @@ class Pool:
 
     def _trim(self) -> None:
         """Free the blocks that are more than may be kept, the smallest first."""
-        most = max(self._reserve, self.max_in_flight * _whole_pages(self.expected))
+        most = max(self._reserve, self.max_in_flight * _whole_pages(self._expected))
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
 

@@ -1,8 +1,8 @@
 """Stagers: one plugin a file, each a choice of when, and into which memory, the kernel copies.
 
 ``async_stager`` has the protocol; ``host`` the body of those that copy before they return (``blocking``,
-``pinned_cached``). ``bounded`` copies what fits into a bound on memory. ``incremental`` shares what did not change
-(``delta``). ``overlapped`` copies later (``deferred_copy``); ``guard`` finds what only an optimizer writes and
+``pinned_cached``). ``overlapped`` copies later (``deferred_copy``); ``guard`` finds what only an optimizer writes and
 calls before each write, ``method_hooks`` before methods of torch, and ``step_observer`` finds other writes.
-``device_sources`` finds writes on accelerators. ``torch_default`` is torch's own.
+``device_sources`` finds writes on accelerators.
+``torch_default`` is torch's own.
 """

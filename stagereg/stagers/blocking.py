@@ -5,7 +5,6 @@ from __future__ import annotations
 from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
-from stagereg.stagers.bounded import copier_within
 from stagereg.stagers.host import HostStager
 
 
@@ -14,15 +13,10 @@ class BlockingStager(HostStager):
     """Copies into fresh memory on every call and keeps none."""
 
     def __init__(
-        self,
-        max_in_flight: int = 2,
-        wait_s: float = 60.0,
-        threads: int = 2,
-        host_memory_gb: float | None = None,
-        type_check: bool = False,
+        self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2, type_check: bool = False
     ) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
-        super().__init__(copier_within(host_memory_gb, pool, threads, type_check))
+        super().__init__(HostCopier(pool, threads, type_check))
 
 
 class BlockingAsyncStager(HostStager):

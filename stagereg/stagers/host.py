@@ -7,7 +7,6 @@ from typing import Any
 from stagereg.errors import RegistryError
 from stagereg.kernel.copier import HostCopier
 from stagereg.stagers.async_stager import AsyncStager, StateDict
-from stagereg.stagers.bounded import BoundedCopier
 
 
 class HostStager(AsyncStager):
@@ -28,19 +27,14 @@ class HostStager(AsyncStager):
         pin: page-lock the memory; None means where an accelerator is available.
         reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
             the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
-        host_memory_gb: GiB of host memory for all copies on this machine together; None for no bound. Each of its ranks
-            gets an equal share: ``LOCAL_WORLD_SIZE`` of them, as the project's launcher and torchrun set it, or as many
-            as Slurm says that it has started here, otherwise as many as the process group has in all. Of a state that
-            needs more than its share, the largest tensors are handed out as they are, on their device, and
-            ``synchronize_staging`` waits until the writer has read them. For a reader that does not release its copies,
-            such a state is copied into memory beyond the bound instead.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
 
+    _synchronize_after_execute = False
+
     def __init__(self, copier: HostCopier) -> None:
         self._copier = copier
-        self._synchronize_after_execute = isinstance(copier, BoundedCopier)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_copier":
@@ -64,15 +58,6 @@ class HostStager(AsyncStager):
     def release(self, staged: Any) -> None:
         """End the reader's use of a copy and empty it, see :class:`.ReleasesCopies`."""
         self._copier.pool.release(staged)
-
-    def synchronize_staging(self) -> None:
-        """Wait, with ``host_memory_gb`` alone, until the tensors that did not fit have been written.
-
-        Raises:
-            StagingError: the reader keeps them instead of writing them; see :meth:`.BoundedCopier.settle`.
-        """
-        if isinstance(self._copier, BoundedCopier):
-            self._copier.settle()
 
     def close(self) -> None:
         """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy
-from stagereg.kernel.layout import Layout, Region
+from stagereg.kernel.layout import Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.transfer import COPY_THREADS
 from stagereg.registry import register
@@ -96,7 +95,7 @@ class OverlappedStager(HostStager):
         self._observer = StepObserver()
         self._renew()
         _stagers.add(self)
-        self._split: tuple[_SplitFor, CopySplit] | None = None
+        self._split: tuple[object, CopySplit] | None = None  # with the values that it depends on
         self._all_at_once = False  # in the next ``stage``
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -142,7 +141,7 @@ class OverlappedStager(HostStager):
             copy = self._begin(pending)
         self._all_at_once = False
         try:
-            future = self._copies.add(copy, pending)
+            future = self._copies.add(copy)
             self._thread.submit(self._copies.run, copy, pending, state_dict)
         except BaseException:  # such as a Ctrl-C
             self._copies.drop(copy)
@@ -197,10 +196,10 @@ class OverlappedStager(HostStager):
         flags = list(map(torch.Tensor.is_inference, pending.sources))  # these have no version counter
         inference = {i for i, flag in enumerate(flags) if flag} if True in flags else set[int]()
         owned = {} if self._all_at_once else self._guard.owned(self._observer.has_observed)
-        given = _SplitFor(pending.layout, owned, dict(self._observer.all_written()), inference)
-        if self._split is not None and self._split[0] == given:
+        depends_on = pending.layout, owned, dict(self._observer.all_written()), inference
+        if self._split is not None and self._split[0] == depends_on:
             return self._split[1]
-        places, written = _Places(given.owned), _Places(given.written)
+        places, written = _Places(owned), _Places(depends_on[2])
 
         def may_defer(region: Region) -> bool:
             members = [pending.sources[i] for i in region.members]
@@ -208,21 +207,11 @@ class OverlappedStager(HostStager):
             known = all(places.around(*x) and not written.around(*x) for x in tensors)
             return known and inference.isdisjoint(region.members)
 
-        self._split = given, CopySplit(pending.layout, may_defer, self._worth_deferring)
+        self._split = depends_on, CopySplit(pending.layout, may_defer, self._worth_deferring)
         return self._split[1]
 
 
 _stagers = RenewedInChild(OverlappedStager._renew)
-
-
-@dataclass
-class _SplitFor:
-    """What a split depends on."""
-
-    layout: Layout
-    owned: Mapping[Place, int]
-    written: Mapping[Place, int]
-    inference: set[int]
 
 
 class _Places:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
-from stagereg.stagers.bounded import copier_within
 from stagereg.stagers.host import HostStager
 
 
@@ -23,9 +23,8 @@ class PinnedCachedStager(HostStager):
         threads: int = 2,
         pin: bool | None = None,
         reserve_gb: float = 0.0,
-        host_memory_gb: float | None = None,
         type_check: bool = False,
     ) -> None:
         reserve = int(reserve_gb * 2**30)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve)
-        super().__init__(copier_within(host_memory_gb, pool, threads, type_check))
+        super().__init__(HostCopier(pool, threads, type_check))

@@ -111,7 +111,7 @@ class RunningCopies:
         self._touched: deque[tuple[list[tuple[Place, int]], bool]] = deque()
         self._caller = 0
 
-    def add(self, copy: DeferredCopy, pending: PendingCopy) -> CopyFuture:
+    def add(self, copy: DeferredCopy) -> CopyFuture:
         """Return the future of a copy that is about to be run."""
         self._caller = threading.get_ident()
         future = self._running[copy] = CopyFuture(copy)
@@ -127,7 +127,6 @@ class RunningCopies:
         future = self._running[copy]
         try:
             if not (written := copy.run()):
-                assert pending.spec is not None
                 pending.spec.release_sources()
                 future.set_copied(pending)
                 written = copy.await_fence()

@@ -16,7 +16,7 @@ from ..support.benched import bench, rows_by_group
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 FEW = {
-    "staging": ["--states", "large,lora", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
+    "staging": ["--states", "large,small", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
     "write": ["--rows", "dcp,torch:dcp,torch:save,again:ceiling"],
     "stall": ["--rows", "torch:async_save,pinned_cached+dcp", "--torch-threads", "1"],
 }
@@ -39,7 +39,7 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_run(
     assert (environment["torch"], environment["cores"]) == (torch.__version__, len(os.sched_getaffinity(0)))
     assert {"python", "kernel", "cpu", "load"} <= set(environment)
     groups = rows_by_group(seen)
-    assert list(groups) == (["large", "lora"] if kind == "staging" else ["gpt"])
+    assert list(groups) == (["large", "small"] if kind == "staging" else ["gpt"])
     for found in groups.values():
         assert set(found) == {"ceiling", *names}
         top = statistics.median(found["ceiling"]["seconds"]["samples"])

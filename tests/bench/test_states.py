@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -21,10 +20,8 @@ def named(tree: dict[Any, Any], above: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "mib", "count"), [("large", 1024, 24), ("gpt", 886, 592), ("small", 49, 20_000), ("lora", 631, 450)]
-)
-def test_a_state_has_its_size_and_changes_but_for_frozen_parts(name: str, mib: int, count: int) -> None:
+@pytest.mark.parametrize(("name", "mib", "count"), [("large", 1024, 24), ("gpt", 886, 592), ("small", 49, 20_000)])
+def test_a_state_has_its_size_and_all_of_it_changes(name: str, mib: int, count: int) -> None:
     whole = STATES[name](1.0, lambda *shape: torch.empty(*shape, device="meta"))
     assert len(tensors(whole.tree)) == count
     assert whole.nbytes / MIB == pytest.approx(mib, rel=0.01)
@@ -33,6 +30,4 @@ def test_a_state_has_its_size_and_changes_but_for_frozen_parts(name: str, mib: i
     before = {key: x.clone() for key, x in named(state.tree).items()}
     state.change()
     for key, x in named(state.tree).items():
-        frozen = any(fnmatch(key, pattern) for pattern in state.frozen)
-        assert bool((x == before[key]).all()) is frozen, key
-        assert frozen or not bool((x == before[key]).any()), key
+        assert not bool((x == before[key]).any()), key

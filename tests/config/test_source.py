@@ -83,7 +83,7 @@ def test_an_option_is_offered_at_any_package(app: App) -> None:
     assert "PARTS {'a': 'Other', 'b': 'Stager'}" in out
 
 
-BUILT_IN = ["blocking", "incremental", "overlapped", "pinned_cached", "torch_default"]
+BUILT_IN = ["blocking", "overlapped", "pinned_cached", "torch_default"]
 STAGERS = sorted([*BUILT_IN, "broken", "other", "theirs"])  # the others are of the packages installed above
 
 

@@ -370,6 +370,32 @@ def test_ranks_that_all_leave_by_the_same_exception_can_go_on() -> None:
     assert run_ranks(going_on, 3, timeout_s=100) == [[3.0] * 3 * len(WAYS)] * 3
 
 
+def failing_between(rank: int, world_size: int) -> list[Any]:
+    """All ranks leave the second of three joins by an exception, as rank 1 has begun a sum that rank 0 has not."""
+    found: list[Any] = []
+    channel: Any = None
+
+    def trouble(step: int) -> None:
+        nonlocal channel
+        before, channel = channel, resources_of(dist.group.WORLD).channels["membership"]  # type: ignore[arg-type]
+        if step == BEFORE:
+            found.append(channel is before)
+        if step == 1 and len(found) == 3:
+            if rank == 1:
+                channel.add([7.0] * 9)
+            raise KeyError
+
+    with mock.patch("stagereg.join.failure.abort"):  # so that the group can be used again
+        for _ in range(3):
+            found.append(outcome(lambda: trains(rank, "counted", 3 + rank, trouble))[0])
+            dist.barrier()
+    return found
+
+
+def test_no_message_of_a_failed_join_reaches_the_next_one() -> None:
+    assert run_ranks(failing_between, 2, timeout_s=60) == [[False, "", True, "KeyError", False, ""]] * 2
+
+
 def lost(rank: int, world_size: int, way: str, number: int | None, folder: str) -> None:
     """Rank 1 gets a signal in a step, or takes no part in it until the others have raised."""
 
@@ -403,10 +429,10 @@ LOST = {
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("number", LOST)
-def test_a_rank_that_is_lost_is_named_by_all_others_in_time(number: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "number"), [*(("iterate", each) for each in LOST), ("counted", signal.SIGKILL)])
+def test_a_rank_that_is_lost_is_named_by_all_others_in_time(way: str, number: int | None, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
-        run_ranks(lost, 3, args=("iterate", number, str(tmp_path)), timeout_s=100)
+        run_ranks(lost, 3, args=(way, number, str(tmp_path)), timeout_s=100)
     for rank in (0, 2):
         kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
         assert kind == "PeerFailedError", text

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError
-from stagereg.kernel.channel import control_channel, resources_of
+from stagereg.kernel.channel import resources_of
 from stagereg.testing import run_ranks
 from stagereg.testing.worker import new_group
 
@@ -75,7 +75,8 @@ def epochs(rank: int, world_size: int) -> tuple[list[tuple[int, int]], set[Any],
             for x in data:
                 ddp(x).sum().backward()
         idle = threading.Event()
-        control_channel(group, "membership").thread.submit(idle.set)  # after what deletes the keys of the join before
+        # The thread deletes the keys of the join before first.
+        resources_of(group).channels["membership"].thread.submit(idle.set)
         idle.wait(20)
         dist.barrier()
         counts.append((group.get_group_store().num_keys(), threading.active_count()))

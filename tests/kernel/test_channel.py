@@ -6,12 +6,11 @@ import time
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
+from stagereg.join.broken import discard_channels
 from stagereg.kernel.channel import control_channel, wait_until
-from stagereg.sockets import connect_ranks
 from stagereg.testing import run_ranks
 
 
@@ -23,8 +22,8 @@ def world() -> dist.ProcessGroup:
 
 def use(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    channel, other = control_channel(world(), "one"), control_channel(world(), "other")
-    seen["kept"] = control_channel(world(), "one") is channel
+    channel, other = control_channel(world(), "one", wait_until), control_channel(world(), "other", wait_until)
+    seen["kept"] = control_channel(world(), "one", wait_until) is channel
     seen["apart"] = other is not channel
 
     sums = channel.add([1.0, float(rank), 0.5])
@@ -57,9 +56,9 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     seen["after it"] = channel.add([float(rank)]).wait()
 
     with mock.patch("stagereg.kernel.channel.LIMIT_S", 2.0):
-        polled = control_channel(world(), "polled", wait_until)
+        late = control_channel(world(), "late", wait_until)
         time.sleep(3.0 * (rank > 0))
-        seen["long after"] = polled.add([1.0]).wait()
+        seen["long after"] = late.add([1.0]).wait()
     return seen
 
 
@@ -83,12 +82,12 @@ def parts(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
-    channel = control_channel(pair, "of a pair")  # made by its ranks alone
+    channel = control_channel(pair, "of a pair", wait_until)  # made by its ranks alone
     seen["rank and size"] = (channel.rank, channel.size)
     seen["sum"] = channel.add([float(rank)]).wait()
 
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    single = control_channel(alone, "alone")
+    single = control_channel(alone, "alone", wait_until)
     seen["alone"] = (single.rank, single.size, single.add([1.0, 2.0]).wait(), single.gather("me"))
     seen["again"] = again(rank, world_size)
     return seen
@@ -96,14 +95,14 @@ def parts(rank: int, world_size: int) -> dict[str, Any]:
 
 def again(rank: int, world_size: int) -> list[Any]:
     """Destroy the process group and make one of the same name over other ranks of the same job."""
-    name, before = world().group_name, control_channel(world(), "one")
+    name, before = world().group_name, control_channel(world(), "one", wait_until)
     sums = [before.add([1.0]).wait()]
     store = dist.PrefixStore("second", world().get_group_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=world_size - 1 - rank, world_size=world_size)
-    after = control_channel(world(), "one")
+    after = control_channel(world(), "one", wait_until)
     sums.append(after.add([1.0]).wait())
-    kept = control_channel(world(), "one") is after
+    kept = control_channel(world(), "one", wait_until) is after
     return [world().group_name == name, after is before, after.rank, kept, *sums]
 
 
@@ -115,16 +114,15 @@ def test_a_channel_belongs_to_the_ranks_of_its_group() -> None:
         assert seen["again"] == [True, False, 3 - rank, True, [4.0], [4.0]]
 
 
-def ready_and_wait(rank: int, world_size: int, sockets: bool) -> list[Any]:
-    """One sum that all begin; by sockets one more, which fails as the other rank closes its connection."""
-    with mock.patch("stagereg.kernel.channel.connect_ranks", connect_ranks if sockets else lambda *args: None):
-        channel = control_channel(world(), "one", wait_until)
+def ready_and_wait(rank: int, world_size: int) -> list[Any]:
+    """One sum that both ranks begin, and one that fails as the other rank closes its connections."""
+    channel = control_channel(world(), "one", wait_until)
     first = channel.add([1.0])
     while not first.ready(1.0):
         pass
     found: list[Any] = [first.wait(), first.ready(0.0), first.wait()]
     dist.barrier()
-    if sockets and rank == 0:
+    if rank == 0:
         failing = channel.add([1.0])
         for ask in (lambda: failing.ready(30.0), failing.wait, lambda: failing.ready(0.0), failing.wait):
             try:
@@ -132,14 +130,13 @@ def ready_and_wait(rank: int, world_size: int, sockets: bool) -> list[Any]:
             except RuntimeError:
                 found.append("raised")
         found += [first.ready(0.0), first.wait()]
-    elif sockets:
-        channel.backend.abort()
+    else:
+        discard_channels(world())
     dist.barrier()
     return found
 
 
-@pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "gloo"])
-def test_a_sum_that_is_ready_is_there_and_one_that_failed_raises_each_time(sockets: bool) -> None:
-    first, other = run_ranks(ready_and_wait, 2, args=(sockets,), timeout_s=40)
+def test_a_sum_that_is_ready_is_there_and_one_that_failed_raises_each_time() -> None:
+    first, other = run_ranks(ready_and_wait, 2, timeout_s=40)
     assert other == [[2.0], True, [2.0]]
-    assert first == other + (["raised"] * 4 + [True, [2.0]] if sockets else [])
+    assert first == [*other, *["raised"] * 4, True, [2.0]]

@@ -34,8 +34,8 @@ class Borrowed(NamedTuple):
 
 
 def borrow(pool: Pool, nbytes: int) -> Borrowed:
-    lease, ref = pool.lease(), pool.take(nbytes)
-    return Borrowed(lease.view(ref), ref.block.address, ref.block.nbytes)
+    lease = pool.lease(nbytes)
+    return Borrowed(lease.view(), lease.block.address, lease.block.nbytes)
 
 
 def held_bytes(pool: Pool) -> int:
@@ -120,10 +120,10 @@ class TestReleasing:
     def test_release_ends_the_lease_but_not_of_what_is_held(self) -> None:
         for holds in (False, True):
             pool = Pool(max_in_flight=1)
-            lease, ref = pool.lease(), pool.take(64)
-            copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32).fill_(3)})
-            address, held = ref.block.address, copy["w"][2:4] if holds else torch.full((2,), 3.0)
-            del lease, ref
+            lease = pool.lease(64)
+            copy = lease.hand_out({"w": torch.frombuffer(lease.view(), dtype=torch.float32).fill_(3)})
+            address, held = lease.block.address, copy["w"][2:4] if holds else torch.full((2,), 3.0)
+            del lease
             for each in ({}, copy, copy, [], None):
                 pool.release(each)
             assert copy == {}

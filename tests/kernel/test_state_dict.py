@@ -44,7 +44,7 @@ def remembered(state: Any) -> HostCopier:
 def is_recognized(copier: HostCopier, state: Any) -> bool:
     with unittest.mock.patch.object(copier_module, "flatten", wraps=copier_module.flatten) as flatten:
         with contextlib.suppress(StagingError):
-            copier.plan(state)
+            copier.prepare(state)
         return not flatten.called
 
 

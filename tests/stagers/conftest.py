@@ -13,7 +13,7 @@ import pytest
 import stagereg.kernel.memory as memory
 from stagereg import AsyncStager, BlockingAsyncStager
 
-from ..support.states import OPTIONS, build, settled
+from ..support.states import KINDS, build, settled
 
 
 class Settled(AsyncStager):
@@ -34,7 +34,7 @@ class Settled(AsyncStager):
 
 
 REGISTERED: dict[str, Callable[..., AsyncStager]] = {
-    **{kind: functools.partial(build, kind) for kind in OPTIONS},
+    **{kind: functools.partial(build, kind) for kind in KINDS},
     "overlapped": Settled,
 }
 MAKERS = {

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from stagereg import AsyncStager, BlockingAsyncStager
 from stagereg.testing import run_ranks
 
-from ..support.states import OPTIONS, assert_whole, build, kept, settled
+from ..support.states import KINDS, assert_whole, build, kept, settled
 
 STAGERS: list[Callable[[], AsyncStager]] = [
-    *(functools.partial(build, kind) for kind in OPTIONS if kind != "incremental"),
+    *(functools.partial(build, kind) for kind in KINDS),
     *(functools.partial(BlockingAsyncStager, cached) for cached in (False, True)),
 ]
 

@@ -22,12 +22,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-import stagereg.stagers.delta as delta
 from stagereg.errors import StagingError
 from stagereg.stagers.deferred_copy import DeferredCopy
 
 from ..support.examples import examples
-from ..support.states import OPTIONS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
+from ..support.states import KINDS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=False),
@@ -226,14 +225,8 @@ class Training(RuleBasedStateMachine):
             self.threads.shutdown(wait=True)
 
 
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small tensors of these states be compared one by one, as large ones are."""
-    monkeypatch.setattr(delta, "_COMPARED_TOGETHER", 1)
-
-
 @pytest.mark.parametrize(("examples", "steps"), [(examples(25), 50), pytest.param(600, 80, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "held_back"), [*((kind, False) for kind in OPTIONS), ("overlapped", True)])
+@pytest.mark.parametrize(("kind", "held_back"), [*((kind, False) for kind in KINDS), ("overlapped", True)])
 def test_every_copy_is_the_state_at_the_call_of_stage(
     kind: str, held_back: bool, examples: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from stagereg.testing import run_ranks
 
-from ..support.states import OPTIONS, build, settled
+from ..support.states import KINDS, build, settled
 
 MIB = 2**20
 QUICK = ("overlapped", "pinned_cached")
@@ -33,47 +33,41 @@ def held_now() -> list[int]:
     return [status("VmRSS"), len(os.listdir("/proc/self/fd")), len(threading.enumerate())]
 
 
-def built(kind: str) -> Any:
-    return build(kind, **({"frozen": ["frozen.*"]} if kind == "incremental" else {}))
-
-
 def peak_of_two_copies(kind: str) -> float:
     """The most memory that a stager with two copies in flight ever takes, by what two copies have to take."""
     parts = [torch.ones(8 * MIB // 4) for _ in range(24)] + [torch.ones(1000) for _ in range(300)]
-    frozen, free = parts[:12], parts[12:]
-    state = {"frozen": dict(enumerate(frozen)), "free": dict(enumerate(free))}
-    first = built(kind)  # whose threads leave their stacks to those to come
+    state = dict(enumerate(parts))
+    first = build(kind)  # whose threads leave their stacks to those to come
     for _ in range(2):
-        settled(first.stage({"frozen": {"x": torch.ones(5)}, "warm": [torch.ones(3 * MIB) for _ in range(2)]}))
+        settled(first.stage({"warm": [torch.ones(3 * MIB) for _ in range(2)]}))
     first.close()
     del first
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    stager, held = built(kind), []
+    stager, held = build(kind), []
     for step in range(7):
-        for x in free:
+        for x in parts:
             x.fill_(step)
         del held[:-1]
         held.append(settled(stager.stage(state)))
     peak = status("VmHWM") - before
     for step, copy in zip((5, 6), held, strict=True):
-        assert all(x.eq(step).all() for x in copy["free"].values())
+        assert all(x.eq(step).all() for x in copy.values())
     stager.close()
-    shared = sum(x.nbytes for x in frozen) if kind.startswith("incremental") else 0
-    return peak / (2 * sum(x.nbytes for x in parts) - shared)
+    return peak / (2 * sum(x.nbytes for x in parts))
 
 
 def growth(kind: str) -> list[int]:
     """What 180 saves of a state whose shapes change leave behind beside what the first 20 did."""
     parts = [torch.ones(30_000) for _ in range(30)]
-    state: dict[str, Any] = {"frozen": {"w": torch.ones(100_000)}, "free": dict(enumerate(parts))}
+    state: dict[Any, torch.Tensor] = dict(enumerate(parts))
     unused = held_now()
-    stager, held = built(kind), []
+    stager, held = build(kind), []
     for step in range(200):
         parts[step % 30].add_(1)
         if step % 7 == 0:
-            state["free"]["ragged"] = torch.ones(1 + step % 5 * 1000)
+            state["ragged"] = torch.ones(1 + step % 5 * 1000)
         held.append(settled(stager.stage(state)))
         if len(held) == 2:
             held.pop(step % 2)
@@ -87,33 +81,17 @@ def growth(kind: str) -> list[int]:
     return grown
 
 
-def half_used() -> float:
-    """What tensors that cease to change one by one leave behind, by their bytes; it needs one copy of them."""
-    parts = [torch.ones(4 * MIB // 4) for _ in range(20)]
-    stager = build("incremental_content")
-    stager.stage({"all": parts})
-    before = status("VmRSS")
-    for kept in range(20):  # each call copies all but those that have settled
-        for x in parts[kept:]:
-            x.add_(1)
-        staged = stager.stage({"all": parts})
-        assert all(torch.equal(a, b) for a, b in zip(staged["all"], parts, strict=True))
-        del staged
-    return (status("VmRSS") - before) / sum(x.nbytes for x in parts)
-
-
-def on_a_rank(rank: int, world_size: int, kind: str) -> tuple[float, list[int], float]:
-    return peak_of_two_copies(kind), growth(kind), half_used() if kind == "incremental_content" else 0.0
+def on_a_rank(rank: int, world_size: int, kind: str) -> tuple[float, list[int]]:
+    return peak_of_two_copies(kind), growth(kind)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS]
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_memory_is_that_of_the_copies_in_flight_however_often(kind: str) -> None:
-    ((peak, (resident, descriptors, threads), half),) = run_ranks(on_a_rank, 1, args=(kind,), timeout_s=200)
+    ((peak, (resident, descriptors, threads)),) = run_ranks(on_a_rank, 1, args=(kind,), timeout_s=200)
     assert peak <= 1.05
     assert resident < 4 * MIB
     assert descriptors <= 0
     assert threads <= 0
-    assert half < 0.2

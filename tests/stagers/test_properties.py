@@ -77,7 +77,7 @@ def overwrite(state: Any, mask: int) -> None:
             torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).bitwise_xor_(mask)
 
 
-STAGERS = ("blocking", "incremental_content", "overlapped", "overlapped_late", "pinned_cached")
+STAGERS = ("blocking", "overlapped", "overlapped_late", "pinned_cached")
 TORCHS = ("torch_plain", "torch_cached")
 LIMITS = settings(
     max_examples=examples(60),

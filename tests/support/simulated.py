@@ -211,8 +211,6 @@ class _ChannelState:
 class SimulatedChannel:
     """A ``stagereg.kernel.channel.ControlChannel``."""
 
-    backend = None
-
     def __init__(self, state: _ChannelState, rank: int) -> None:
         self.rank, self.size = rank, state.simulation.size
         self._state = state

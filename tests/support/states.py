@@ -12,18 +12,12 @@ from torch.distributed.tensor import DTensor
 import stagereg
 
 PATIENCE_S = 60.0
-OPTIONS: dict[str, dict[str, Any]] = {
-    "blocking": {},
-    "incremental": {},
-    "incremental_content": {"detect": "content"},
-    "overlapped": {},
-    "pinned_cached": {},
-}
-"""The stagers of the registry, but for torch's own; a name may stand for another set of options."""
+KINDS = ("blocking", "overlapped", "pinned_cached")
+"""The stagers of the registry, but for torch's own."""
 
 
 def build(kind: str, **options: Any) -> Any:
-    return stagereg.build("stager", kind.removesuffix("_content"), **OPTIONS.get(kind, {}), **options)
+    return stagereg.build("stager", kind, **options)
 
 
 def settled(staged: Any) -> Any:

@@ -53,8 +53,6 @@ class HeldOverlappedLate(StagerContract):
 HELD = [
     registered("blocking"),
     registered("pinned_cached"),
-    registered("incremental"),
-    registered("incremental", detect="content"),
     registered("overlapped"),
     HeldOverlappedLate,
     contract_of("OfTorchsName", BlockingAsyncStager, cache_staged_state_dict=True),

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.kernel.state_dict import flatten, has_storage
-from stagereg.stagers.delta import same_elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -68,7 +67,22 @@ def name_of(x: torch.Tensor) -> str:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are of one form, and their inner tensors have the same bytes."""
     with torch.no_grad():
-        return form_of(one) == form_of(other) and all(map(same_elements, inner_tensors(one), inner_tensors(other)))
+        return form_of(one) == form_of(other) and all(map(_same_elements, inner_tensors(one), inner_tensors(other)))
+
+
+def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits, whatever their strides and devices."""
+    for dim, n in enumerate(x.shape):
+        if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all of them are the first
+            x, y = x.narrow(dim, 0, 1), y.narrow(dim, 0, 1)
+    return torch.equal(_bytes_of(x), _bytes_of(y))
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    # Not contiguous(): a single element may be contiguous whatever its strides, and then keeps them.
+    flat = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
+    flat.view(x.shape).copy_(x)
+    return flat.view(torch.uint8)
 
 
 def cloned(x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import same_bits, wraps
 from stagereg.errors import CheckpointError
 from stagereg.kernel.state_dict import span_of
-from stagereg.stagers.delta import overlapping
 
 
 class _View(NamedTuple):
@@ -78,9 +77,19 @@ def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], 
 
 def _overlapping(leaves: Iterable[Leaf]) -> Iterator[list[_View]]:
     """Yield groups of two or more views whose bytes overlap."""
-    views = filter(None, map(_view, leaves))
-    groups = overlapping((view.local.untyped_storage().data_ptr(), view.begin, view.end, view) for view in views)
-    return (group for group in groups if len(group) > 1)
+    by_storage: dict[int, list[_View]] = {}
+    for view in filter(None, map(_view, leaves)):
+        by_storage.setdefault(view.local.untyped_storage().data_ptr(), []).append(view)
+    for views in by_storage.values():
+        views.sort(key=lambda view: view.begin)
+        groups, end = [[views[0]]], views[0].end
+        for view in views[1:]:
+            if view.begin < end:
+                groups[-1].append(view)
+            else:
+                groups.append([view])
+            end = max(end, view.end)
+        yield from (group for group in groups if len(group) > 1)
 
 
 def _view(leaf: Leaf) -> _View | None:

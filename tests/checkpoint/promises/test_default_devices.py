@@ -20,7 +20,7 @@ DEFAULTS: dict[str, Callable[[], object]] = {
     "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
     "DoubleTensor": lambda: torch.set_default_tensor_type(torch.DoubleTensor),
 }
-STAGERS = ("overlapped", "pinned_cached", "blocking", "incremental")
+STAGERS = ("overlapped", "pinned_cached", "blocking")
 
 
 def states(value: float) -> dict[str, Any]:

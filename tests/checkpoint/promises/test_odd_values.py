@@ -189,7 +189,7 @@ REFUSED = {
     *("quantized", "quantized by channel", "sparse COO", "nested", "jagged", "mkldnn"),
     *("subclass", "meta", "dataclass of a meta one"),
 }
-STAGERS = (None, "blocking", "incremental", "overlapped", "pinned_cached")
+STAGERS = (None, "blocking", "overlapped", "pinned_cached")
 WAYS = [("sync", None), *((kind, stager) for kind in ("thread", "process") for stager in STAGERS)]
 
 

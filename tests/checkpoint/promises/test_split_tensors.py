@@ -16,7 +16,7 @@ from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.save.whole_step import _noted
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
-from tests.support.states import OPTIONS, build
+from tests.support.states import KINDS, build
 from tests.support.subclasses import Codes
 
 ROWS, COLUMNS = 8, 3
@@ -181,7 +181,7 @@ def test_moments_that_wrap_tensors_are_refused_by_name(tmp_path: Path) -> None:
         checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
 
 
-@pytest.mark.parametrize("stager", [*OPTIONS, "torch_default"])
+@pytest.mark.parametrize("stager", [*KINDS, "torch_default"])
 def test_each_stager_keeps_the_attributes(tmp_path: Path, stager: str) -> None:
     x = part_of(WHOLE, [range(4, 8), range(0, 4)])
     with stagereg.Checkpointer(str(tmp_path), every=1, stager=build(stager)) as checkpointer:

@@ -16,12 +16,12 @@ from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.export import TensorOptions, export
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.testing import run_ranks
-from tests.support.states import OPTIONS, build
+from tests.support.states import KINDS, build
 from tests.support.subclasses import Codes, Dense, Nested, Opaque, Whole, codes, nested
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STAGERS = [*OPTIONS]
+STAGERS = [*KINDS]
 KINDS = {"codes": codes, "nested": nested}
 
 
