@@ -269,7 +269,7 @@ class _Follower:
 
     def _read(self) -> None:
         try:
-            read: Any = json.loads(self._notes.notes.read(_NOTE) or b"{}")
+            read: Any = json.loads(self._notes.note(_NOTE) or b"{}")
             self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
             self._furthest = int(read.get("furthest", -1))
             self._begun = self._furthest >= 0
@@ -281,7 +281,7 @@ class _Follower:
 
     def _write(self) -> None:
         text = json.dumps({"command": self._asked.command, "furthest": self._furthest, "done": self._done}, indent=1)
-        self._notes.notes.write(_NOTE, f"{text}\n".encode())
+        self._notes.backend.replace(_NOTE, f"{text}\n".encode())
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -94,7 +94,7 @@ class RestoreNote(NamedTuple):
     def read(cls, store: CheckpointStore) -> RestoreNote:
         """Return what is noted in a store; what cannot be read is nothing."""
         try:
-            read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
+            read: Any = json.loads(store.note(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("give_up_after")
             usual = {"in_a_row": 0, "reached": -1, "newest": -1, "number": 0}
@@ -252,7 +252,7 @@ class CrashCounter:
         self._note = note._replace(most=self.give_up_after, number=note.number + (not self._shared))
         try:
             with within(_BEST_EFFORT_S):
-                self._store.notes.write(RESTORED, self._note._replace(restored=restored).dumps())
+                self._store.backend.replace(RESTORED, self._note._replace(restored=restored).dumps())
         except Exception as error:
             _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
 

@@ -20,7 +20,6 @@ from stagereg.checkpoint.store.conditions import complete, conditions
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.checkpoint.store.lock import StoreLock
-from stagereg.checkpoint.store.notes import Notes
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.errors import nearest
 
@@ -32,7 +31,6 @@ class Retention:
 
     Args:
         backend: where the checkpoints lie.
-        notes: has why some are kept.
         readers: knows which are read.
 
     Attributes:
@@ -43,11 +41,11 @@ class Retention:
         check: raises if the lock of the store is lost; called before each checkpoint that goes.
     """
 
-    def __init__(self, backend: Backend, notes: Notes, readers: Readers) -> None:
+    def __init__(self, backend: Backend, readers: Readers) -> None:
         self.distrusted: set[str] = set()
         self.spared: set[str] = set()
         self.check: Callable[[], object] = lambda: None
-        self._backend, self._notes, self._readers = backend, notes, readers
+        self._backend, self._readers = backend, readers
         self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
         self._explains = True  # whether there is a file that says so, or may be
         self._again: set[int] = set()  # steps that this run has saved where they were already
@@ -57,7 +55,7 @@ class Retention:
     def kept(self) -> dict[str, str]:
         """Return why the last save has kept checkpoints, by their names; nothing where all are simply the newest."""
         with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-            read = json.loads(self._notes.read(KEPT))
+            read = json.loads(self._backend.read(f"{self._backend.root}/{KEPT}"))
             return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
         return {}
 
@@ -176,10 +174,10 @@ class Retention:
         """Write why checkpoints are kept, where that is not simply since they are the newest."""
         if set(self._why.values()) != {"newest"}:
             names = {os.path.basename(path): text for path, text in self._why.items()}
-            self._notes.write(KEPT, json.dumps(names, indent=1).encode())
+            self._backend.replace(KEPT, json.dumps(names, indent=1).encode())
             self._explains = True
         elif self._explains:
-            self._notes.write(KEPT, b"")
+            self._backend.replace(KEPT, b"")
             self._explains = False
 
     def _warn_once(self, text: str) -> None:

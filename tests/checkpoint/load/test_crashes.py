@@ -114,7 +114,7 @@ def test_the_next_commit_makes_a_checkpoint_good_again(root: str) -> None:
 
     assert [crash(root), crash(root), crash(root, commit)] == [200, 200, 200]
     assert known(root) == {}
-    assert open_store(root).notes.read(NOTE) == b""
+    assert open_store(root).note(NOTE) == b""
 
 
 def test_crashes_after_another_one_take_no_count_back(root: str) -> None:
