@@ -150,7 +150,7 @@ class _Work:
         failing = f"Step {save.step} was not saved"
         try:
             with within(_TRYING * (save.until - time.monotonic())), short_turns():
-                passed_over = self.begin()
+                self._path, passed_over = to.begin(save.step)
                 if passed_over and save.agreed is None:
                     if not save.missed:
                         self._let_go()
@@ -175,11 +175,6 @@ class _Work:
         finally:
             self.planner.state_dict = {}
         return began, nbytes
-
-    def begin(self) -> bool:
-        """Have the target begin; return whether it passes over this save, on all ranks."""
-        self._path, passed_over = self._to.begin(self._save.step)
-        return passed_over
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         """Return that this rank has staged, and what it would write, or what it compares before."""
@@ -319,7 +314,7 @@ class _Work:
         self._to.expect_room(self._to.last.nbytes)
         save.at = "writing its files"
         own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
-        self._results = self._to.write(own, self.planner)
+        self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
         self._let_go()
         marks = (

@@ -130,10 +130,9 @@ class NearCopies:
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
         """Make the folder of the tier; return its path, what is noted of this run, and a secret for it."""
         root = self.tier.prepare()
-        if self.shared:
-            known = [self._store.note(NOTE)] if self._ranks.rank == 0 else []
-        else:
-            known = _read(Path(root, NOTE))
+        known = [] if self.shared else _read(Path(root, NOTE))
+        if self.shared and self._ranks.rank == 0:
+            known = [self._store.note(NOTE)]
         return root, known, secrets.token_bytes(_SECRET_BYTES)
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Agreed]:
