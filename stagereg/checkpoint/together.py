@@ -16,7 +16,7 @@ import torch.distributed as dist
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Ending, Requests
-from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
@@ -41,7 +41,7 @@ class Together:
         ranks: RankGroup,
         saver: Saver,
         grace: datetime.timedelta | None,
-        background: Background,
+        background: SaveThread,
         follow: Callable[[str, int, bool], None],
     ) -> None:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"

@@ -1,6 +1,6 @@
 """One save, with its copy; where the saves of a checkpointer go; and what is kept of the last one.
 
-A save is made by the call in the training loop (:mod:`.saver`), waits in the background (:mod:`.background`), and is
+A save is made by the call in the training loop (:mod:`.saver`), waits in the background (:mod:`.save_thread`), and is
 written and committed there (:mod:`.committing`).
 """
 
@@ -108,6 +108,9 @@ class Target(ABC):
     def discard(self, step: int) -> None:
         """Delete what was written. On each rank."""
 
+    def clear(self) -> None:  # noqa: B027  # a tier keeps no more than it should
+        """Delete what is no longer kept. Called when a save has ended."""
+
 
 class SaveTarget(Target):
     """The store that the saves of one checkpointer go to, with what they share.
@@ -175,6 +178,9 @@ class SaveTarget(Target):
     def discard(self, step: int) -> None:
         if self.ranks.rank == 0:
             self.store.backend.discard(self.store.temporary(step, self._token))
+
+    def clear(self) -> None:
+        self.store.retention.clear()
 
 
 @dataclass

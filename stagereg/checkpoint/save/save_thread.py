@@ -1,5 +1,7 @@
 """A thread that works off saves of a checkpointer, one after the other.
 
+There is one for the store, and one for a tier, so that saves to the tier go on while a slow store takes one.
+
 At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
 
 Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive. A save that takes
@@ -16,7 +18,6 @@ import queue
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class CheckpointStats:
     on_commit_failures: int = 0
 
 
-class SaveThread(ABC):
+class SaveThread:
     """The thread, and what has become of its saves.
 
     All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
@@ -92,7 +93,7 @@ class SaveThread(ABC):
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
         self.stats = CheckpointStats()
         self.listeners: list[Callable[[int], object]] = []
-        self._target = target
+        self.target = target
         self.timeout_s = timeout.total_seconds()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -109,7 +110,7 @@ class SaveThread(ABC):
     @property
     def where(self) -> str:
         """Where its saves go."""
-        return self._target.where
+        return self.target.where
 
     @property
     def hanging(self) -> bool:
@@ -230,7 +231,7 @@ class SaveThread(ABC):
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
-        ranks, seconds = self._target.ranks, self.timeout_s
+        ranks, seconds = self.target.ranks, self.timeout_s
         who = "it" if ranks.group is None else f"rank {ranks.rank}"
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
         return NotSavedInTimeError(
@@ -268,20 +269,23 @@ class SaveThread(ABC):
                 self.failures.keep_failure(save.step, failure)
             save.over.set()
         try:
-            self._clear()
+            save.to.clear()
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
 
-    @abstractmethod
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
         """Take notice of a save that is complete; the moments are of ``record.now``."""
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Delete what is no longer kept."""
-
-    def _call_listeners(self, step: int) -> None:
+        step, seconds = save.step, ended - began
+        if save.to.optional:
+            self.stats.tier_saves += 1
+        else:
+            self.stats.saves += 1
+            self.stats.write_seconds.append(seconds)
+        if save.agreed is None:  # else the save to the store counts them
+            self.stats.bytes_staged += save.copy.nbytes or 0
+        kind = "tier" if save.to.optional else "write"
+        record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=self.where)
         for listener in self.listeners:
             try:
                 listener(step)
@@ -300,7 +304,7 @@ class SaveThread(ABC):
             return None
         known = isinstance(error, CheckpointError)
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
-        parts = (f"{text.rstrip('.')}.", advice(error, self._target.where), self.describe_newest())
+        parts = (f"{text.rstrip('.')}.", advice(error, self.where), self.describe_newest())
         failure = kind_of([error])(" ".join(part for part in parts if part))
         failure.__cause__ = error.__cause__ if known else error
         return failure

@@ -25,20 +25,14 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.save.background import Background
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
-from stagereg.stagers.async_stager import (
-    AsyncStager,
-    ConfirmsCopies,
-    ReleasesCopies,
-    UnconfirmedCopy,
-)
+from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +67,10 @@ class Saver:
         self,
         target: SaveTarget,
         stager: AsyncStager,
-        background: Background,
+        background: SaveThread,
         replicas: ShareBook,
         cast: bool,
-        tier: Target | None = None,
-        stores: bool = True,
+        stores: bool,
     ) -> None:
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None
@@ -89,14 +82,13 @@ class Saver:
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
-        self._target, self._tier, self._stager = target, tier, stager
-        self._background, self._replicas, self._stores = background, replicas, stores
+        self._target, self._stager, self._background = target, stager, background
+        self._replicas, self._stores, self._cast = replicas, stores, cast
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._cast = cast
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
@@ -264,8 +256,8 @@ class Saver:
         if self._target.ranks.size > 1:
             sharing.book, sharing.number = self._replicas, self._replicas.begin_save()
         before = None
-        if self._tier is not None:
-            before = PendingSave(step, self._tier, copy=copy, sharing=sharing, **more)
+        if (ahead := self._background.ahead) is not None:
+            before = PendingSave(step, ahead.target, copy=copy, sharing=sharing, **more)
             if near or not self._stores:
                 copy.near = True
                 return [before]

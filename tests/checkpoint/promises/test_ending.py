@@ -20,7 +20,7 @@ import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.errors import CheckpointError
 from stagereg.kernel.channel import wait_for_keys
@@ -130,10 +130,10 @@ def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> Non
 
 def end_with_a_failed_save(rank: int, root: str, late: int) -> str:
     """Rank ``late`` hears of it only when the other has come to the last exchange."""
-    fail, exchange = Background._fail, RankGroup.max_async
+    fail, exchange = SaveThread._fail, RankGroup.max_async
     with pytest.MonkeyPatch.context() as patch:
         if rank == late:
-            patch.setattr(Background, "_fail", lambda *args: (wait_for_keys(store(), [root], 60), fail(*args))[1])
+            patch.setattr(SaveThread, "_fail", lambda *args: (wait_for_keys(store(), [root], 60), fail(*args))[1])
         else:
             patch.setattr(RankGroup, "max_async", lambda *args: (store().set(root, ""), exchange(*args))[1])
         try:
