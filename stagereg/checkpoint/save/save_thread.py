@@ -70,12 +70,12 @@ class SaveThread:
     forked child nothing is under way: it has no such thread.
 
     Args:
-        target: where the saves go; its schedule is given how old each state was when its checkpoint was complete.
         timeout: of one save, from when the one before it has ended.
         warns: whether failures are logged, and never raised.
         ahead: that of the tier, which is waited for, asked and closed with this one.
 
     Attributes:
+        target: where the saves go; its schedule is given how old each state was when its checkpoint was complete.
         newest: the step of the newest checkpoint there that this run knows to be good.
         failures: of its saves.
         retake: confirms copies, and decides when a save is made again whose copy was written meanwhile.
@@ -106,11 +106,6 @@ class SaveThread:
         self._under_way: deque[PendingSave] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
         shutdown.wait_for(self)
-
-    @property
-    def where(self) -> str:
-        """Where its saves go."""
-        return self.target.where
 
     @property
     def hanging(self) -> bool:
@@ -192,11 +187,11 @@ class SaveThread:
         """Return a sentence on the newest good checkpoint."""
         here, ahead = self.newest, self.ahead
         if ahead is not None and ahead.newest is not None and (here is None or ahead.newest > here):
-            more = "" if here is None else f" Step {here} is in {self.where}."
+            more = "" if here is None else f" Step {here} is in {self.target.where}."
             return f"{ahead.describe_newest()}{more}"
         if here is None:
-            return f"This run has no complete checkpoint in {self.where} yet."
-        return f"The newest good checkpoint is step {here}, in {self.where}."
+            return f"This run has no complete checkpoint in {self.target.where} yet."
+        return f"The newest good checkpoint is step {here}, in {self.target.where}."
 
     def finish_before_restore(self) -> None:
         """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
@@ -285,7 +280,7 @@ class SaveThread:
         if save.agreed is None:  # else the save to the store counts them
             self.stats.bytes_staged += save.copy.nbytes or 0
         kind = "tier" if save.to.optional else "write"
-        record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=self.where)
+        record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=self.target.where)
         for listener in self.listeners:
             try:
                 listener(step)
@@ -304,7 +299,7 @@ class SaveThread:
             return None
         known = isinstance(error, CheckpointError)
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
-        parts = (f"{text.rstrip('.')}.", advice(error, self.where), self.describe_newest())
+        parts = (f"{text.rstrip('.')}.", advice(error, self.target.where), self.describe_newest())
         failure = kind_of([error])(" ".join(part for part in parts if part))
         failure.__cause__ = error.__cause__ if known else error
         return failure
