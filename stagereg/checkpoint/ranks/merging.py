@@ -97,7 +97,7 @@ class Merging:
     ) -> None:
         self.entries: Structures = {}
         self._numbers = range(len(digests)) if numbers is None else numbers
-        self._digests, self._order, self._stale, self._before = digests, order, stale, before
+        self._digests, self._stale, self._before = digests, stale, before
         self._alike = alike([each.structures for each in digests], order)
 
     def ask_ranks(self) -> list[Asked]:

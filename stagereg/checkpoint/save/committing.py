@@ -265,7 +265,7 @@ class _Work:
             for step in steps:
                 self._to.discard(step)
             raise DisagreementError(f"The ranks saved different steps at the same time: {steps}.")
-        _expect_all_up_to_date(self._save.step, prepared)
+        _expect_all_up_to_date(prepared)
         if len({each.shares_of for each in prepared}) > 1:
             raise DisagreementError(
                 "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
@@ -384,7 +384,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
         )
 
 
-def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
+def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
     """Refuse what a rank holds from long ago that has left its loop, and steps only what the join knows."""
     if not any(each.follows for each in prepared):
         return

@@ -100,7 +100,6 @@ class SaveThread:
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
         self._clearing = False  # whether it deletes what is no longer kept
-        self._closed = False
         self.retake = Retake(self.timeout_s)
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
@@ -206,7 +205,6 @@ class SaveThread:
             self.ahead.close()
         for save in self._under_way:
             save.abandoned = True
-        self._closed = True
         self._queue.put(None)
 
     def _first(self) -> PendingSave | None:
