@@ -147,13 +147,13 @@ class Checkpointer:
         self._closed, self._pid = False, os.getpid()
         self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
-        self._hold = Hold(self._ranks, failure.timeout.total_seconds(), resume)
+        self._hold = Hold(self._store, self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
             policy = Keep.of(keep)
             root, names = dir and self._store.root, {"storage": name_of(self._storage), "tier": str(chosen)}
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
-            token = self._hold.take(self._store, dir)
+            token = self._hold.take(dir)
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
