@@ -33,10 +33,6 @@ class Tiering:
         store: the store of the run, or what stands in its place.
         stores: whether steps go there too.
         failure: as of the checkpointer.
-
-    Attributes:
-        near: what the ranks share; ``None`` without a tier.
-        background: the thread that saves there; ``None`` without a tier.
     """
 
     def __init__(
@@ -47,8 +43,8 @@ class Tiering:
         stores: bool,
         failure: Failure,
     ) -> None:
-        self.near: NearCopies | None = None
-        self.background: SaveThread | None = None
+        self.near: NearCopies | None = None  # what the ranks share
+        self.background: SaveThread | None = None  # the thread that saves there
         if isinstance(tier, NoTier):
             return
         ranks = RankGroup(process_group, failure.timeout)

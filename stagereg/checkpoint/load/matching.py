@@ -68,7 +68,6 @@ class MatchedFiles(CheckpointFiles):
         self.index.state = found
 
     def structure(self, name: str, rank: int | None = None) -> Any:
-        """Return the structure of one entry."""
         return self.index.state[name]
 
 

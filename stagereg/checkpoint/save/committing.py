@@ -120,16 +120,11 @@ class _Work:
     """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
 
     ``before`` is that of the same copy to the tier, which has taken it apart already.
-
-    Attributes:
-        agreed: whether all ranks have staged, and know which shares of the copy each of them writes.
-        planner: has the tensors until they are written.
-        entries: what this rank has of each entry.
-        asked: what rank 0 asks it for.
     """
 
-    entries: RankEntries
-    asked: Asked
+    agreed: bool  # all ranks have staged, and know which shares of the copy each of them writes
+    entries: RankEntries  # what this rank has of each entry
+    asked: Asked  # what rank 0 asks it for
     _copy: dict[str, Any]  # what this rank writes of what it has staged
     _plans: list[SavePlan]  # what this rank would write
     _more: list[SavePlan]  # that again, if it was not sent before the files
@@ -137,7 +132,7 @@ class _Work:
 
     def __init__(self, save: PendingSave, before: _Work | None) -> None:
         self._save, self._to, self._ranks = save, save.to, save.to.ranks
-        self.planner = save.to.last.planner
+        self.planner = save.to.last.planner  # has the tensors until they are written
         self._metadata: Metadata | None = None
         self._is_second = self.agreed = before is not None
         if before is not None:

@@ -172,7 +172,6 @@ class SaveTarget(Target):
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
 
     def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
-        """Return the manifest to publish."""
         return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
 
     def discard(self, step: int) -> None:

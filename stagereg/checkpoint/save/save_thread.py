@@ -70,28 +70,21 @@ class SaveThread:
     forked child nothing is under way: it has no such thread.
 
     Args:
+        target: where the saves go; its schedule is given how old each state was when its checkpoint was complete.
         timeout: of one save, from when the one before it has ended.
         warns: whether failures are logged, and never raised.
         ahead: that of the tier, which is waited for, asked and closed with this one.
-
-    Attributes:
-        target: where the saves go; its schedule is given how old each state was when its checkpoint was complete.
-        newest: the step of the newest checkpoint there that this run knows to be good.
-        failures: of its saves.
-        retake: confirms copies, and decides when a save is made again whose copy was written meanwhile.
-        listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
-        stats: of its saves.
-        timeout_s: as ``timeout``, in seconds.
     """
 
     def __init__(
         self, target: Target, timeout: datetime.timedelta, warns: bool = False, ahead: SaveThread | None = None
     ) -> None:
         self.ahead = ahead
-        self.newest: int | None = None
+        self.newest: int | None = None  # the step of the newest checkpoint there that this run knows to be good
         describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
         self.stats = CheckpointStats()
+        # Called on the thread with the step of each complete checkpoint, before its save has ended.
         self.listeners: list[Callable[[int], object]] = []
         self.target = target
         self.timeout_s = timeout.total_seconds()

@@ -50,18 +50,7 @@ _A_COPY = (
 
 
 class Saver:
-    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`.
-
-    Attributes:
-        state: as it was given last, with objects in containers as entries (:mod:`.nested`); ``None`` before.
-        saved: the step that was saved last, well or not, wherever it went.
-        stored: that which was not saved near alone, where there is a store.
-        reached: as ``saved``; -1 before, and after a restore.
-        leaving: whether the ranks are about to exit.
-        names: of the parameters in it.
-        whole: takes note of steps that end; ``None`` if nothing is saved after a loss.
-        retake: the save that is to be made again, if its copy was written meanwhile.
-    """
+    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`."""
 
     def __init__(
         self,
@@ -72,12 +61,14 @@ class Saver:
         cast: bool,
         stores: bool,
     ) -> None:
+        # As it was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
-        self.saved: int | None = None
-        self.stored: int | None = None
-        self.reached = -1
-        self.leaving = False
-        self.names = ParameterNames()
+        self.saved: int | None = None  # the step that was saved last, well or not, wherever it went
+        self.stored: int | None = None  # the step that was not saved near alone, if there is a store
+        self.reached = -1  # as ``saved``; -1 before, and after a restore
+        self.leaving = False  # whether the ranks are about to exit
+        self.names = ParameterNames()  # in the state
+        # Takes note of steps that end; ``None`` if nothing is saved after a loss.
         self.whole: Callable[[int, Mapping[str, Any]], None] | None = None
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()

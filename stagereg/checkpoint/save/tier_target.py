@@ -73,7 +73,6 @@ class TierTarget(Target):
         self.near.end_save(Part(save, self.ranks.rank, files))
 
     def discard(self, step: int) -> None:
-        """Delete what this machine has of it."""
         if self._save is not None:
             self.near.folder.delete([self._save.folder])
             self._save = None
