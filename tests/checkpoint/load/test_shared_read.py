@@ -27,6 +27,7 @@ from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
 from ...support import splits
+from ...support.faulty_storage import flip
 
 DATA = "__0_0.distcp"
 PIECE = 4000
@@ -186,10 +187,7 @@ def test_auto_reads_once_where_one_of_several_ranks_shares(tmp_path: Path) -> No
 def restore_damaged(rank: int, world_size: int, root: str, folder: str, verify: Any) -> tuple[Any, bool, bool, Any]:
     small()
     if rank == 0:
-        splits_at = Path(root, folder, DATA)
-        content = bytearray(splits_at.read_bytes())
-        content[len(content) // 2] ^= 1
-        splits_at.write_bytes(content)
+        flip(Path(root, folder, DATA))
     dist.barrier()
     into = state(rank, 0)
     x, found = into["plain"]["x"], None
