@@ -72,14 +72,12 @@ class CommitCalls:
         self._background.finish()
         until = time.monotonic() + self._background.timeout_s
         while any(caller.busy for caller in self._callers):
-            if time.monotonic() > until or self._is_signalled():
+            is_signalled = self._preemption is not None and any(self._preemption.signal_flags())
+            if time.monotonic() > until or is_signalled:
                 for caller in self._callers:
                     caller.give_up("the run ends")
             time.sleep(_LOOK_S)
         return not (self._leaving and any(caller.calling for caller in self._callers))
-
-    def _is_signalled(self) -> bool:
-        return self._preemption is not None and any(self._preemption.signal_flags())
 
     def close(self) -> None:
         """As :meth:`finish`, and end the threads."""

@@ -149,12 +149,9 @@ class SaveThread:
     def finish(self) -> bool:
         """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
-        while ended and self._is_busy() and time.monotonic() < until:
+        while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_LOOK_S)
         return ended
-
-    def _is_busy(self) -> bool:
-        return self._clearing and os.getpid() == self._process
 
     def ends_by(self, until: float) -> bool:
         """Wait until all saves of this thread have ended, well or not; False if they have not at ``until``."""

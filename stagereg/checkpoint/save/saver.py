@@ -141,7 +141,8 @@ class Saver:
         self.retake.confirm()
         if self._given is not None:
             self.take(self._given)  # the program may have put objects into its containers since
-        saves = self._begin(checked_step(step), near, follows=follows, taken=self._steps_taken())
+        taken = {**_schedules(self.state or {}), **self._taken}
+        saves = self._begin(checked_step(step), near, follows=follows, taken=taken)
         save = saves[-1]
         if save.again and self._confirms is not None:
             self._confirms.copy_at_once(None)
@@ -174,10 +175,6 @@ class Saver:
         if save.copy.failure is None:
             self._background.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=save.called, seconds=stall, **save.copy.target)
-
-    def _steps_taken(self) -> dict[str, int]:
-        """Return how many steps each schedule and optimizer of the state has taken."""
-        return {**_schedules(self.state or {}), **self._taken}
 
     def retakes_at(self, step: int) -> bool:
         """Return whether a discarded save is made again after ``step``. Called once a step; not collective."""
