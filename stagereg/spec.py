@@ -47,7 +47,7 @@ REQUIRED = {
         "def reader(self, path) -> StorageReader",
     ],
     "on_commit": ["def committed(self, checkpoint) -> None"],
-    "keep": ["def kept(self, checkpoints) -> dict[str, str]"],
+    "keep": ["def kept(self, checkpoints, metrics) -> dict[str, str]"],
     "tier": ["def prepare(self) -> str", "def lacking(self, nbytes: int) -> str", "durable: bool = True"],
     "join": [],
     "checkpoint": [],

@@ -60,7 +60,7 @@ class CopyTo:
         with target.lock():
             there = [_identity(one.manifest) for one in target.checkpoints()[0]]
             missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
-            wanted = self.keep.kept(missing)
+            wanted = self.keep.kept(missing, {one.path: one.manifest.metrics for one in missing})
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
             target.sweep(but=copies.values())
             target.retention.spared.clear()

@@ -32,12 +32,12 @@ class KeepRule(Protocol):
     checkpoint stays whatever it returns. If it raises, keeps nothing, or returns something else, none is deleted then.
     """
 
-    def kept(self, checkpoints: list[Checkpoint], /) -> Mapping[str, str]:
+    def kept(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:
         """Return those that stay, by their paths, and why each does, in a few words for ``stagereg ls``.
 
         Args:
-            checkpoints: the complete ones, the newest first, which is the new one. ``manifest.metrics`` of each has the
-                values that were logged before it was saved.
+            checkpoints: the complete ones, the newest first, which is the new one.
+            metrics: of each, by its path, the values that were logged before it was saved.
         """
 
 
@@ -87,8 +87,15 @@ class Keep:
             return keep
         return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
-    def kept(self, checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
-        """Return which of the complete ``checkpoints`` stay, the newest first, by their paths, and why each does."""
+    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+        """Return those that stay, the newest first, by their paths, and why each does.
+
+        Args:
+            checkpoints: the complete ones, in any order.
+            metrics: of each, by its path, what was logged.
+        """
+        name = self.metric or ""
+        values = {path: known[name] for path, known in metrics.items() if name in known}
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:
@@ -96,9 +103,8 @@ class Keep:
         for each in newest_first:
             if self.every is not None and each.manifest.step > 0 and each.manifest.step % self.every == 0:
                 why[each.path].append(f"every {self.every}")
-        values = {each.path: each.manifest.metrics.get(self.metric or "", math.nan) for each in newest_first}
         sign = 1 if self.direction == "min" else -1
-        rated = [path for path in why if not math.isnan(values[path])]
+        rated = [path for path in why if not math.isnan(values.get(path, math.nan))]
         for place, path in enumerate(sorted(rated, key=lambda path: sign * values[path])[: self.best], 1):
             why[path].append(f"best {place} of {self.best} by {self.metric}={values[path]:g}")
         stay: dict[str, str] = {}
@@ -128,12 +134,12 @@ class GuardedRule:
         except RegistryError as error:
             raise ConfigError(f"checkpoint.keep must be a number, a stagereg.Keep or a rule: {error}") from None
 
-    def kept(self, checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
+    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return what the rule keeps, and the newest."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         paths = [each.path for each in newest_first]
         try:
-            kept = self._rule.kept(newest_first) if paths else {}
+            kept = self._rule.kept(newest_first, metrics) if paths else {}
             if not isinstance(kept, Mapping):
                 wrong = f"it returned {kept!r:.100}, which is no mapping"
             elif bad := [item for item in kept.items() if item[0] not in paths or not isinstance(item[1], str)]:

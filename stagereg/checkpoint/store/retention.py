@@ -123,7 +123,7 @@ class Retention:
         trusted = self.trusted(before)
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
-        why = keep.kept([made, *counted])
+        why = keep.kept([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
         if isinstance(keep, Keep):
             self._warn_of_policy(keep, made, [each for each in counted if each.path not in why])
         old = {each.path for each in counted} - why.keys() | replaced

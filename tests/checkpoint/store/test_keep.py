@@ -46,37 +46,36 @@ POLICIES = st.builds(
 
 
 @st.composite
-def directories(draw: st.DrawFn) -> list[Checkpoint]:
-    """Checkpoints in any order, of which several may have the same step."""
+def directories(draw: st.DrawFn) -> tuple[list[Checkpoint], dict[str, float]]:
+    """Checkpoints in any order, of which several may have the same step, and the metrics that were logged."""
     drawn = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 12), VALUES), max_size=12))
-    made = [checkpoint(step, serial, nbytes, value) for serial, (step, nbytes, value) in enumerate(drawn, 1)]
-    return draw(st.permutations(made))
+    made = [checkpoint(step, serial, nbytes) for serial, (step, nbytes, _) in enumerate(drawn, 1)]
+    values = {one.path: value for one, (*_, value) in zip(made, drawn, strict=True) if value is not None}
+    return draw(st.permutations(made)), values
 
 
-def checkpoint(step: int, serial: int, nbytes: int = 10, value: float | None = None) -> Checkpoint:
-    metrics = {} if value is None else {"loss": value, "other": -value}
-    manifest = Manifest(step, 1, serial, {"a": FileMark(nbytes, 0)}, metrics=metrics)
-    return Checkpoint(f"/runs/step-{step}.{serial}", manifest)
+def checkpoint(step: int, serial: int, nbytes: int = 10) -> Checkpoint:
+    return Checkpoint(f"/runs/step-{step}.{serial}", Manifest(step, 1, serial, {"a": FileMark(nbytes, 0)}))
+
+
+def logged(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    return {path: {"loss": value, "other": -value} for path, value in values.items()}
 
 
 def recency(one: Checkpoint) -> int:
     return -one.manifest.serial
 
 
-def logged(one: Checkpoint) -> float:
-    return one.manifest.metrics.get("loss", math.nan)
-
-
-def union(policy: Keep, checkpoints: list[Checkpoint]) -> list[str]:
+def union(policy: Keep, checkpoints: list[Checkpoint], values: dict[str, float]) -> list[str]:
     """What some rule keeps, said once more: one is among the best if fewer than ``best`` others are better."""
     found = []
     for one in checkpoints:
-        step, value = one.manifest.step, logged(one)
+        step, value = one.manifest.step, values.get(one.path, math.nan)
         newer = [each for each in checkpoints if recency(each) < recency(one)]
         better = [
             each
             for each in checkpoints
-            for other in [logged(each)]
+            for other in [values.get(each.path, math.nan)]
             if (other < value if policy.direction == "min" else other > value) or (other == value and each in newer)
         ]
         if (
@@ -89,10 +88,11 @@ def union(policy: Keep, checkpoints: list[Checkpoint]) -> list[str]:
 
 
 @given(POLICIES, directories())
-@example(Keep(newest=2, budget=ByteSize(20)), [checkpoint(1, 1), checkpoint(2, 2)])  # which fits exactly
-def test_what_stays_is_the_union_within_the_budget(policy: Keep, checkpoints: list[Checkpoint]) -> None:
+@example(Keep(newest=2, budget=ByteSize(20)), ([checkpoint(1, 1), checkpoint(2, 2)], {}))  # which fits exactly
+def test_what_stays_is_the_union_within_the_budget(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
     by_path = {one.path: one for one in checkpoints}
-    stay, wanted = [*policy.kept(checkpoints)], union(policy, checkpoints)
+    stay, wanted = [*policy.kept(checkpoints, logged(values))], union(policy, checkpoints, values)
     assert stay == wanted[: len(stay)]  # the least recent go first
     if policy.budget is None:
         assert stay == wanted
@@ -103,25 +103,27 @@ def test_what_stays_is_the_union_within_the_budget(policy: Keep, checkpoints: li
 
 
 @given(POLICIES, directories())
-def test_the_newest_stays_whatever_the_policy(policy: Keep, checkpoints: list[Checkpoint]) -> None:
-    assert [*policy.kept(checkpoints)][:1] == [one.path for one in sorted(checkpoints, key=recency)][:1]
+def test_the_newest_stays_whatever_the_policy(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
+    assert [*policy.kept(checkpoints, logged(values))][:1] == [one.path for one in sorted(checkpoints, key=recency)][:1]
 
 
 @given(POLICIES, directories())
-def test_deleting_at_each_save_loses_none_of_the_best(policy: Keep, checkpoints: list[Checkpoint]) -> None:
+def test_deleting_at_each_save_loses_none_of_the_best(policy: Keep, there: tuple[Any, Any]) -> None:
+    checkpoints, values = there
     policy = Keep(policy.newest, policy.every, policy.best, policy.metric, policy.direction)
     left: list[Checkpoint] = []
     for one in sorted(checkpoints, key=recency, reverse=True):
-        stay = policy.kept([*left, one])
+        stay = policy.kept([*left, one], logged(values))
         left = [each for each in [*left, one] if each.path in stay]
-    assert {one.path for one in left} == set(union(policy, checkpoints))
+    assert {one.path for one in left} == set(union(policy, checkpoints, values))
 
 
 def test_each_is_kept_for_all_its_reasons() -> None:
-    logged = {500: 0.125, 1000: 0.5, 1500: None, 2000: 0.25}
-    there = [checkpoint(step, serial, value=value) for serial, (step, value) in enumerate(logged.items(), 1)]
+    there = [checkpoint(step, serial) for serial, step in enumerate((500, 1000, 1500, 2000), 1)]
+    values = {there[0].path: 0.125, there[1].path: 0.5, there[3].path: 0.25}
     policy = Keep(newest=1, every=1000, best=2, metric="loss")
-    assert policy.kept(there) == {
+    assert policy.kept(there, logged(values)) == {
         there[3].path: "newest; every 1000; best 2 of 2 by loss=0.25",
         there[1].path: "every 1000",
         there[0].path: "best 1 of 2 by loss=0.125",

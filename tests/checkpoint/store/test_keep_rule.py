@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from stagereg.errors import ConfigError, RegistryError
 from stagereg.on_commit.copy_to import CopyTo
 from stagereg.testing.ranks import run_ranks
 
+Metrics = Mapping[str, Mapping[str, float]]
+
 
 @stagereg.register("keep", "of_steps")
 class OfSteps:
@@ -31,7 +33,7 @@ class OfSteps:
     def __init__(self, steps: list[int], every: int | None = 7) -> None:
         self.steps, self.every, self.lock = steps, every, threading.Lock()
 
-    def kept(self, checkpoints: list[Checkpoint]) -> dict[str, str]:
+    def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
         return {one.path: "of a step" for one in checkpoints if one.manifest.step in self.steps}
 
 
@@ -44,7 +46,7 @@ class Does:
     def __init__(self, function: Callable[[list[Checkpoint]], Any]) -> None:
         self.function = function
 
-    def kept(self, checkpoints: list[Checkpoint]) -> dict[str, str]:
+    def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
         found: dict[str, str] = self.function(checkpoints)
         return found
 
@@ -89,8 +91,9 @@ def test_a_rule_says_what_stays_and_ls_says_why(tmp_path: Path, capsys: pytest.C
 
 def test_a_rule_gets_what_was_logged(tmp_path: Path) -> None:
     class Least:
-        def kept(self, checkpoints: list[Checkpoint]) -> dict[str, str]:
-            return {max(checkpoints, key=lambda one: one.manifest.metrics["loss"]).path: "greatest loss"}
+        def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+            assert metrics.keys() == {one.path for one in checkpoints}
+            return {max(metrics, key=lambda path: metrics[path]["loss"]): "greatest loss"}
 
     train(str(tmp_path), Least(), range(1, 5))
     assert steps(tmp_path) == [1, 4]
@@ -129,7 +132,7 @@ def test_a_rule_cannot_change_what_there_is(tmp_path: Path) -> None:
 
 def test_a_subclass_of_the_policy_is_guarded_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stricter(Keep):
-        def kept(self, checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
+        def kept(self, checkpoints: Iterable[Checkpoint], metrics: Metrics) -> dict[str, str]:
             raise KeyError("metric")
 
     train(str(tmp_path), Stricter(newest=1), [1, 2, 3])
@@ -158,7 +161,7 @@ def test_copies_are_kept_by_a_rule(tmp_path: Path) -> None:
     ("keep", "line"),
     [
         (OfSteps, "checkpoint.keep is a class; call it: keep=OfSteps(...)"),
-        (type("Bare", (), {"kept": lambda self: {}})(), "def kept(self, checkpoints) -> dict[str, str]"),
+        (type("Bare", (), {"kept": lambda self: {}})(), "def kept(self, checkpoints, metrics) -> dict[str, str]"),
         (object(), "checkpoint.keep must be a whole number of at least 1"),
     ],
 )
@@ -169,7 +172,7 @@ def test_what_is_no_rule_is_refused(tmp_path: Path, keep: Any, line: str) -> Non
 
 
 def test_a_class_without_the_method_is_refused_where_it_is_registered() -> None:
-    with pytest.raises(RegistryError, match=r"def kept\(self, checkpoints\)"):
+    with pytest.raises(RegistryError, match=r"def kept\(self, checkpoints, metrics\)"):
         stagereg.register("keep", "none")(type("Nothing", (), {}))
 
 
