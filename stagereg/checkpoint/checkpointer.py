@@ -28,11 +28,10 @@ from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.on_commit import OnCommit
 from stagereg.checkpoint.save.on_commit_calls import CommitCalls
 from stagereg.checkpoint.save.pending_save import SaveTarget
-from stagereg.checkpoint.save.save_thread import CheckpointStats
+from stagereg.checkpoint.save.save_thread import CheckpointStats, SaveThread
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.state.nested import expect_savable
@@ -148,13 +147,13 @@ class Checkpointer:
         self._closed, self._pid = False, os.getpid()
         self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
-        self._hold = Hold(self._ranks, failure.timeout.total_seconds(), resume)
+        self._hold = Hold(self._store, self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
             policy = Keep.of(keep)
             root, names = dir and self._store.root, {"storage": name_of(self._storage), "tier": str(chosen)}
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
-            token = self._hold.take(self._store, dir)
+            token = self._hold.take(dir)
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
@@ -167,17 +166,17 @@ class Checkpointer:
         near, first = self._tiering, self._ranks.rank == 0
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
         shared = ShareBook(replicas.verify_every, replicas.share)
-        self._background = Background(self._target, self._failure.timeout, warns, near.background)
-        self._saver = Saver(self._target, self._stager, self._background, shared, cast, near.target, self._stores)
+        self._background = SaveThread(self._target, self._failure.timeout, warns, near.background)
+        self._saver = Saver(self._target, self._stager, self._background, shared, cast, self._stores)
         self.stats = self._background.stats
         self._crashes = near.counter(self._store, self.restore_options.give_up_after, first, self._background)
         if first:
             record.listen(self._target.metrics)
-        self._survivors: Any = self._stores and Survivors(self._target, near.target, self._saver, self._background)
+        self._survivors: Any = self._stores and Survivors(self._target, self._saver, self._background)
         parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._save
         self._together = Together(process_group, *parts)
         self.preemption = self._together.preemption
-        self._calls = CommitCalls(components if first else {}, self._background, self.preemption)
+        self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
         warn = first and self._leave.save_last
         self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid) if warn else None
         if self._ranks.group is not None:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, ClosedError
 from stagereg.launch.rank import command_to_go_on
@@ -20,7 +20,7 @@ _NO_STEP = (
 )
 
 
-def describe_end(background: Background, dir: Path | str, finished: bool) -> str:
+def describe_end(background: SaveThread, dir: Path | str, finished: bool) -> str:
     """Return what there is to go on from, and how."""
     newest = background.describe_newest()
     if background.newest is None and (background.ahead is None or background.ahead.newest is None):
@@ -42,7 +42,7 @@ def expect_usable(closed: bool, pid: int) -> None:
         )
 
 
-def log_end(background: Background, dir: Path | str, finished: bool, stayed: tuple[int, Path | str] | None) -> None:
+def log_end(background: SaveThread, dir: Path | str, finished: bool, stayed: tuple[int, Path | str] | None) -> None:
     """Log how to go on; of a run that has finished and ``stayed`` at the step that it resumed from, in a path, that."""
     if finished and stayed is not None:
         _log.warning(_NO_STEP, *stayed)

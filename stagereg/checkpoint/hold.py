@@ -39,54 +39,50 @@ _log = logging.getLogger(__name__)
 class Hold:
     """The hold of one run, which all of its ranks take and release together."""
 
-    def __init__(self, ranks: RankGroup, seconds: float, resume: str) -> None:
-        self._ranks, self._seconds, self._resume = ranks, seconds, resume
-        self._store: CheckpointStore | None = None
+    def __init__(self, store: CheckpointStore, ranks: RankGroup, seconds: float, resume: str) -> None:
+        self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
         self._lock: StoreLock | None = None  # of rank 0
 
-    def take(self, store: CheckpointStore, given: str | None) -> str:
-        """Make sure that ``store`` can be written to, take it, and clear away what dead runs have left. Collective.
+    def take(self, given: str | None) -> str:
+        """Make sure that the store can be written to, take it, and clear away what dead runs have left. Collective.
 
         ``given`` is the directory as the user wrote it, ``None`` if each machine has one. Returns a token of this run.
         Raises ``CheckpointError`` if another run holds it, or it does not answer in time; ``ConfigError`` if not all
         ranks see what rank 0 writes.
         """
 
-        def take() -> str:
-            token = new_token()
-            self._take(store, token)
-            return token
-
-        named = store.root if given is None else f"checkpoint.dir={given}"
-        token = self._ranks.run_on_all(f"{named} cannot be written to", take)[0]
-        scratch = os.path.basename(store.root).startswith(SCRATCH)
-        self._expect_one_directory(store, token, named, looks=given is not None and not scratch)
+        root = self._store.root
+        named = root if given is None else f"checkpoint.dir={given}"
+        token = self._ranks.run_on_all(f"{named} cannot be written to", self._take)[0]
+        scratch = os.path.basename(root).startswith(SCRATCH)
+        if not is_url(root) and self._ranks.size > 1:
+            self._expect_one_directory(token, named, looks=given is not None and not scratch)
         return token
 
     def let_go(self) -> None:
         """Let other runs write there."""
-        if self._store is not None and self._lock is not None:
+        if self._lock is not None:
             self._store.settle()
             self._lock.release()
 
-    def _take(self, store: CheckpointStore, token: str) -> None:
-        if self._ranks.rank == 0:
-            away = is_url(store.root)
-            probe = None if away or self._ranks.size == 1 else Path(store.temporary(0, token))
-            take = partial(_take, store, self._seconds, self._resume, probe)
-            try:
-                self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
-            except PermissionError as error:
-                if not away:
-                    raise
-                raise CheckpointError(f"{reason(error)}. {advice(error, store.root)}") from error
-            self._store = store
+    def _take(self) -> str:
+        store, token = self._store, new_token()
+        if self._ranks.rank > 0:
+            return token
+        away = is_url(store.root)
+        probe = None if away or self._ranks.size == 1 else Path(store.temporary(0, token))
+        take = partial(_take, store, self._seconds, self._resume, probe)
+        try:
+            self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
+        except PermissionError as error:
+            if not away:
+                raise
+            raise CheckpointError(f"{reason(error)}. {advice(error, store.root)}") from error
+        return token
 
-    def _expect_one_directory(self, store: CheckpointStore, token: str, named: str, looks: bool = True) -> None:
+    def _expect_one_directory(self, token: str, named: str, looks: bool) -> None:
         """Raise ``ConfigError`` on all ranks, and let go, if one does not find what rank 0 has made. Collective."""
-        if is_url(store.root) or self._ranks.size == 1:
-            return
-        probe = store.temporary(0, token)
+        store, probe = self._store, self._store.temporary(0, token)
         try:
             look = partial(_look, probe) if looks else lambda: ("", True)
             seen = self._ranks.run_on_all(f"The ranks could not compare what they see in {store.root}", look)

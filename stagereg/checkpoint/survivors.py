@@ -30,11 +30,10 @@ import stagereg.record as record
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.committing import write_and_commit
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, StagedCopy
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
-from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.save.whole_step import WholeStep
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
@@ -69,10 +68,10 @@ class _Decided(NamedTuple):
 
 
 class Survivors:
-    """This rank's part. It is to be kept as long as there is something to save; ``tier`` is saved to as well."""
+    """This rank's part. It is to be kept as long as there is something to save."""
 
-    def __init__(self, target: SaveTarget, tier: TierTarget | None, saver: Saver, background: Background) -> None:
-        self._target, self._tier, self._saver, self._background = target, tier, saver, background
+    def __init__(self, target: SaveTarget, saver: Saver, background: SaveThread) -> None:
+        self._target, self._saver, self._background = target, saver, background
         self._whole = WholeStep(saver.names)
         self._publish = loss.expect(self) if target.ranks.size > 1 else None
         if self._publish is not None:
@@ -115,9 +114,9 @@ class Survivors:
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_LOOK_S)
         why = self._whole.hold() if self._saver.whole is not None else "a step could not be noted"
-        for target in (self._target, self._tier):
-            if target is not None:
-                target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
+        for thread in (self._background, self._background.ahead):
+            if thread is not None:
+                thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
         if not self._background.ends_by(time.monotonic() + told.notice_s):
             why = why or "a save before has not ended"
         step = self._whole.step

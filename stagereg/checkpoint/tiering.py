@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stagereg.checkpoint.load.crashes import CrashCounter
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.background import Background, TierBackground
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -33,11 +33,6 @@ class Tiering:
         store: the store of the run, or what stands in its place.
         stores: whether steps go there too.
         failure: as of the checkpointer.
-
-    Attributes:
-        near: what the ranks share; ``None`` without a tier, and so are the others.
-        target: what is saved to.
-        background: the thread that does.
     """
 
     def __init__(
@@ -48,21 +43,20 @@ class Tiering:
         stores: bool,
         failure: Failure,
     ) -> None:
-        self.near: NearCopies | None = None
-        self.target: TierTarget | None = None
-        self.background: TierBackground | None = None
+        self.near: NearCopies | None = None  # what the ranks share
+        self.background: SaveThread | None = None  # the thread that saves there
         if isinstance(tier, NoTier):
             return
         ranks = RankGroup(process_group, failure.timeout)
         self.near = NearCopies(tier, ranks, store, stores)
         schedule = schedule_of(tier.every, failure.mtbf, process_group, "the tier ", in_tier=True)
-        self.target = TierTarget(self.near, ranks, schedule)
-        self.background = TierBackground(self.target, failure.timeout, failure.on_error == "warn")
+        target = TierTarget(self.near, ranks, schedule)
+        self.background = SaveThread(target, failure.timeout, failure.on_error == "warn")
         if ranks.rank == 0:
             _log_what_it_survives(self.near, stores)
 
     def counter(
-        self, store: CheckpointStore, give_up_after: int | None, first: bool, background: Background
+        self, store: CheckpointStore, give_up_after: int | None, first: bool, background: SaveThread
     ) -> CrashCounter:
         """Return what counts crashes: for rank 0, the ``first``, or for one of each machine if none has the store.
 
@@ -79,12 +73,12 @@ class Tiering:
 
     def due(self, step: int) -> bool:
         """Whether the tier is to have ``step``. Called once a step; the same on all ranks."""
-        return self.target is not None and self.target.schedule.due(step)
+        return self.background is not None and self.background.target.schedule.due(step)
 
     def restored(self, step: int, path: str) -> None:
         """Go on from ``step``, which was restored from ``path``. On all ranks."""
-        if self.near is not None and self.target is not None and self.background is not None:
-            self.target.schedule.restored(step)
+        if self.near is not None and self.background is not None:
+            self.background.target.schedule.restored(step)
             if self.near.names(path):
                 self.background.newest = step
 

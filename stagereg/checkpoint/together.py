@@ -16,7 +16,7 @@ import torch.distributed as dist
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import Ending, Requests
-from stagereg.checkpoint.save.background import Background
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, DisagreementError, name_ranks
 
@@ -29,9 +29,6 @@ class Together:
 
     ``follow`` is a method. After this rank has left its loop, ``follow(what, step, True)`` saves as other ranks
     do. The other arguments are the checkpointer's.
-
-    Attributes:
-        preemption: whether the ranks are to leave; ``None`` if signals are left alone.
     """
 
     def __init__(
@@ -41,11 +38,11 @@ class Together:
         ranks: RankGroup,
         saver: Saver,
         grace: datetime.timedelta | None,
-        background: Background,
+        background: SaveThread,
         follow: Callable[[str, int, bool], None],
     ) -> None:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
-        self.preemption: PreemptionConsensus | None = None
+        self.preemption: PreemptionConsensus | None = None  # stays so if signals are left alone
         if grace is not None:
             signals, newest = Requests(training, f"{name}/signals"), background.describe_newest
             self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest, signals)

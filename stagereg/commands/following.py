@@ -229,7 +229,7 @@ class _Follower:
         self._done[key], self._furthest = how, max(self._furthest, checkpoint.manifest.step)
         self._waiting -= self._done.keys()
         note = {"command": self._asked.command, "furthest": self._furthest, "done": self._done}
-        self._notes.notes.write(_NOTE, f"{json.dumps(note, indent=1)}\n".encode())
+        self._notes.backend.replace(_NOTE, f"{json.dumps(note, indent=1)}\n".encode())
 
     def _run(self, checkpoint: Checkpoint) -> str:
         command = [argument.replace("{}", checkpoint.path) for argument in self._asked.command]
@@ -266,7 +266,7 @@ class _Follower:
 
     def _read(self) -> None:
         try:
-            read: Any = json.loads(self._notes.notes.read(_NOTE) or b"{}")
+            read: Any = json.loads(self._notes.note(_NOTE) or b"{}")
             self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
             self._furthest = int(read.get("furthest", -1))
             self._begun = self._furthest >= 0

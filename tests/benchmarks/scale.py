@@ -240,7 +240,7 @@ class Real:
         )
         save.copy.settled.set()
         self.work = _Work(save, None)
-        self.work.begin()
+        self.work._path, _ = self.target.begin(step)
         found = clock(self.work.prepare)
         dist.destroy_process_group()
         return found

@@ -168,6 +168,7 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         (Leave, {"save_last": None}, "save_last must be true or false"),
         (Restore, {"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
         (Restore, {"read": "twice"}, "read must be one of auto, each, once"),
+        (Restore, {"give_up_after": True}, "give_up_after must be a whole number of at least 1"),
         (Restore, {"cast": 1}, "cast must be true or false"),
         (Replicas, {"share": "first"}, "share must be true or false"),
         (Replicas, {"verify_every": -1}, "verify_every must be a whole number of at least 0"),

@@ -171,32 +171,17 @@ def step_once(training: Training, rank: int) -> None:
     training.optimizer.step()
 
 
-def write_past_the_optimizer(training: Training, rank: int) -> None:
-    with torch.no_grad():
-        next(training.model.parameters()).mul_(1.0)
-
-
-def replace_a_buffer(training: Training, rank: int) -> None:
-    training.model.module[1].running_mean = torch.zeros(8)
-
-
 def report_a_cause(training: Training, rank: int) -> None:
     loss._of_process._store.set("cause is known", True)
 
 
 @pytest.mark.parametrize(
-    ("then", "how", "why"),
-    [
-        (step_once, "ddp", "rank 0: its optimizer was at the next step"),
-        (write_past_the_optimizer, "ddp", "rank 0: something that is no optimizer has written into its state since"),
-        (replace_a_buffer, "batch norm", "rank 0: its modules have other tensors than before"),
-        (report_a_cause, "ddp", ""),
-    ],
+    ("then", "why"), [(step_once, "rank 0: its optimizer was at the next step"), (report_a_cause, "")]
 )
 def test_nothing_is_saved_of_a_state_that_is_not_whole_or_after_an_error_in_the_program(
-    tmp_path: Path, then: Any, how: str, why: str
+    tmp_path: Path, then: Any, why: str
 ) -> None:
-    told = run_ranks(lose, 2, args=(str(tmp_path), how, (1,), then))
+    told = run_ranks(lose, 2, args=(str(tmp_path), "ddp", (1,), then))
     assert why in told[0][0]
     assert bool(why) == bool(told[0][0])
     assert open_store(str(tmp_path)).checkpoints() == ([], [])

@@ -83,3 +83,11 @@ class FaultyStorage(DcpStorage):
 
     def _written(self) -> int:
         return sum(file.stat().st_size for file in Path(self.path).glob(f"__{self._rank}_*"))
+
+
+def flip(path: Path, bit: int | None = None) -> None:
+    """Flip a bit of a file, by default one in the middle."""
+    content = bytearray(path.read_bytes())
+    at = 4 * len(content) if bit is None else bit
+    content[at // 8] ^= 1 << at % 8
+    path.write_bytes(content)

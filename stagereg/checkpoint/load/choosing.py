@@ -12,7 +12,7 @@ import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
 from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
-from stagereg.checkpoint.load.matching import describe
+from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -39,10 +39,9 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     Raises:
         CheckpointError: there is none, or one could not be looked at.
     """
-    if resume not in ("auto", "latest") and is_plain_dcp(resume):
-        described = describe(resume)
-        return [Condition(described.path, described.manifest)]
     if resume not in ("auto", "latest"):
+        if is_plain_dcp(resume):
+            return [Condition(resume, described(resume))]
         condition = open_parent_store(resume).look(resume)
         _expect_certain(condition)
         return [condition]
@@ -136,7 +135,10 @@ def _expect_certain(condition: Condition) -> None:
 
 def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
     for each in damaged if ranks.rank == 0 else ():
-        _log.warning("%s is %s and passed over:\n%s%s", each.path, _word(each), _indented(each), _how_to_try(each))
+        word, more = _word(each), ""
+        if word == "given up":
+            more = f"\n  If that had another cause, go on from it with checkpoint.resume=PATH or {_RETRY}."
+        _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
 
 
 def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies | None) -> None:
@@ -166,7 +168,9 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
 
 def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
     """Return what is to be said where none leads on; ``root`` is the directory, or the tier's where there is none."""
-    every = "\n".join(f"  {_name_in(root, each)}: {each}" for each in damaged)
+    # A step of a tier is not in the directory.
+    names = [each.name if os.path.dirname(each.path) == root else each.path for each in damaged]
+    every = "\n".join(f"  {name}: {each}" for name, each in zip(names, damaged, strict=True))
     given_up = [_word(each) == "given up" for each in damaged]
     how = (
         "What ends each run in this way may be in the program, its data or a machine: see the errors of those runs. "
@@ -178,11 +182,6 @@ def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
         f"Starting from scratch would give the run up, so no step was taken. {put_back}start from scratch "
         f"with checkpoint.resume=never. `stagereg verify {shlex.quote(root)}` shows them again."
     )
-
-
-def _name_in(root: str, each: Condition) -> str:
-    """Return its name, or its path if it lies elsewhere, as a step of a tier does."""
-    return each.name if os.path.dirname(each.path) == root else each.path
 
 
 def not_that_one(resume: str, damaged: Condition) -> str:
@@ -197,12 +196,6 @@ def not_that_one(resume: str, damaged: Condition) -> str:
 
 def _word(condition: Condition) -> str:
     return "given up" if any(isinstance(what, _GivenUp) for what in condition.damages.values()) else "damaged"
-
-
-def _how_to_try(condition: Condition) -> str:
-    ways = f"checkpoint.resume=PATH or {_RETRY}"
-    more = f"\n  If that had another cause, go on from it with {ways}."
-    return more if _word(condition) == "given up" else ""
 
 
 def _indented(condition: Condition) -> str:

@@ -35,19 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 class Crashes(NamedTuple):
-    """How often runs have crashed after a checkpoint was restored, and how often is enough to give it up.
+    """How often runs have crashed after a checkpoint was restored, and how often is enough to give it up."""
 
-    Attributes:
-        times: after this one.
-        most: which is enough; ``None`` counts none.
-        in_a_row: after any of the run's, since it has come further.
-        reached: the furthest step that was restored then.
-    """
-
-    times: int = 0
-    most: int | None = None
-    in_a_row: int = 0
-    reached: int = -1
+    times: int = 0  # after this one
+    most: int | None = None  # which is enough; ``None`` counts none
+    in_a_row: int = 0  # after any of the run's, since it has come further
+    reached: int = -1  # the furthest step that was restored then
 
     @property
     def given_up(self) -> bool:
@@ -71,30 +64,21 @@ class Crashes(NamedTuple):
 
 
 class RestoreNote(NamedTuple):
-    """The content of the file.
+    """The content of the file."""
 
-    Attributes:
-        restored: what the last run has restored, if that is not over.
-        most: its ``give_up_after``.
-        times: crashes by checkpoint.
-        in_a_row: as of :class:`Crashes`, and so is ``reached``.
-        newest: the step of the newest checkpoint that there was then, good or not.
-        number: of this writing: what one machine has may be older than what another has.
-    """
-
-    restored: str = ""
-    most: int | None = None
-    times: Mapping[str, int] = {}  # never changed
-    in_a_row: int = 0
+    restored: str = ""  # what the last run has restored, if that is not over
+    most: int | None = None  # its ``give_up_after``
+    times: Mapping[str, int] = {}  # crashes by checkpoint; never changed
+    in_a_row: int = 0  # as of :class:`Crashes`, and so is ``reached``
     reached: int = -1
-    newest: int = -1
-    number: int = 0
+    newest: int = -1  # the step of the newest checkpoint that there was then, good or not
+    number: int = 0  # of this writing: what one machine has may be older than what another has
 
     @classmethod
     def read(cls, store: CheckpointStore) -> RestoreNote:
         """Return what is noted in a store; what cannot be read is nothing."""
         try:
-            read: Any = json.loads(store.notes.read(RESTORED) or b"{}")
+            read: Any = json.loads(store.note(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("give_up_after")
             usual = {"in_a_row": 0, "reached": -1, "newest": -1, "number": 0}
@@ -113,7 +97,6 @@ class RestoreNote(NamedTuple):
         return self._replace(restored="", times=times, in_a_row=self.in_a_row + 1, reached=reached)
 
     def of(self, key: str) -> Crashes:
-        """Return what is known of one checkpoint."""
         return Crashes(self.times.get(key, 0), self.most, self.in_a_row, self.reached)
 
     def dumps(self) -> bytes:
@@ -133,14 +116,11 @@ class CrashCounter:
         give_up_after: how many crashes are enough; ``None`` counts none.
         counts: whether this rank notes it: rank 0, or one on each machine.
         shared: whether ``store`` is that of all machines.
-
-    Attributes:
-        crashed: whether the end of this run, should it come now, is a crash also where the process goes on.
     """
 
     def __init__(self, store: CheckpointStore, give_up_after: int | None, counts: bool, shared: bool = True) -> None:
         self.give_up_after = give_up_after
-        self.crashed = False
+        self.crashed = False  # whether the end of this run, if it comes now, is a crash also if the process goes on
         self._store, self._process, self._shared = store, os.getpid() if counts else 0, shared
         self._note: RestoreNote | None = None  # of the runs before this one; None until it is read
         self._restored = ""  # by this run, which has not come further since
@@ -252,7 +232,7 @@ class CrashCounter:
         self._note = note._replace(most=self.give_up_after, number=note.number + (not self._shared))
         try:
             with within(_BEST_EFFORT_S):
-                self._store.notes.write(RESTORED, self._note._replace(restored=restored).dumps())
+                self._store.backend.replace(RESTORED, self._note._replace(restored=restored).dumps())
         except Exception as error:
             _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
 

@@ -20,7 +20,7 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf
-from stagereg.checkpoint.format.manifest import MOST, Checkpoint, Manifest
+from stagereg.checkpoint.format.manifest import MOST, Manifest
 from stagereg.checkpoint.load.placing import from_scratch
 from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles
@@ -68,14 +68,13 @@ class MatchedFiles(CheckpointFiles):
         self.index.state = found
 
     def structure(self, name: str, rank: int | None = None) -> Any:
-        """Return the structure of one entry."""
         return self.index.state[name]
 
 
-def describe(path: str) -> Checkpoint:
-    """Return the directory as a checkpoint of no files that could be compared, and of no rank.
+def described(path: str) -> Manifest:
+    """Return a manifest for the directory, of no files that could be compared, and of no rank.
 
-    Its step is what it has as ``train_state.step`` or ``step``, or what its name says, as ``step-100``; else 0.
+    The step is what it has as ``train_state.step`` or ``step``, or what its name says, as ``step-100``; else 0.
 
     Raises:
         CheckpointError: as :func:`.open_plain_dcp`.
@@ -91,7 +90,7 @@ def describe(path: str) -> Checkpoint:
                 step = leaf.value.item() if isinstance(leaf.value, torch.Tensor) else leaf.value
                 break
     is_step = type(step) is int and 0 <= step <= MOST
-    return Checkpoint(path, Manifest(step if is_step else 0, world_size=0, serial=0, files={}))
+    return Manifest(step if is_step else 0, world_size=0, serial=0, files={})
 
 
 def _is_empty(value: Any) -> bool:

@@ -16,7 +16,6 @@ from stagereg.checkpoint.format.wrappers import wraps
 
 
 def memory_for(leaf: Leaf) -> torch.Tensor:
-    """Return the tensor that a leaf is read into."""
     if leaf.in_place and leaf.live is not None:
         if not isinstance(leaf.live, ShardedTensor):
             torch.autograd.graph.increment_version(leaf.live)

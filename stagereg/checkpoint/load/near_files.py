@@ -31,5 +31,4 @@ class NearFiles(CheckpointFiles):
         return transfer
 
     def file(self, name: str) -> Readable:
-        """Return one of them."""
         return BlockFile(self._reader, name)

@@ -190,6 +190,5 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the tensors of structures by their dotted names."""
     every = (each for name, structure in structures.items() for each in encoding.leaves(structure, name))
     return {name: leaf for name, leaf in every if type(leaf) is Leaf and leaf.stored.dtype is not None}

@@ -208,19 +208,15 @@ class Readable(Protocol):
     @property
     def local(self) -> bool:
         """Whether it is on this machine."""
-        ...
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory``; the file may not end before."""
-        ...
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
         """As :meth:`read_into`, by any thread."""
-        ...
 
     def read(self, offset: int, length: int) -> bytearray:
         """Return bytes of it."""
-        ...
 
 
 class File:
@@ -267,7 +263,6 @@ class File:
         memory[:] = data
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return bytes of it."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data
@@ -301,16 +296,12 @@ class _Move(NamedTuple):
 
 
 class Transfer:
-    """What is to be read, and where to.
-
-    Attributes:
-        moves: by file.
-        wholes: objects, and chunks that do not lie as the tensor has its elements, or have another dtype.
-    """
+    """What is to be read, and where to."""
 
     def __init__(self, file: Callable[[str], Readable]) -> None:
         self._file = file
-        self.moves: dict[str, list[_Move]] = defaultdict(list)
+        self.moves: dict[str, list[_Move]] = defaultdict(list)  # by file
+        # Objects, and chunks that do not lie as the tensor has its elements, or have another dtype.
         self.wholes: list[Whole] = []
         self._kept: list[torch.Tensor] = []  # so that no address is of freed memory
 
@@ -349,7 +340,6 @@ class Transfer:
             self.moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
 
     def add_object(self, leaf: Leaf) -> None:
-        """Have an object loaded."""
         [chunk] = leaf.stored.chunks
 
         def take(data: bytearray) -> None:
@@ -358,7 +348,6 @@ class Transfer:
         self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
     def run(self) -> None:
-        """Read all of it."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="stagereg-read") as threads:
             for name, moves in self.moves.items():
                 file = self._file(name)
@@ -371,7 +360,6 @@ class Transfer:
 def _copy(
     chunk: Chunk, dtype: torch.dtype, box: tuple[slice, ...], to: torch.Tensor, name: str, data: bytearray
 ) -> None:
-    """Copy what is wanted of the bytes of a chunk."""
     if chunk.layout == ARCHIVE:
         stored = subclasses.load_part(name, chunk, dtype, data)
         if wraps(stored):

@@ -54,8 +54,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """What is to be restored."""
-
     store: CheckpointStore  # the directory of checkpoints
     resume: str  # ``"auto"``, ``"latest"`` or the path of a checkpoint
     verify: str  # ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes
@@ -357,21 +355,16 @@ def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, fou
 
 
 class _Loading:
-    """What this rank takes of a checkpoint.
+    """What this rank takes of a checkpoint."""
 
-    Attributes:
-        files: of the checkpoint, from :meth:`prepare` on.
-        left: by entry what this rank does not take of it, by the names of parameters.
-        transfer: what goes straight into the objects, with ``once`` all; with that it is read before :meth:`assign`.
-    """
-
-    files: CheckpointFiles
-    transfer: Transfer
+    files: CheckpointFiles  # of the checkpoint, from :meth:`prepare` on
+    transfer: Transfer  # what goes straight into the objects; with ``once`` all, which is read before :meth:`assign`
 
     def __init__(self, chosen: Checkpoint, asked: RestoreRequest, once: bool) -> None:
         self._chosen, self._asked, self._once = chosen, asked, once
         self.open_files: Callable[[], CheckpointFiles] | None = None  # in place of those in the directory
         self._found: dict[str, Any] = {}
+        # By entry what this rank does not take of it, by the names of parameters.
         self.left: dict[str, dict[str, Any]] = {}
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:

@@ -57,7 +57,6 @@ class HeldTensor(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its dotted name."""
         return ".".join(map(str, self.path))
 
 

@@ -47,11 +47,6 @@ class RankEntries:
         buffers: names of tensors in which ranks may differ; ``None`` if nothing is compared.
         known: dotted names of values that were compared in an earlier save.
 
-    Attributes:
-        structures: of each entry.
-        contents: of each entry's tensors that are to be compared.
-        kinds: a digest of the objects in them, and the groups of optimizers.
-
     Raises:
         CheckpointError: something in them could not be read back.
     """
@@ -61,7 +56,9 @@ class RankEntries:
         self.structures = {name: encode(value, name) for name, value in copied.items() if name != shares.SAMPLES}
         objects = {name for each in self.structures.values() for name in each.objects}
         entries = {name: copied[name] for name in self.structures}
+        # Of each entry's tensors that are to be compared.
         self.contents = {} if buffers is None else comparing.contents(entries, buffers, objects, known)
+        # Of the objects in them, and the groups of optimizers.
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
 
     def digests(self) -> EntryDigests:
@@ -69,7 +66,6 @@ class RankEntries:
         return EntryDigests({name: digest(each) for name, each in self.structures.items()}, self._samples)
 
     def structures_for(self, asked: Asked) -> Sent:
-        """Return what rank 0 has asked for."""
         return {name: self.structures[name] for name in asked}
 
 
@@ -82,9 +78,6 @@ class Merging:
         stale: the ranks that have left their loop.
         before: what ranks had in the save before.
         numbers: which rank of those that the checkpoint is of each one is; the same by default.
-
-    Attributes:
-        entries: what they have in this one, once it is put together.
     """
 
     def __init__(
@@ -95,9 +88,9 @@ class Merging:
         before: Structures,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        self.entries: Structures = {}
+        self.entries: Structures = {}  # what they have in this save, once it is put together
         self._numbers = range(len(digests)) if numbers is None else numbers
-        self._digests, self._order, self._stale, self._before = digests, order, stale, before
+        self._digests, self._stale, self._before = digests, stale, before
         self._alike = alike([each.structures for each in digests], order)
 
     def ask_ranks(self) -> list[Asked]:

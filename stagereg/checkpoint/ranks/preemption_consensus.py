@@ -40,15 +40,12 @@ class PreemptionConsensus:
     """Whether the ranks are to save and exit; for the training thread. Signals are handled until ``close``.
 
     ``grace_s`` and ``describe_newest`` are for the :class:`.PreemptionHandler`.
-
-    Attributes:
-        agreed: the signal to exit for, on all ranks from the same step on; ``None`` until there is one.
     """
 
     def __init__(
         self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str], requests: Requests
     ) -> None:
-        self.agreed: signal.Signals | None = None
+        self.agreed: signal.Signals | None = None  # the signal to exit for, on all ranks from the same step on
         self._ranks = ranks  # on whose group nothing else is exchanged
         self._requests = requests
         self._handler = PreemptionHandler(grace_s, describe_newest)

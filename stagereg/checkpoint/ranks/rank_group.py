@@ -126,19 +126,15 @@ class RankGroup:
 
     Constructing it is collective: every rank does so, in the same order as its other groups. ``timeout`` is for the
     exchanges without a limit of their own, at least half an hour.
-
-    Attributes:
-        limit: that time-out.
-        numbers: which rank of those that the checkpoint is of each one is.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
+        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # that time-out
         self.rank, self.size = 0, 1
-        self.numbers: Sequence[int] = range(1)
+        self.numbers: Sequence[int] = range(1)  # which rank of those that the checkpoint is of each one is
         self._store: Any = None
         self._why = ""  # the ranks cannot go on
         if not (dist.is_available() and dist.is_initialized()):

@@ -140,7 +140,6 @@ def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
 
 
 def _name(kind: Kind, cut: Cut) -> str:
-    """Return the dotted name of a tensor."""
     return ".".join(map(str, (kind[0], *cut.holder, cut.key)))
 
 

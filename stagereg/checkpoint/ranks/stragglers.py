@@ -78,13 +78,10 @@ class Stragglers:
 
     Args:
         machine_of: returns the name of the machine of a rank; called where one is named.
-
-    Attributes:
-        named: the ranks that are slow now.
     """
 
     def __init__(self, machine_of: Callable[[int], str]) -> None:
-        self.named: set[int] = set()
+        self.named: set[int] = set()  # the ranks that are slow now
         self._machine_of = machine_of
         self._window: deque[_Sample] = deque(maxlen=_WINDOW)
         self._taken: list[Sequence[float]] = []  # in exchanges since the last sample

@@ -120,16 +120,11 @@ class _Work:
     """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
 
     ``before`` is that of the same copy to the tier, which has taken it apart already.
-
-    Attributes:
-        agreed: whether all ranks have staged, and know which shares of the copy each of them writes.
-        planner: has the tensors until they are written.
-        entries: what this rank has of each entry.
-        asked: what rank 0 asks it for.
     """
 
-    entries: RankEntries
-    asked: Asked
+    agreed: bool  # all ranks have staged, and know which shares of the copy each of them writes
+    entries: RankEntries  # what this rank has of each entry
+    asked: Asked  # what rank 0 asks it for
     _copy: dict[str, Any]  # what this rank writes of what it has staged
     _plans: list[SavePlan]  # what this rank would write
     _more: list[SavePlan]  # that again, if it was not sent before the files
@@ -137,7 +132,7 @@ class _Work:
 
     def __init__(self, save: PendingSave, before: _Work | None) -> None:
         self._save, self._to, self._ranks = save, save.to, save.to.ranks
-        self.planner = save.to.last.planner
+        self.planner = save.to.last.planner  # has the tensors until they are written
         self._metadata: Metadata | None = None
         self._is_second = self.agreed = before is not None
         if before is not None:
@@ -150,7 +145,7 @@ class _Work:
         failing = f"Step {save.step} was not saved"
         try:
             with within(_TRYING * (save.until - time.monotonic())), short_turns():
-                passed_over = self.begin()
+                self._path, passed_over = to.begin(save.step)
                 if passed_over and save.agreed is None:
                     if not save.missed:
                         self._let_go()
@@ -175,11 +170,6 @@ class _Work:
         finally:
             self.planner.state_dict = {}
         return began, nbytes
-
-    def begin(self) -> bool:
-        """Have the target begin; return whether it passes over this save, on all ranks."""
-        self._path, passed_over = self._to.begin(self._save.step)
-        return passed_over
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         """Return that this rank has staged, and what it would write, or what it compares before."""
@@ -270,7 +260,7 @@ class _Work:
             for step in steps:
                 self._to.discard(step)
             raise DisagreementError(f"The ranks saved different steps at the same time: {steps}.")
-        _expect_all_up_to_date(self._save.step, prepared)
+        _expect_all_up_to_date(prepared)
         if len({each.shares_of for each in prepared}) > 1:
             raise DisagreementError(
                 "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
@@ -319,7 +309,7 @@ class _Work:
         self._to.expect_room(self._to.last.nbytes)
         save.at = "writing its files"
         own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
-        self._results = self._to.write(own, self.planner)
+        self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
         self._let_go()
         marks = (
@@ -389,7 +379,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
         )
 
 
-def _expect_all_up_to_date(step: int, prepared: Sequence[_Prepared]) -> None:
+def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
     """Refuse what a rank holds from long ago that has left its loop, and steps only what the join knows."""
     if not any(each.follows for each in prepared):
         return

@@ -23,14 +23,10 @@ class Failures:
         warns: whether they are logged, and never raised.
         first: whether this is the rank that logs what happens on all.
         describe_newest: returns a sentence on the newest good checkpoint.
-
-    Attributes:
-        last: why the last save that has ended failed; ``None`` if it did not.
-        warns: as given.
     """
 
     def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str]) -> None:
-        self.last: CheckpointError | None = None
+        self.last: CheckpointError | None = None  # why the last save that has ended failed, if it did
         self.warns = warns
         self._first, self._describe_newest = first, describe_newest
         self._status: CheckpointError | None = None  # what the end reports if failures are warnings

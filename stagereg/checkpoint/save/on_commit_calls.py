@@ -18,9 +18,9 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.save.pending_save import SaveTarget
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.crash_report import summarize_exception
@@ -40,25 +40,24 @@ class CommitCalls:
     def __init__(
         self,
         components: Mapping[str, OnCommit],
-        background: Background,
+        target: SaveTarget,
+        background: SaveThread,
         preemption: PreemptionConsensus | None,
     ) -> None:
-        self._background, self._preemption = background, preemption
-        self._callers = [_Caller(name, each, background) for name, each in components.items()]
+        self._target, self._background, self._preemption = target, background, preemption
+        self._callers = [_Caller(name, each, target, background) for name, each in components.items()]
         self._process, self._leaving = os.getpid(), False
         if components:
-            background.on_committed = self.committed
+            background.listeners.append(self._committed)
             shutdown.wait_for(self)
 
-    def committed(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
+    def _committed(self, step: int) -> None:
         """Have every component called for a checkpoint; on the thread that saves."""
         if self._leaving:
-            _log.warning(
-                "stagereg: on_commit is not called for step %d: the run is preempted", checkpoint.manifest.step
-            )
+            _log.warning("stagereg: on_commit is not called for step %d: the run is preempted", step)
             return
         for caller in self._callers:
-            caller.add((checkpoint, store))
+            caller.add(self._target.committed)
 
     def leave(self) -> None:
         """Begin no more calls, and wait for none: the run is preempted."""
@@ -73,14 +72,12 @@ class CommitCalls:
         self._background.finish()
         until = time.monotonic() + self._background.timeout_s
         while any(caller.busy for caller in self._callers):
-            if time.monotonic() > until or self._is_signalled():
+            is_signalled = self._preemption is not None and any(self._preemption.signal_flags())
+            if time.monotonic() > until or is_signalled:
                 for caller in self._callers:
                     caller.give_up("the run ends")
             time.sleep(_LOOK_S)
         return not (self._leaving and any(caller.calling for caller in self._callers))
-
-    def _is_signalled(self) -> bool:
-        return self._preemption is not None and any(self._preemption.signal_flags())
 
     def close(self) -> None:
         """As :meth:`finish`, and end the threads."""
@@ -92,12 +89,12 @@ class CommitCalls:
 class _Caller:
     """The thread of one component."""
 
-    def __init__(self, name: str, component: OnCommit, background: Background) -> None:
+    def __init__(self, name: str, component: OnCommit, target: SaveTarget, background: SaveThread) -> None:
         self.limit_s = background.timeout_s  # of a call
         self._stopped = ""  # why no further call begins
         self._name, self._component = name, component
-        self._background, self._stats = background, background.stats
-        self._queue: queue.SimpleQueue[tuple[Checkpoint, CheckpointStore] | None] = queue.SimpleQueue()
+        self._store, self._background, self._stats = target.store, background, background.stats
+        self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._added = self._done = 0
         self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
         self._thread.start()  # now, since a process that ends starts none any more
@@ -114,11 +111,11 @@ class _Caller:
         """Whether a call has not returned, given up or not."""
         return self._call is not None and self._call.is_alive()
 
-    def add(self, commit: tuple[Checkpoint, CheckpointStore] | None) -> None:
+    def add(self, checkpoint: Checkpoint | None) -> None:
         """Call the component for a checkpoint after those before it; ``None`` ends the thread."""
-        if commit is not None:
+        if checkpoint is not None:
             self._added += 1
-        self._queue.put(commit)
+        self._queue.put(checkpoint)
 
     def give_up(self, why: str) -> None:
         """Begin no further call, and wait for none."""
@@ -129,15 +126,14 @@ class _Caller:
     # -- on the thread
 
     def _work(self) -> None:
-        while (commit := self._queue.get()) is not None:
-            checkpoint, store = commit
+        while (checkpoint := self._queue.get()) is not None:
             try:
-                self._take(checkpoint, store)
+                self._take(checkpoint)
             except Exception as error:  # of the store, for one
                 self._fail(checkpoint.manifest.step, f"was not called: {error}")
             self._done += 1
 
-    def _take(self, checkpoint: Checkpoint, store: CheckpointStore) -> None:
+    def _take(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.manifest.step
         if self._stopped:
             return
@@ -146,12 +142,12 @@ class _Caller:
             return
         failures: list[BaseException | str] = []
         self._called_for, began = step, record.now()
-        self._call = threading.Thread(target=self._run, args=(checkpoint, store, failures), daemon=True)
+        self._call = threading.Thread(target=self._run, args=(checkpoint, failures), daemon=True)
         try:
             self._call.start()
             self._call.join(self.limit_s)
         except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more; the end waits no longer
-            self._run(checkpoint, store, failures)
+            self._run(checkpoint, failures)
         failure = failures[0] if failures else None
         if isinstance(failure, str):  # it was not called
             self._fail(step, failure)
@@ -163,12 +159,15 @@ class _Caller:
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
         elif failure is not None:
             self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
-        if path_of(store, checkpoint) is None:
-            newest = self._background.note_lost(step, store)
+        if path_of(self._store, checkpoint) is None:
+            if self._background.newest == step:
+                good = self._store.checkpoints()[0]
+                self._background.newest = good[0].manifest.step if good else None
+            newest = self._background.describe_newest()
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 
-    def _run(self, checkpoint: Checkpoint, store: CheckpointStore, failures: list[BaseException | str]) -> None:
-        manifest = checkpoint.manifest
+    def _run(self, checkpoint: Checkpoint, failures: list[BaseException | str]) -> None:
+        store, manifest = self._store, checkpoint.manifest
         try:
             while (path := path_of(store, checkpoint)) is not None:
                 with store.readers.reading(path):

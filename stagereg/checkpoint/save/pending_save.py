@@ -1,6 +1,6 @@
 """One save, with its copy; where the saves of a checkpointer go; and what is kept of the last one.
 
-A save is made by the call in the training loop (:mod:`.saver`), waits in the background (:mod:`.background`), and is
+A save is made by the call in the training loop (:mod:`.saver`), waits in the background (:mod:`.save_thread`), and is
 written and committed there (:mod:`.committing`).
 """
 
@@ -10,13 +10,14 @@ import contextlib
 import math
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
@@ -60,64 +61,58 @@ class LastSave:
         self.entries = {}
 
 
-class Target(Protocol):
-    """Where saves are written: the store, or the tier nearer than it."""
+class Target(ABC):
+    """Where saves are written: the store, or the tier nearer than it.
 
-    ranks: RankGroup  # that save together
-    storage: Storage  # writes the files
-    schedule: Schedule  # says when
-    last: LastSave
-    optional: bool  # what fails there, once all ranks have staged, is a warning
+    Attributes:
+        where: its directory or URL.
+        ranks: save together.
+        storage: writes the files.
+        schedule: says when.
+        last: what this rank keeps of its last save there.
+        optional: what fails there, once all ranks have staged, is a warning.
+    """
 
-    @property
-    def where(self) -> str:
-        """Its directory or URL."""
-        ...
+    optional = False
 
-    def begin(self, step: int) -> Begun:
-        """Begin a save. On all ranks."""
-        ...
+    def __init__(self, where: str, ranks: RankGroup, storage: Storage, schedule: Schedule, repeats: bool) -> None:
+        self.where, self.ranks, self.storage, self.schedule = where, ranks, storage, schedule
+        self.last = LastSave(repeats)
 
-    def expect_room(self, nbytes: int) -> None:
+    @abstractmethod
+    def begin(self, step: int) -> tuple[str, bool]:
+        """Begin a save; return the path to write in, and whether it is passed over instead. The same on all ranks."""
+
+    def expect_room(self, nbytes: int) -> None:  # noqa: B027  # usually it is not known
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
-        ...
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write this rank's files: its share of the plan, of which the planner has the tensors."""
-        ...
-
+    @abstractmethod
     def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
         """Write what the storage writes last; ``None`` if that is as in the save before. On rank 0.
 
         Returns the marks that the storage does not have.
         """
-        ...
 
+    @abstractmethod
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
         """Return size and checksum of each file that this rank has written."""
-        ...
 
+    @abstractmethod
     def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
         """Make a checkpoint of what all ranks have written. On rank 0."""
-        ...
 
-    def complete(self, step: int) -> None:
+    def complete(self, step: int) -> None:  # noqa: B027  # usually nothing is
         """Do what is left to do once it is one. On each rank; raises nothing."""
-        ...
 
+    @abstractmethod
     def discard(self, step: int) -> None:
         """Delete what was written. On each rank."""
-        ...
+
+    def clear(self) -> None:  # noqa: B027  # a tier keeps no more than it should
+        """Delete what is no longer kept. Called when a save has ended."""
 
 
-class Begun(NamedTuple):
-    """A save that begins: the path in which this rank writes, and whether it is passed over instead, on all ranks."""
-
-    path: str
-    passed_over: bool = False
-
-
-class SaveTarget:
+class SaveTarget(Target):
     """The store that the saves of one checkpointer go to, with what they share.
 
     Attributes:
@@ -126,8 +121,6 @@ class SaveTarget:
         metrics: on rank 0, what was logged about steps.
         token: of the run.
     """
-
-    optional = False
 
     def __init__(
         self,
@@ -138,29 +131,18 @@ class SaveTarget:
         token: str,
         schedule: Schedule | None = None,
     ) -> None:
-        self.store, self.keep, self.storage, self.ranks, self.token = store, keep, storage, ranks, token
-        self.schedule = schedule or Schedule(1)
+        repeats = isinstance(storage, Storage) and storage.finished is not None
+        super().__init__(store.root, ranks, storage, schedule or Schedule(1), repeats)
+        self.store, self.keep, self.token = store, keep, token
         self._storage_name = name_of(storage)  # for manifests
         self._tokens = random.Random(token)  # the same on all ranks without an exchange
         self._token = ""
         self.metrics = LoggedMetrics()
         self.committed: Checkpoint | None = None
-        self.last = LastSave(isinstance(storage, Storage) and storage.finished is not None)
 
-    @property
-    def where(self) -> str:
-        """The directory or URL."""
-        return self.store.root
-
-    def begin(self, step: int) -> Begun:
+    def begin(self, step: int) -> tuple[str, bool]:
         self._token = self._tokens.randbytes(len(self.token) // 2).hex()
-        return Begun(self.store.temporary(step, self._token))
-
-    def expect_room(self, nbytes: int) -> None:
-        """Writing shows it."""
-
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        return self.storage.write_data(plan, planner).wait()
+        return self.store.temporary(step, self._token), False
 
     def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
         if metadata is None:
@@ -190,15 +172,14 @@ class SaveTarget:
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
 
     def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
-        """Return the manifest to publish."""
         return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
-
-    def complete(self, step: int) -> None:
-        """Nothing is left to do."""
 
     def discard(self, step: int) -> None:
         if self.ranks.rank == 0:
             self.store.backend.discard(self.store.temporary(step, self._token))
+
+    def clear(self) -> None:
+        self.store.retention.clear()
 
 
 @dataclass

@@ -39,17 +39,12 @@ class _Answer(NamedTuple):
 
 
 class Retake:
-    """The step at which this rank saves again, the same on all ranks.
-
-    Attributes:
-        pending: a discarded save that is to be made again; ``None`` without one.
-        failure: why it was discarded.
-        confirm: confirms the copies that are complete. Called on the training thread, which runs no operation of torch.
-    """
+    """The step at which this rank saves again, the same on all ranks."""
 
     def __init__(self, limit_s: float) -> None:
-        self.pending: PendingSave | None = None
-        self.failure: CheckpointError | None = None
+        self.pending: PendingSave | None = None  # a discarded save that is to be made again
+        self.failure: CheckpointError | None = None  # why it was discarded
+        # Confirms the copies that are complete. Called on the training thread, which runs no operation of torch.
         self.confirm: Callable[[], None] = lambda: None
         self._steps = self._steps_at_save = 0  # of all optimizers of the process
         self._limit_s = limit_s

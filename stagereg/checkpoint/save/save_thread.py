@@ -1,5 +1,7 @@
 """A thread that works off saves of a checkpointer, one after the other.
 
+There is one for the store, and one for a tier, so that saves to the tier go on while a slow store takes one.
+
 At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
 
 Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive. A save that takes
@@ -16,7 +18,6 @@ import queue
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class CheckpointStats:
     on_commit_failures: int = 0
 
 
-class SaveThread(ABC):
+class SaveThread:
     """The thread, and what has become of its saves.
 
     All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
@@ -73,43 +74,30 @@ class SaveThread(ABC):
         timeout: of one save, from when the one before it has ended.
         warns: whether failures are logged, and never raised.
         ahead: that of the tier, which is waited for, asked and closed with this one.
-
-    Attributes:
-        newest: the step of the newest checkpoint there that this run knows to be good.
-        failures: of its saves.
-        retake: confirms copies, and decides when a save is made again whose copy was written meanwhile.
-        listeners: are called on the thread with the step of each complete checkpoint, before its save has ended.
-        stats: of its saves.
-        timeout_s: as ``timeout``, in seconds.
     """
 
     def __init__(
         self, target: Target, timeout: datetime.timedelta, warns: bool = False, ahead: SaveThread | None = None
     ) -> None:
         self.ahead = ahead
-        self.newest: int | None = None
+        self.newest: int | None = None  # the step of the newest checkpoint there that this run knows to be good
         describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
         self.stats = CheckpointStats()
+        # Called on the thread with the step of each complete checkpoint, before its save has ended.
         self.listeners: list[Callable[[int], object]] = []
-        self._target = target
+        self.target = target
         self.timeout_s = timeout.total_seconds()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
         self._clearing = False  # whether it deletes what is no longer kept
-        self._closed = False
         self.retake = Retake(self.timeout_s)
         self._lock = threading.Lock()
         self._under_way: deque[PendingSave] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
         shutdown.wait_for(self)
-
-    @property
-    def where(self) -> str:
-        """Where its saves go."""
-        return self._target.where
 
     @property
     def hanging(self) -> bool:
@@ -161,12 +149,9 @@ class SaveThread(ABC):
     def finish(self) -> bool:
         """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
-        while ended and self._is_busy() and time.monotonic() < until:
+        while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_LOOK_S)
         return ended
-
-    def _is_busy(self) -> bool:
-        return self._clearing and os.getpid() == self._process
 
     def ends_by(self, until: float) -> bool:
         """Wait until all saves of this thread have ended, well or not; False if they have not at ``until``."""
@@ -191,11 +176,11 @@ class SaveThread(ABC):
         """Return a sentence on the newest good checkpoint."""
         here, ahead = self.newest, self.ahead
         if ahead is not None and ahead.newest is not None and (here is None or ahead.newest > here):
-            more = "" if here is None else f" Step {here} is in {self.where}."
+            more = "" if here is None else f" Step {here} is in {self.target.where}."
             return f"{ahead.describe_newest()}{more}"
         if here is None:
-            return f"This run has no complete checkpoint in {self.where} yet."
-        return f"The newest good checkpoint is step {here}, in {self.where}."
+            return f"This run has no complete checkpoint in {self.target.where} yet."
+        return f"The newest good checkpoint is step {here}, in {self.target.where}."
 
     def finish_before_restore(self) -> None:
         """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
@@ -210,7 +195,6 @@ class SaveThread(ABC):
             self.ahead.close()
         for save in self._under_way:
             save.abandoned = True
-        self._closed = True
         self._queue.put(None)
 
     def _first(self) -> PendingSave | None:
@@ -230,7 +214,7 @@ class SaveThread(ABC):
             return first
 
     def _lateness(self, save: PendingSave) -> CheckpointError:
-        ranks, seconds = self._target.ranks, self.timeout_s
+        ranks, seconds = self.target.ranks, self.timeout_s
         who = "it" if ranks.group is None else f"rank {ranks.rank}"
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
         return NotSavedInTimeError(
@@ -268,20 +252,23 @@ class SaveThread(ABC):
                 self.failures.keep_failure(save.step, failure)
             save.over.set()
         try:
-            self._clear()
+            save.to.clear()
         except Exception:
             _log.debug("Deleting old checkpoints failed.", exc_info=True)
         self._clearing = False
 
-    @abstractmethod
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
         """Take notice of a save that is complete; the moments are of ``record.now``."""
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Delete what is no longer kept."""
-
-    def _call_listeners(self, step: int) -> None:
+        step, seconds = save.step, ended - began
+        if save.to.optional:
+            self.stats.tier_saves += 1
+        else:
+            self.stats.saves += 1
+            self.stats.write_seconds.append(seconds)
+        if save.agreed is None:  # else the save to the store counts them
+            self.stats.bytes_staged += save.copy.nbytes or 0
+        kind = "tier" if save.to.optional else "write"
+        record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=self.target.where)
         for listener in self.listeners:
             try:
                 listener(step)
@@ -300,7 +287,7 @@ class SaveThread(ABC):
             return None
         known = isinstance(error, CheckpointError)
         text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
-        parts = (f"{text.rstrip('.')}.", advice(error, self._target.where), self.describe_newest())
+        parts = (f"{text.rstrip('.')}.", advice(error, self.target.where), self.describe_newest())
         failure = kind_of([error])(" ".join(part for part in parts if part))
         failure.__cause__ = error.__cause__ if known else error
         return failure

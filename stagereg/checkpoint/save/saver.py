@@ -25,20 +25,14 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.save.background import Background
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy, Target
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
-from stagereg.stagers.async_stager import (
-    AsyncStager,
-    ConfirmsCopies,
-    ReleasesCopies,
-    UnconfirmedCopy,
-)
+from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
 
@@ -56,47 +50,36 @@ _A_COPY = (
 
 
 class Saver:
-    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`.
-
-    Attributes:
-        state: as it was given last, with objects in containers as entries (:mod:`.nested`); ``None`` before.
-        saved: the step that was saved last, well or not, wherever it went.
-        stored: that which was not saved near alone, where there is a store.
-        reached: as ``saved``; -1 before, and after a restore.
-        leaving: whether the ranks are about to exit.
-        names: of the parameters in it.
-        whole: takes note of steps that end; ``None`` if nothing is saved after a loss.
-        retake: the save that is to be made again, if its copy was written meanwhile.
-    """
+    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`."""
 
     def __init__(
         self,
         target: SaveTarget,
         stager: AsyncStager,
-        background: Background,
+        background: SaveThread,
         replicas: ShareBook,
         cast: bool,
-        tier: Target | None = None,
-        stores: bool = True,
+        stores: bool,
     ) -> None:
+        # As it was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
-        self.saved: int | None = None
-        self.stored: int | None = None
-        self.reached = -1
-        self.leaving = False
-        self.names = ParameterNames()
+        self.saved: int | None = None  # the step that was saved last, well or not, wherever it went
+        self.stored: int | None = None  # the step that was not saved near alone, if there is a store
+        self.reached = -1  # as ``saved``; -1 before, and after a restore
+        self.leaving = False  # whether the ranks are about to exit
+        self.names = ParameterNames()  # in the state
+        # Takes note of steps that end; ``None`` if nothing is saved after a loss.
         self.whole: Callable[[int, Mapping[str, Any]], None] | None = None
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
-        self._target, self._tier, self._stager = target, tier, stager
-        self._background, self._replicas, self._stores = background, replicas, stores
+        self._target, self._stager, self._background = target, stager, background
+        self._replicas, self._stores, self._cast = replicas, stores, cast
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._cast = cast
         self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
@@ -158,7 +141,8 @@ class Saver:
         self.retake.confirm()
         if self._given is not None:
             self.take(self._given)  # the program may have put objects into its containers since
-        saves = self._begin(checked_step(step), near, follows=follows, taken=self._steps_taken())
+        taken = {**_schedules(self.state or {}), **self._taken}
+        saves = self._begin(checked_step(step), near, follows=follows, taken=taken)
         save = saves[-1]
         if save.again and self._confirms is not None:
             self._confirms.copy_at_once(None)
@@ -191,10 +175,6 @@ class Saver:
         if save.copy.failure is None:
             self._background.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=save.called, seconds=stall, **save.copy.target)
-
-    def _steps_taken(self) -> dict[str, int]:
-        """Return how many steps each schedule and optimizer of the state has taken."""
-        return {**_schedules(self.state or {}), **self._taken}
 
     def retakes_at(self, step: int) -> bool:
         """Return whether a discarded save is made again after ``step``. Called once a step; not collective."""
@@ -264,8 +244,8 @@ class Saver:
         if self._target.ranks.size > 1:
             sharing.book, sharing.number = self._replicas, self._replicas.begin_save()
         before = None
-        if self._tier is not None:
-            before = PendingSave(step, self._tier, copy=copy, sharing=sharing, **more)
+        if (ahead := self._background.ahead) is not None:
+            before = PendingSave(step, ahead.target, copy=copy, sharing=sharing, **more)
             if near or not self._stores:
                 copy.near = True
                 return [before]

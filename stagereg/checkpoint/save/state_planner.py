@@ -44,13 +44,11 @@ class StatePlanner(DefaultSavePlanner):
 
     Of an entry that several ranks have, it takes the lowest rank's: buffers that drift between replicas, such as
     running statistics under DDP, come from the rank that DDP broadcasts them from.
-
-    Attributes:
-        parts: where a tensor that is a share of a whole lies in it, by dotted name; ``None`` for what others have.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        # Where a tensor that is a share of a whole lies in it, by dotted name; ``None`` for what others have.
         self.parts: Mapping[str, Part | None] = {}
         self._names: dict[tuple[str | int, ...], str] = {}  # of the leaves, by what leads to them
         self._planned: tuple[object, SavePlan] | None = None  # what was planned last, and how

@@ -41,16 +41,11 @@ _version_of = operator.attrgetter("_version")
 
 
 class WholeStep:
-    """That of one rank. :meth:`note` is for the training thread, the other methods for another one, once each.
-
-    Attributes:
-        step: that has ended last; ``None`` before.
-        kinds: a digest of names, shapes and dtypes of all tensors of modules and optimizers.
-    """
+    """That of one rank. :meth:`note` is for the training thread, the other methods for another one, once each."""
 
     def __init__(self, names: ParameterNames) -> None:
-        self.step: int | None = None
-        self.kinds = ""
+        self.step: int | None = None  # that has ended last
+        self.kinds = ""  # a digest of names, shapes and dtypes of all tensors of modules and optimizers
         self._names = names
         self._seen: _Seen | None = None
         self._noted: dict[str, Any] = {}  # by entry, in place of what the program has by now
@@ -136,29 +131,17 @@ class WholeStep:
 
 
 class _Seen:
-    """What is known of the modules and optimizers of a state, as long as they are the same.
-
-    Attributes:
-        objects: these, by entry.
-        known: what they are told from others by.
-        unfit: why their state cannot be taken at the end of a step, whatever it is; else empty.
-        kinds: as of :class:`WholeStep`.
-        groups: of the optimizers.
-        modules: their entries: references to live tensors.
-        small: tensors that may be written by a forward pass, and are copied.
-        copies: of those.
-        watched: all others.
-        devices: that have some of them.
-    """
+    """What is known of the modules and optimizers of a state, as long as they are the same; ``objects``, by entry."""
 
     def __init__(self, state: Mapping[str, Any], objects: Mapping[str, Any], names: ParameterNames) -> None:
         self.objects, self._counted = objects, [each.state for each in _optimizers(objects)]
         self._names, self._counts = state.keys() - objects.keys(), [*map(len, self._counted)]
-        self.known, self.unfit, self.kinds = _known(objects), _unfit(state), ""
+        self.known, self.kinds = _known(objects), ""  # ``kinds`` as of :class:`WholeStep`
+        self.unfit = _unfit(state)  # why their state cannot be taken at the end of a step, if so
         self.groups = [group for each in _optimizers(objects) for group in each.param_groups]
-        self.modules: dict[str, Any] = {}
-        self.small: list[torch.Tensor] = []
-        self.watched: list[torch.Tensor] = []
+        self.modules: dict[str, Any] = {}  # their entries: references to live tensors
+        self.small: list[torch.Tensor] = []  # tensors that may be written by a forward pass, and are copied
+        self.watched: list[torch.Tensor] = []  # all others
         if not self.unfit:
             for each in _optimizers(objects):
                 names.for_optimizer(each, state)  # once, with all that has names of parameters

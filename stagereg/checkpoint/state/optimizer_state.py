@@ -17,7 +17,7 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -402,7 +402,8 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
         return
     groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, TENSORS))
     params = parameters_of(inner)
-    order = [names.by_parameter[param] for param in params] if names.flat is None else [*_params_of(groups)]
+    there = [name for group in groups.values() for name in group[PARAMS]]
+    order = [names.by_parameter[param] for param in params] if names.flat is None else there
     part = parts.get(first_of(order), {})
     empty = {int(at): options for at, options in part.get(EMPTY_GROUPS, {}).items()}
     if names.flat is not None:
@@ -428,10 +429,6 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     if inner is not optimizer:
         for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
             group.update(hyperparameters(own))
-
-
-def _params_of(groups: Mapping[str, Any]) -> Iterator[str]:
-    return (name for group in groups.values() for name in group[PARAMS])
 
 
 def _counting(saved: Any) -> Any:

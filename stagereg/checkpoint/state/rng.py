@@ -8,9 +8,7 @@ to understand, and of a tensor, which torch returns anew each time, a stager wou
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
-import marshal
 import random
 import sys
 from typing import Any
@@ -19,8 +17,6 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-_COLLECTIONS = {"python", "numpy"}
-_ARRAY = "array"
 _JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
 
 
@@ -40,20 +36,19 @@ def note() -> dict[str, Any]:
 
 
 def capture(noted: dict[str, Any] | None = None) -> dict[str, bytes]:
-    """Return what :func:`note` returned, or the present state, as it is staged."""
+    """Return what :func:`note` returned, or the present state, as it is staged: torch's own bytes, or JSON."""
     state = note() if noted is None else noted
-    return {
-        name: marshal.dumps(_packed(each)) if name in _COLLECTIONS else _bytes(each) for name, each in state.items()
-    }
+    return {name: _bytes(each) if isinstance(each, torch.Tensor) else _json(each) for name, each in state.items()}
+
+
+def _json(state: Any) -> bytes:
+    # Always as many bytes: in the structure they would be something new in each save, that every rank had to send.
+    return json.dumps(as_lists(state)).encode().ljust(_JSON_BYTES)
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    """Return what :func:`capture` returned as it is written: tensors of bytes, torch's own or JSON."""
-    written = dict(state)
-    for name in written.keys() & _COLLECTIONS:
-        # Always as many bytes: in the structure they would be something new in each save, that every rank had to send.
-        written[name] = json.dumps(_listed(marshal.loads(state[name]))).encode().ljust(_JSON_BYTES)
-    return {name: _tensor(data) for name, data in written.items()}
+    """Return what :func:`capture` returned as it is written: tensors of bytes."""
+    return {name: _tensor(data) for name, data in state.items()}
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
@@ -84,27 +79,11 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _packed(state: Any) -> Any:
-    """Return a state of NumPy with arrays as their kind and bytes, in place of hundreds of numbers."""
-    if isinstance(state, dict):
-        return {name: _packed(value) for name, value in state.items()}
-    if getattr(state, "ndim", 0):
-        return {_ARRAY: state.dtype.str, "bytes": state.tobytes()}
-    return state.item() if hasattr(state, "item") else state
-
-
 def as_lists(state: Any) -> Any:
     """Return a state of NumPy or Python with lists in place of arrays."""
-    return _listed(_packed(state))
-
-
-def _listed(state: Any) -> Any:
-    """Return a state that was packed, with arrays as lists."""
-    if not isinstance(state, dict):
-        return state
-    if _ARRAY in state:
-        return importlib.import_module("numpy").frombuffer(state["bytes"], state[_ARRAY]).tolist()
-    return {name: _listed(value) for name, value in state.items()}
+    if isinstance(state, dict):
+        return {name: as_lists(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _bytes(x: torch.Tensor) -> bytes:

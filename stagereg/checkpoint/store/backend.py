@@ -2,7 +2,7 @@
 
 :class:`.Directory` renames a save to commit it, :class:`.Bucket` writes its manifest last. Everything else, such as
 which checkpoints are complete, which stay, and in which order a save is committed, is the same for both, and theirs
-to whom it is asked for: :class:`.CheckpointStore`, :class:`.Retention` and :class:`.Notes`.
+to whom it is asked for: :class:`.CheckpointStore` and :class:`.Retention`.
 """
 
 from __future__ import annotations

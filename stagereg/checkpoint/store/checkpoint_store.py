@@ -22,7 +22,6 @@ from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.lock import Owner, StoreLock
-from stagereg.checkpoint.store.notes import Notes
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.checkpoint.store.retention import Retention
 from stagereg.errors import CheckpointError
@@ -35,14 +34,12 @@ class CheckpointStore:
 
     Attributes:
         backend: where they lie.
-        notes: small files beside them.
         readers: who reads them.
         retention: which of them stay.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.notes = Notes(backend)
         self.readers = Readers(backend)
         self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
@@ -103,6 +100,13 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.look(f"{self.root}/{LATEST}").checkpoint
+
+    def note(self, name: str) -> bytes:
+        """Return a small file of the root, which ``backend.replace`` has written; empty if it is not there."""
+        try:
+            return self.backend.read(f"{self.root}/{name}")
+        except FileNotFoundError:
+            return b""
 
     def leftovers(self) -> list[str]:
         """Return the full paths of what is half-written, be it of a dead run or of one that is writing now."""

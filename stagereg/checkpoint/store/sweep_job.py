@@ -35,7 +35,7 @@ def take_for_job(store: CheckpointStore, resume: str) -> None:
     own = {"sweep": os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir)), "job": hydra.job.num}
     noted: Any = None
     with contextlib.suppress(ValueError):  # damaged
-        noted = json.loads(store.notes.read(SWEEP_JOB) or b"null")
+        noted = json.loads(store.note(SWEEP_JOB) or b"null")
     another = isinstance(noted, dict) and noted != own and noted.get("sweep") == own["sweep"]
     if another and resume == "auto" and not gives_resume(hydra.overrides.task):
         raise CheckpointError(
@@ -43,4 +43,4 @@ def take_for_job(store: CheckpointStore, resume: str) -> None:
             "no step. Give each job a directory of its own, as checkpoint.dir is by default; or say that it is meant, "
             "with checkpoint.resume=auto."
         )
-    store.notes.write(SWEEP_JOB, f"{json.dumps(own)}\n".encode())
+    store.backend.replace(SWEEP_JOB, f"{json.dumps(own)}\n".encode())

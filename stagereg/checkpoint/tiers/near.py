@@ -125,10 +125,9 @@ class NearCopies:
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
         """Make the folder of the tier; return its path, what is noted of this run, and a secret for it."""
         root = self.tier.prepare()
-        if self.shared:
-            known = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 else []
-        else:
-            known = _read(Path(root, NOTE))
+        known = [] if self.shared else _read(Path(root, NOTE))
+        if self.shared and self._ranks.rank == 0:
+            known = [self._store.note(NOTE)]
         return root, known, secrets.token_bytes(_SECRET_BYTES)
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Agreed]:
@@ -145,7 +144,7 @@ class NearCopies:
         if lineage is None:
             lineage = Lineage(new_token())
             if self.shared:
-                self._store.notes.write(NOTE, lineage.dumps())
+                self._store.backend.replace(NOTE, lineage.dumps())
         (first, _, secret), run = found[0], lineage.run
         return [_Agreed(root, first, run, secret) for root, *_ in found]
 
@@ -173,7 +172,7 @@ class NearCopies:
 
     def _begin(self) -> list[bytes]:
         """Take this machine's folder, clear it, and return what is noted of the run's branches."""
-        texts = [self._store.notes.read(NOTE)] if self._ranks.rank == 0 and self.shared else []
+        texts = [self._store.note(NOTE)] if self._ranks.rank == 0 and self.shared else []
         if self.leads:
             if not self.shared:
                 os.makedirs(self._store.root, exist_ok=True)
@@ -220,7 +219,7 @@ class NearCopies:
     def _note(self) -> None:
         text = self._lineage.dumps()
         if self._ranks.rank == 0 and self.shared:
-            self._store.notes.write(NOTE, text)
+            self._store.backend.replace(NOTE, text)
         if self.leads:
             folder = Path(self.folder.path)
             for place in (folder, folder.parent)[: 1 if self.shared else 2]:

@@ -20,6 +20,7 @@ from stagereg import Checkpointer, Leave, Restore
 from stagereg.errors import DamagedError
 from stagereg.testing.ranks import RankFailure, run_ranks
 
+from ...support.faulty_storage import flip
 from ...support.programs import comes_true
 
 NOTE = ".restored.json"
@@ -168,9 +169,7 @@ def test_what_others_saved_for_a_run_that_was_lost_is_progress(
 def test_a_newer_checkpoint_that_is_damaged_is_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(str(tmp_path), "store", steps=LAST, at=99)
     [file, *_] = (tmp_path / "store" / "step-00000012").glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file)
     assert Cycles(capsys, str(tmp_path), "store").began == thrice("8s", "4s")
 
 

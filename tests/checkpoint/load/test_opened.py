@@ -26,6 +26,8 @@ from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 
+from ...support.faulty_storage import flip
+
 MIB = 1 << 20
 DATA = "__0_0.distcp"
 
@@ -170,12 +172,6 @@ def test_bytes_at_any_offset_are_read(tmp_path: Path) -> None:
 
 
 # -- what is not opened
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(

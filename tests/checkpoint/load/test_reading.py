@@ -304,21 +304,6 @@ def test_versions_of_modules_are_kept() -> None:
         encode(collections.defaultdict(list), "x")
 
 
-def test_a_state_that_is_nested_too_deeply_is_refused_and_named(tmp_path: Path) -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(190):
-        deep = {"x": deep}
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        checkpointer.save(1, {"deep": deep})
-        state: dict[str, Any] = {"deep": None}
-        assert checkpointer.restore(state) == 1
-        assert state["deep"] == deep
-    for _ in range(20):
-        deep = {"x": deep}
-    with pytest.raises(CheckpointError, match="nested more than 200 deep"):
-        encode(deep, "deep")
-
-
 def test_more_plain_values_than_are_read_back_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "INDEX_BYTES", 100_000)
     with Checkpointer(str(tmp_path)) as checkpointer:

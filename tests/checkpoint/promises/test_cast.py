@@ -25,7 +25,6 @@ from stagereg.stagers.blocking import BlockingStager
 from stagereg.testing import run_ranks
 
 from ...support import splits
-from ...support.forks import run_forked
 
 
 class HalfStager(BlockingStager):
@@ -177,47 +176,3 @@ def _widened(x: Any) -> Any:
 
 def test_sharded_tensors_are_converted_exactly_by_both_ways_to_read(tmp_path: Path) -> None:
     assert run_ranks(cast_across, 2, args=(str(tmp_path),), timeout_s=100) == [[], []]
-
-
-PROGRAM = """
-import sys
-
-import torch
-from torch.utils._pytree import tree_map
-
-import stagereg
-from stagereg.stagers.blocking import BlockingStager
-
-
-@stagereg.register("stager", "half")
-class Half(BlockingStager):
-    def stage(self, state_dict):
-        staged = super().stage(state_dict)
-        return tree_map(lambda x: x.bfloat16() if getattr(x, "dtype", 0) == torch.float32 else x, staged)
-
-
-model = torch.nn.Linear(3, 2)
-optimizer = torch.optim.AdamW(model.parameters())
-state = {"model": model, "optimizer": optimizer}
-options = {"restore": stagereg.Restore(cast=True)} if "cast" in sys.argv else {}
-with stagereg.Checkpointer("checkpoints", every=2, stager=stagereg.build("stager", "half"), **options) as checkpointer:
-    start = checkpointer.restore(state) or 0
-    for step in range(start + 1, start + 5):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        checkpointer.maybe_save(step, state)
-print("from", start, "to", step, model.weight.dtype)
-"""
-
-
-def test_a_run_in_half_is_warned_of_refused_and_goes_on_with_the_option(tmp_path: Path) -> None:
-    def run(*arguments: str) -> tuple[int, str]:
-        done = run_forked(PROGRAM, *arguments, cwd=tmp_path)
-        return done.returncode, done.stdout + done.stderr
-
-    code, said = run()
-    assert (code, said.count("restore() does not take"), said.count("checkpoint.restore.cast=true")) == (0, 1, 1)
-    code, said = run()
-    assert (code, "checkpoint.restore.cast=true converts them" in said) == (1, True)
-    code, said = run("cast")
-    assert (code, "cast=true" in said, "from 4 to 8 torch.float32" in said) == (0, False, True)

@@ -25,13 +25,10 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
+from ...support.faulty_storage import flip
+from ..load.test_crashes import save
+
 DATA = "__0_0.distcp"
-
-
-def save(root: Path, *steps: int, keep: int = 9) -> None:
-    with Checkpointer(str(root), keep=keep, resume="never") as checkpointer:
-        for step in steps:
-            checkpointer.save(step, {"x": torch.full((50,), float(step)), "n": step})
 
 
 def restore(root: Path, **options: Any) -> tuple[int | None, dict[str, Any]]:
@@ -45,13 +42,6 @@ def restore(root: Path, **options: Any) -> tuple[int | None, dict[str, Any]]:
 
 def path_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
-
-
-def flip(path: Path, bit: int | None = None) -> None:
-    content = bytearray(path.read_bytes())
-    at = 4 * len(content) if bit is None else bit
-    content[at // 8] ^= 1 << at % 8
-    path.write_bytes(content)
 
 
 def seen(caplog: pytest.LogCaptureFixture) -> list[str]:

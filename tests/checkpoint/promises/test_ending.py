@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.background import Background
-from stagereg.checkpoint.store.directory import Directory
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.errors import CheckpointError
 from stagereg.kernel.channel import wait_for_keys
 from stagereg.testing import run_ranks
@@ -130,10 +128,10 @@ def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> Non
 
 def end_with_a_failed_save(rank: int, root: str, late: int) -> str:
     """Rank ``late`` hears of it only when the other has come to the last exchange."""
-    fail, exchange = Background._fail, RankGroup.max_async
+    fail, exchange = SaveThread._fail, RankGroup.max_async
     with pytest.MonkeyPatch.context() as patch:
         if rank == late:
-            patch.setattr(Background, "_fail", lambda *args: (wait_for_keys(store(), [root], 60), fail(*args))[1])
+            patch.setattr(SaveThread, "_fail", lambda *args: (wait_for_keys(store(), [root], 60), fail(*args))[1])
         else:
             patch.setattr(RankGroup, "max_async", lambda *args: (store().set(root, ""), exchange(*args))[1])
         try:
@@ -184,24 +182,3 @@ def test_a_store_that_is_gone_at_the_end_is_named(tmp_path: Path) -> None:
         "The last step was not saved: the job's store does not answer (Broken pipe). The process that has it, rank 0 "
         "or the launcher, has ended: look at the end of its output."
     ]
-
-
-def test_a_save_is_reported_before_the_old_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deletes, goes_on = threading.Event(), threading.Event()
-    discard = Directory.discard
-
-    def slow(place: Directory, path: str) -> None:
-        deletes.set()
-        assert goes_on.wait(60)
-        discard(place, path)
-
-    with Checkpointer(str(tmp_path), keep=1) as checkpointer:
-        monkeypatch.setattr(Directory, "discard", slow)
-        for step in (1, 2):
-            checkpointer.save(step, {"x": torch.ones(3)})
-            checkpointer.wait()
-        assert deletes.wait(60)
-        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002"]
-        assert list(tmp_path.glob(".step-*"))
-        goes_on.set()
-    assert not list(tmp_path.glob(".step-*")), "close waits for it"

@@ -16,12 +16,13 @@ from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.export import TensorOptions, export
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.testing import run_ranks
-from tests.support.states import KINDS, build
+from tests.checkpoint.state.test_optimizer_carries import restore, save
+from tests.support.states import KINDS as STAGERS
+from tests.support.states import build
 from tests.support.subclasses import Codes, Dense, Nested, Opaque, Whole, codes, nested
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STAGERS = [*KINDS]
 KINDS = {"codes": codes, "nested": nested}
 
 
@@ -54,17 +55,6 @@ class Moments(torch.optim.Optimizer):
                 layout: Any = {"shape": param.shape, "stride": param.stride()}
                 made = DTensor.from_local(made, param.device_mesh, param.placements, run_check=False, **layout)
             self.state[param]["moment"] = made
-
-
-def save(root: str | Path, step: int = 1, **state: Any) -> None:
-    with stagereg.Checkpointer(str(root), every=1, stager=stagereg.build("stager", "blocking")) as checkpointer:
-        checkpointer.save(step, state)
-
-
-def restore(root: str | Path, **state: Any) -> dict[str, Any]:
-    with stagereg.Checkpointer(str(root), every=1, resume="auto") as checkpointer:
-        checkpointer.restore(state)
-    return state
 
 
 @pytest.mark.parametrize("kind", KINDS)

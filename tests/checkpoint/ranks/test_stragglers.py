@@ -20,8 +20,6 @@ from stagereg import Checkpointer, Leave
 from stagereg.checkpoint.ranks.stragglers import BusyClock, Stragglers
 from stagereg.testing.ranks import run_ranks
 
-STEP_S = 0.12
-
 
 def machine_of(rank: int) -> str:
     return f"m{rank // 4}"

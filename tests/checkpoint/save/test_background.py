@@ -13,8 +13,8 @@ import pytest
 import stagereg.checkpoint.save.save_thread as module
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.background import Background
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
@@ -40,10 +40,10 @@ class Write:
             raise self.errors[save.step]
         return 0.0, 0
 
-    def background(self, timeout_s: float = LONG_S) -> Background:
-        return Background(self.target, datetime.timedelta(seconds=timeout_s))
+    def background(self, timeout_s: float = LONG_S) -> SaveThread:
+        return SaveThread(self.target, datetime.timedelta(seconds=timeout_s))
 
-    def submitted(self, background: Background, step: int = 1) -> PendingSave:
+    def submitted(self, background: SaveThread, step: int = 1) -> PendingSave:
         save = PendingSave(step, self.target)
         background.submit(save)
         return save

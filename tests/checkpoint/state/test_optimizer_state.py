@@ -13,7 +13,8 @@ import torch
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.stagers.blocking import BlockingAsyncStager
+
+from .test_optimizer_carries import restore, save
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -23,16 +24,6 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             x.grad = (x * 1.7 + 0.3).detach()
     optimizer.step()
     return optimizer
-
-
-def save(root: Path, **state: Any) -> None:
-    with Checkpointer(str(root), stager=BlockingAsyncStager()) as keeper:
-        keeper.save(1, state)
-
-
-def restore(root: Path, **state: Any) -> None:
-    with Checkpointer(str(root), stager=BlockingAsyncStager()) as keeper:
-        assert keeper.restore(state) == 1
 
 
 def refused(root: Path, **state: Any) -> str:

@@ -231,10 +231,10 @@ def test_what_is_read_stays_until_a_later_save(kind: str) -> None:
 def test_notes_and_metrics_are_of_the_store(kind: str) -> None:
     with made(kind) as backend:
         store, keep = CheckpointStore(backend), Keep(newest=1, best=1, metric="loss", direction="max")
-        store.notes.write(".note.json", b"1")
-        assert CheckpointStore(backend).notes.read(".note.json") == b"1"
-        store.notes.write(".note.json", b"")
-        assert store.notes.read(".note.json") == b""
+        backend.replace(".note.json", b"1")
+        assert CheckpointStore(backend).note(".note.json") == b"1"
+        backend.replace(".note.json", b"")
+        assert store.note(".note.json") == b""
         first = save(store, 1, keep, loss=9.0)
         save(store, 2, keep, loss=3.0)
         third = save(store, 3, keep, loss=2.0)

@@ -30,14 +30,11 @@ class Server:
     them are hit, and ``do`` what happens to them:
 
     * ``refuse``: they are answered with the status ``status`` and the code ``code``, and do nothing;
-    * ``cut``: half of the body is read, and the connection is closed;
-    * ``lose``: they are carried out, and the connection is closed before the answer;
-    * ``hang``: they are not answered before the faults are cleared, or a minute has passed.
+    * ``lose``: they are carried out, and the connection is closed before the answer.
 
     Attributes:
         endpoint: its URL.
         seen: method, path and query of every request.
-        sent: bytes of the answers to GET, all together.
     """
 
     def __init__(self) -> None:
@@ -46,9 +43,7 @@ class Server:
 
         self._app = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
-        self._cleared = threading.Event()
         self.seen: list[tuple[str, str, str]] = []
-        self.sent = 0
         self.fail()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)
         self.endpoint = f"http://127.0.0.1:{self._server.port}"
@@ -60,8 +55,7 @@ class Server:
     def fail(self, *faults: dict[str, Any]) -> None:
         """Set the faults, replacing those before."""
         with self._lock:
-            self._cleared.set()
-            self._cleared, self._met = threading.Event(), threading.Event()
+            self._met = threading.Event()
             self._faults = [{"times": 1, **fault} for fault in faults]
 
     def hit(self) -> None:
@@ -74,26 +68,19 @@ class Server:
         with self._lock:
             self.seen.append((method, path, query))
             fault = self._next_fault(method, f"{path}?{query}")
-            cleared = self._cleared
         do = fault.get("do")
         if do:
             self._met.set()
-        if do == "cut":
-            environ["wsgi.input"].read(length // 2)
-            _hang_up(environ)
         body = environ["wsgi.input"].read(length)
         if do == "refuse":
             start_response(f"{fault['status']} Refused", [("Content-Type", "application/xml")])
             code = fault.get("code", "SlowDown")
             return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by request</Message></Error>".encode()]
-        if do == "hang":
-            cleared.wait(BOUND_S)
         environ["wsgi.input"] = io.BytesIO(body) if length else environ["wsgi.input"]
         answer = list(self._app(environ, start_response))
-        with self._lock:
-            self.sent += sum(map(len, answer)) if method == "GET" else 0
         if do == "lose":
-            _hang_up(environ)
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)  # which is kept for the next request otherwise
+            raise ConnectionAbortedError
         return answer
 
     def _next_fault(self, method: str, asked: str) -> dict[str, Any]:
@@ -102,11 +89,6 @@ class Server:
                 fault["times"] -= 1
                 return fault
         return {}
-
-
-def _hang_up(environ: dict[str, Any]) -> None:
-    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)  # which is kept for the next request otherwise
-    raise ConnectionAbortedError
 
 
 class Store:
