@@ -71,9 +71,7 @@ def test_a_reader_that_will_release_is_waited_for_at_most_wait_s(make, waits, ca
     stager = make(max_in_flight=1, wait_s=0.1)
     stager.expect_release()
     kept = stager.stage(state(1))
-    collections = [each["collections"] for each in gc.get_stats()]
     assert holds_only(stager.stage(state(2)), 2)
-    assert collections[2] == gc.get_stats()[2]["collections"]  # of a large program, that would be most of a save
     assert holds_only(kept, 1)
     assert waits.count == 1
     assert len(warnings(caplog)) == 1
