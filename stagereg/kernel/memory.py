@@ -283,8 +283,7 @@ class Pool:
         self._free, self._reserved = [], None
 
     def _wait(self) -> None:
-        if not self.readers_release:
-            gc.collect()  # a copy in a dead reference cycle is held by no reader
+        gc.collect()  # a copy in a dead reference cycle is held by no reader
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         if self._overdrawn and not self.readers_release:
             limit = 0.0
