@@ -22,7 +22,6 @@ from stagereg.commands import (
     following,
     inventory,
     listing,
-    planning,
     reporting,
     running,
     scaffold,
@@ -30,7 +29,7 @@ from stagereg.commands import (
 from stagereg.errors import StageregError, nearest
 from stagereg.machine import become_a_rank
 
-_COMMANDS = (listing, running, scaffold, checking, doctor, bench, reporting, planning, inventory, following, converting)
+_COMMANDS = (listing, running, scaffold, checking, doctor, bench, reporting, inventory, following, converting)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

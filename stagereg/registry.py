@@ -49,7 +49,7 @@ _BUILT_IN = {
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }
 # Of each of these kinds, the joinable and its hook stand in one file.
-for _kind in ("collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"):
+for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
     _BUILT_IN["joinable", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Joinable"
     _BUILT_IN["join_hook", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Hook"
 

@@ -132,10 +132,10 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
         ["model"],
         ("the fsdp2 joinable needs a module of fully_shard",),
     ),
-    "several objects": (
-        ["+joinable@join.joinables.saver=collective"],
+    "no object for one more": (
+        ["+joinable@join.joinables.shards=zero"],
         ["model"],
-        ("join.joinables.saver cannot be made", "'collectives'"),
+        ("join.joinables.shards cannot be made", "'optimizer'"),
     ),
 }
 
@@ -163,7 +163,7 @@ def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Path) -
     assert run_ranks(bare, 1, args=(cfg,), timeout_s=40) == [[["0", "1"], ["model", "optimizer"], ["net", "metrics"]]]
 
 
-@pytest.mark.parametrize("name", ["collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "metrics", "module", "step", "zero"])
 def test_every_hook_refuses_a_joinable_of_another_kind(name: str) -> None:
     hook = find("join_hook", name).load()
     other: Any = StepJoinable(lambda: None) if name == "metrics" else MetricsJoinable()

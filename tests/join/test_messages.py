@@ -17,13 +17,15 @@ import stagereg
 from stagereg.errors import ConfigError, JoinError
 from stagereg.testing import run_ranks
 
+from ..testing.join_mutants import Sum
+
 
 def sgd() -> SGD:
     return SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 def optioned(**options: Any) -> stagereg.Join:
-    return stagereg.Join([bound("collective", collectives=[{"op": "all_reduce"}])], **options)
+    return stagereg.Join([Sum()], **options)
 
 
 def bound(name: str, **objects: Any) -> Any:
@@ -65,24 +67,6 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
 def test_a_misspelt_option_is_refused_with_the_nearest_choice(option: str, value: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"join\.{option} must be one of .*Did you mean '{near}'"):
         optioned(**{option: value})
-
-
-DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {
-    "no collective": ([], JoinError, "at least one collective"),
-    "no op": ([{"shape": [2]}], ConfigError, "declared by its fields, as in {op: all_reduce}"),
-    "a misspelt op": ([{"op": "allreduce"}], ConfigError, "Did you mean 'all_reduce'"),
-    "a misspelt field": ([{"op": "all_reduce", "shpae": [2]}], ConfigError, "Did you mean 'shape'"),
-    "a misspelt reduction": ([{"op": "all_reduce", "reduce": "sun"}], ConfigError, "Did you mean 'sum'"),
-    "no dtype": ([{"op": "all_reduce", "dtype": "float33"}], JoinError, "must be a torch dtype or its name"),
-    "no mapping": (["all_reduce"], ConfigError, "declared by its fields"),
-}
-
-
-@pytest.mark.parametrize("name", DECLARATIONS)
-def test_a_wrong_declaration_of_a_collective_is_refused(name: str) -> None:
-    collectives, kind, message = DECLARATIONS[name]
-    with pytest.raises(kind, match=message):
-        bound("collective", collectives=collectives)
 
 
 def refused(rank: int, world_size: int) -> list[str]:

@@ -12,22 +12,23 @@ import stagereg
 from stagereg.testing import run_ranks
 
 from ..support.reference import Case, batch, join_of, net
+from ..testing.join_mutants import Sum
 
 
 def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
     """The steps that this rank has begun and ended, and its error's type, text and rank."""
     ddp = DistributedDataParallel(net(Case()))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
-    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    total = Sum()
     kind, options = join_of("torch" if library == "mixed" and rank == 0 else library, range(lengths[rank]))
     begun = steps = 0
     error = None
     try:
-        with kind([joinable] * (first == "collective") + [ddp, zero], throw_on_early_termination=True, **options):
+        with kind([total] * (first == "sum") + [ddp, zero], throw_on_early_termination=True, **options):
             for step in range(lengths[rank]):
                 begun += 1
-                if first == "collective":
-                    joinable(torch.zeros(()))
+                if first == "sum":
+                    total.add(0.0)
                 ddp(batch(rank, 0, step)).sum().backward()
                 zero.step()
                 steps += 1
@@ -39,7 +40,7 @@ def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> A
 SOME = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
 CASES: dict[tuple[tuple[int, ...], str, str], list[tuple[int, str, int | None]]] = {
     ((4, 2, 6), "ddp", "ours"): [(2, SOME, None), (2, "Rank 1 exhausted all inputs.", 1), (2, SOME, None)],
-    ((4, 2, 6), "collective", "ours"): [(2, SOME, None), (2, "Rank 1 exhausted all inputs.", 1), (2, SOME, None)],
+    ((4, 2, 6), "sum", "ours"): [(2, SOME, None), (2, "Rank 1 exhausted all inputs.", 1), (2, SOME, None)],
     ((2, 5, 2), "ddp", "ours"): [(2, "Rank 0", 0), (2, SOME, None), (2, "Rank 2", 2)],
     ((3, 3, 0), "ddp", "ours"): [(0, SOME, None), (0, SOME, None), (0, "Rank 2", 2)],
     ((3, 3, 3), "ddp", "ours"): [(3, "", None)] * 3,

@@ -36,10 +36,11 @@ class Sum(stagereg.Joinable):
 
     hook_kind: type[SumHook] = SumHook
     join_device: Any = torch.device("cpu")
-    join_process_group: Any = property(lambda self: dist.group.WORLD)
+    join_process_group: Any = property(lambda self: self.group or dist.group.WORLD)
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         super().__init__()
+        self.group = group
         self.total = number(0)
         self.module = torch.nn.Linear(1, 1)
         self.steps = 0
@@ -53,7 +54,7 @@ class Sum(stagereg.Joinable):
         stagereg.Join.notify_join_context(self)
 
     def take(self, mine: torch.Tensor) -> None:
-        dist.all_reduce(mine)
+        dist.all_reduce(mine, group=self.group)
         self.total += mine
         self.steps += 1
 

@@ -105,6 +105,7 @@ class DdpContract(JoinableContract):
 class ActiveContract(DdpContract):
     """``ddp`` with the mean over the active ranks."""
 
+    world_size = 3
     options = {"divide_by_initial_world_size": False}  # noqa: RUF012
     own_collectives = 1  # to know how many are active
 
@@ -157,38 +158,6 @@ class ZeroContract(DdpContract):
         training: Any = Training(net())
         training.advance = training.optimizer.step
         return training
-
-
-class Totals(list[float]):
-    """Adds up one number a step over the ranks, and keeps what came out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sum = build("joinable", "collective", collectives=[{"op": "all_reduce", "dtype": "float64"}])
-
-
-class CollectiveContract(JoinableContract):
-    """``collective``: the sums are known to the ranks that had data; together they know all."""
-
-    world_size = 3
-
-    def build(self) -> Any:
-        return Totals()
-
-    def joinables(self, subject: Any) -> list[Any]:
-        return [subject.sum]
-
-    def step(self, subject: Any, value: float) -> None:
-        (total,) = subject.sum(torch.tensor(value, dtype=torch.float64))
-        subject.append(float(total))
-
-    def state(self, subject: Any) -> dict[str, Any]:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, list(subject))
-        return {"sums": sum(map(len, gathered)), "of sums": sum(map(sum, gathered))}
-
-    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        return {"sums": sum(map(len, steps)), "of sums": sum(len(values) * sum(values) for values in steps)}
 
 
 class MetricsContract(DdpContract):

@@ -32,7 +32,7 @@ QUICK = (
     joins.MetricsContract,
     joins.ModuleContract,
 )
-COSTLY = (joins.ZeroContract, joins.CollectiveContract, joins.ActiveContract)
+COSTLY = (joins.ZeroContract, joins.ActiveContract)
 CONTRACTS = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in COSTLY)]
 
 

@@ -24,12 +24,6 @@ from stagereg.errors import ConfigError
 _ROUNDS = 10  # more than Newton's method needs from there
 
 
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Return Young's interval, ``sqrt(2 C M)``: a first-order approximation, good where the cost is far below M."""
-    _check(cost_s=cost_s, mtbf_s=mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Return Daly's interval, equation 37 of the paper.
 
@@ -40,14 +34,14 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     part = cost_s / (2 * mtbf_s)
     if part >= 1:
         return mtbf_s
-    return young(cost_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
 def optimum(cost_s: float, mtbf_s: float) -> float:
-    """Return the interval at which :func:`lost_fraction` is least, to the precision of floats.
+    """Return the interval that loses least time, to the precision of floats.
 
-    Where its derivative is zero, ``1 - T/M = exp(-(T + C)/M)``, which Daly's formula is a series for. Newton's method
-    starts there.
+    There the derivative of the lost time is zero: ``1 - T/M = exp(-(T + C)/M)``. Newton's method solves this equation,
+    and starts at Daly's interval, a series for it.
     """
     start, cost = daly(cost_s, mtbf_s) / mtbf_s, cost_s / mtbf_s
     if start < 1e-6:  # the series is exact here, and the equation all rounding
@@ -65,7 +59,7 @@ def least(cost_s: float, write_s: float) -> float:
     return max(0.0, write_s - cost_s)
 
 
-def best(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
+def best(cost_s: float, mtbf_s: float, write_s: float) -> float:
     """Return the interval to take: :func:`optimum`, but no shorter than :func:`least`.
 
     Of all intervals it loses least, as long as a checkpoint is written within M.
@@ -73,38 +67,13 @@ def best(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
     return max(optimum(cost_s, mtbf_s), least(cost_s, write_s))
 
 
-def in_steps(interval_s: float, step_s: float, least_s: float = 0.0) -> int:
+def in_steps(interval_s: float, step_s: float, least_s: float) -> int:
     """Return ``interval_s`` in training steps of ``step_s`` each, at least 1 and no fewer than ``least_s`` takes."""
     _check(interval_s=interval_s, least_s=least_s)
     if not step_s > 0:
         raise ConfigError(f"step_s must be above 0 seconds, not {step_s!r}.")
     # What a float loses in a division must not make a step more.
     return max(1, round(interval_s / step_s), math.ceil(least_s / step_s * (1 - 1e-12)))
-
-
-def lost_fraction(
-    interval_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0, write_s: float = 0.0
-) -> float:
-    """Return which part of the time is lost, from 0 to 1: to checkpoints, restarts, and work done twice.
-
-    The expected value over a long run; see the module for the model.
-
-    Args:
-        interval_s: work from one checkpoint to the next, without the checkpoint's cost; above 0.
-        cost_s: what a checkpoint takes from training.
-        mtbf_s: mean time between failures of the whole job; above 0.
-        restart_s: from a failure until training goes on.
-        write_s: how old the state is when its checkpoint is complete; counts as ``cost_s`` if it is less.
-    """
-    _check(interval_s=interval_s, cost_s=cost_s, mtbf_s=mtbf_s, restart_s=restart_s, write_s=write_s)
-    cost_s = max(cost_s, write_s - interval_s)  # the loop waits for the writer
-    held = (interval_s + cost_s) / mtbf_s
-    after = (restart_s + max(0.0, write_s - cost_s)) / mtbf_s
-    if held == 0:
-        return -math.expm1(-after)
-    # exp(-x) / (1 - exp(-x)) in place of 1 / (exp(x) - 1), which overflows where nearly everything is lost.
-    useful = interval_s / mtbf_s * math.exp(-held - after) / -math.expm1(-held)
-    return min(1.0, max(0.0, 1 - useful))
 
 
 def _check(**times: float) -> None:
