@@ -32,8 +32,7 @@ from stagereg.machine import memory
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Written by ``start``; a reader refuses a format newer than it knows."""
+FORMAT = 1  # written by `start`; a reader refuses a format newer than it knows
 FILES = "metrics*.jsonl"
 """Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
 

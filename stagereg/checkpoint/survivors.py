@@ -46,8 +46,7 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0  # for the step that an optimizer is at
 _LOOK_S = 0.05
-_ALL = Keep(newest=1 << 62)
-"""Retains every checkpoint."""
+_ALL = Keep(newest=1 << 62)  # retains every checkpoint
 
 
 class _Posted(NamedTuple):

@@ -28,8 +28,7 @@ from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
 from stagereg.installed import DISTRIBUTION, normalized, unmet
 
-CONTRACTS = "stagereg.contracts"
-"""The entry points that announce contracts, by the names of their plugins."""
+CONTRACTS = "stagereg.contracts"  # the entry points that announce contracts, by the names of their plugins
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
 _START_S = 300.0  # seconds that a child process has to start and to import torch, which is not the plugin's doing
 _BESIDE = 20  # columns of a line that neither a promise nor what was seen of it has

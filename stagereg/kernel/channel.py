@@ -25,8 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError
 
-HEARTBEAT_S = 0.25
-"""Seconds after which a thread notices at the latest what has come without waking it."""
+HEARTBEAT_S = 0.25  # seconds after which a thread notices at the latest what has come without waking it
 
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""

@@ -64,8 +64,7 @@ class MethodHooks:
         return method
 
 
-LOADS = MethodHooks((torch.nn.Module, "load_state_dict"))
-"""Before a module loads a state dict."""
+LOADS = MethodHooks((torch.nn.Module, "load_state_dict"))  # before a module loads a state dict
 
 FREES = MethodHooks(
     (torch.UntypedStorage, "resize_"),

@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 _INTERVALS = 32  # between two steps that are observed, after that a write is found by the copy that it meets
 _LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
 
-Place = tuple[int, int]
-"""Device index and address."""
+Place = tuple[int, int]  # device index and address
 
 
 class StepObserver:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from stagereg.errors import ConfigError, nearest
 
-RETURNED = "returned."
-"""What the name of a figure begins with that a task returns in a dict."""
+RETURNED = "returned."  # what the name of a figure begins with that a task returns in a dict
 DIRECTIONS = {"minimize": "lower", "maximize": "higher"}
 """Directions as Hydra's sweepers name them, and which figures each calls better."""
 

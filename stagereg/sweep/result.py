@@ -27,8 +27,7 @@ KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "swe
 """What goes for a sweep and not for what its jobs do."""
 RESULT = "result.json"
 FORMAT = 1
-CONFIG = Path(".hydra", "config.yaml")
-"""What a job was configured with, as Hydra leaves it in the job's directory."""
+CONFIG = Path(".hydra", "config.yaml")  # what a job was configured with, as Hydra leaves it in the job's directory
 _OVERRIDES = Path(".hydra", "overrides.yaml")
 _SWEEP = "multirun.yaml"  # file that Hydra's sweepers leave in the directory of a sweep
 _MARKS = (file_name(0), RESULT, str(_OVERRIDES))  # files that make a folder a job's

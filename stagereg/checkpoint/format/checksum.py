@@ -26,8 +26,7 @@ def _fastest() -> Callable[..., int]:
     return zlib.crc32
 
 
-crc32 = _fastest()
-"""CRC-32 of bytes; given the number of the bytes before as well, that of all so far. Any thread."""
+crc32 = _fastest()  # CRC-32 of bytes; given the number of the bytes before as well, that of all so far. Any thread.
 
 
 def combined(first: int, second: int, length: int) -> int:

@@ -21,8 +21,7 @@ from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError
 
-RESUME = ("auto", "latest", "never")
-"""What ``resume`` may be beside the path of a checkpoint."""
+RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
 
 _RETRY = "checkpoint.restore.give_up_after=null"
 

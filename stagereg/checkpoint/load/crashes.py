@@ -28,8 +28,7 @@ from stagereg.errors import RESUME_CODE, CheckpointError, Stopped
 from stagereg.launch.rank import is_consequence
 
 _BEST_EFFORT_S = 10.0
-_MOST_TRIED = 5
-"""Crashes in a row, in units of ``give_up_after``, after which nothing is tried any more."""
+_MOST_TRIED = 5  # crashes in a row, in units of `give_up_after`, after which nothing is tried any more
 
 _log = logging.getLogger(__name__)
 

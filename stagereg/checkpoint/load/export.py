@@ -33,8 +33,7 @@ from stagereg.errors import CheckpointError, reason
 from stagereg.kernel.memory import view_of
 
 SAFETENSORS = ".safetensors"
-SUFFIXES = (".pt", ".pth", SAFETENSORS)
-"""What a file may be called."""
+SUFFIXES = (".pt", ".pth", SAFETENSORS)  # what a file may be called
 _INDEX = ".index.json"
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # an eight-bit one has scales beside it
 _SHOWN = 5

@@ -31,10 +31,8 @@ class EntryDigests(NamedTuple):
     samples: dict[str, int]  # of what ranks share
 
 
-Asked: TypeAlias = list[str]
-"""The entries of which rank 0 asks a rank for the structure."""
-Sent: TypeAlias = dict[str, Encoded]
-"""The structures that a rank was asked for."""
+Asked: TypeAlias = list[str]  # the entries of which rank 0 asks a rank for the structure
+Sent: TypeAlias = dict[str, Encoded]  # the structures that a rank was asked for
 _Differing: TypeAlias = list[tuple[str, bool]]
 """The paths of values that differ, each with whether they are numbers of floating point."""
 

@@ -27,16 +27,12 @@ import torch
 import stagereg.record as record
 from stagereg.errors import name_ranks
 
-_EVERY_S = 0.5
-"""Exchanges that come faster, as those of short steps do, are put together to one."""
-_WINDOW = 20
-"""Such samples that are looked at."""
+_EVERY_S = 0.5  # exchanges that come faster, as those of short steps do, are put together to one
+_WINDOW = 20  # such samples that are looked at
 _MOST, _FEW = 15, 5
 """In so many of them a rank that is named has been slow, and one that is so no more."""
-_OF_STEP = 0.1
-"""What a slow rank computes longer than others, as a share of the step, at least."""
-_ABOVE_NOISE = 1.5
-"""... and in units of its standard deviation over the window."""
+_OF_STEP = 0.1  # what a slow rank computes longer than others, as a share of the step, at least
+_ABOVE_NOISE = 1.5  # ... and in units of its standard deviation over the window.
 
 _log = logging.getLogger(__name__)
 

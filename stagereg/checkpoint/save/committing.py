@@ -48,8 +48,7 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
 
-WAITING_FOR_OTHERS = "waiting for the others"
-"""What a rank that has done its part is doing."""
+WAITING_FOR_OTHERS = "waiting for the others"  # what a rank that has done its part is doing
 
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, StageregError, reason
 
-RESERVED = "stagereg"
-"""What the names of entries of the project begin with, up to a dot."""
+RESERVED = "stagereg"  # what the names of entries of the project begin with, up to a dot
 T = TypeVar("T")
 
 

@@ -17,8 +17,7 @@ from stagereg.errors import CheckpointError
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
 BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; its ``STATE`` there is that of no parameter
-_OF_THE_PARAMETERS = (PARAMS, "param_names")
-"""What a group has one of for each parameter; all else goes for the group."""
+_OF_THE_PARAMETERS = (PARAMS, "param_names")  # what a group has one of for each parameter; all else goes for the group
 
 
 def is_by_name(saved: Any) -> bool:

@@ -38,8 +38,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a link or a pipe there is neither followed nor waited for
 
 _log = logging.getLogger(__name__)
-_held: dict[str, Owner] = {}
-"""What this process holds, or is about to take: the real paths of directories, and URLs."""
+_held: dict[str, Owner] = {}  # what this process holds, or is about to take: the real paths of directories, and URLs
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ class StoreLock:
     """
 
     _look_s = 0.05
-    _process = 0
-    """Who holds it; a forked child has the object too, and holds nothing."""
+    _process = 0  # who holds it; a forked child has the object too, and holds nothing
 
     def __init__(self, root: str | os.PathLike[str], patience: float = PATIENCE_S) -> None:
         self.root, self._key, mine = os.fspath(root), _key(root), Owner.ourselves()

@@ -22,8 +22,7 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, counted, shown
 
-MARKS = {"best": "*", "tie": "~"}
-"""What stands behind the number of a cell with that verdict."""
+MARKS = {"best": "*", "tie": "~"}  # what stands behind the number of a cell with that verdict
 _MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)."
 _TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap."
 _AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise."
