@@ -1,4 +1,4 @@
-"""The state dicts that are staged and written: three shapes of what training has, made from shapes, without training.
+"""The state dicts that are staged: three shapes of what training has, made from shapes, without training.
 
 ====== ======================================================== ==========================================
 large  1 GiB in 24 tensors                                      the memory's speed and nothing else

@@ -17,29 +17,27 @@ from ..support.benched import bench, rows_by_group
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 FEW = {
     "staging": ["--states", "large,small", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
-    "write": ["--rows", "dcp,torch:dcp,torch:save,again:ceiling"],
     "stall": ["--rows", "torch:async_save,pinned_cached+dcp", "--torch-threads", "1"],
 }
 
 
 def measured(folder: Path, kind: str, *more: str) -> dict[str, Any]:
     arguments = ["bench", kind, "--scale", "0.001", "--rounds", "2", *more]
-    seen: dict[str, Any] = bench(cli.main, folder, *arguments, disk=kind != "staging")
+    seen: dict[str, Any] = bench(cli.main, folder, *arguments, disk=kind == "stall")
     return seen
 
 
-@pytest.mark.parametrize("kind", ["staging", "write"])
 def test_medians_and_ratios_follow_from_the_samples_of_the_run(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = measured(tmp_path, kind, *FEW[kind])
-    names = FEW[kind][FEW[kind].index("--rows") + 1].split(",")
+    seen = measured(tmp_path, "staging", *FEW["staging"])
+    names = FEW["staging"][-1].split(",")
     assert seen["settings"]["rounds"] == 2
     environment = seen["environment"]
     assert (environment["torch"], environment["cores"]) == (torch.__version__, len(os.sched_getaffinity(0)))
     assert {"python", "kernel", "cpu", "load"} <= set(environment)
     groups = rows_by_group(seen)
-    assert list(groups) == (["large", "small"] if kind == "staging" else ["gpt"])
+    assert list(groups) == ["large", "small"]
     for found in groups.values():
         assert set(found) == {"ceiling", *names}
         top = statistics.median(found["ceiling"]["seconds"]["samples"])
@@ -87,7 +85,6 @@ def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> N
         (["staging", "--states", "larg"], "Did you mean 'large'"),
         (["staging", "--rows", "pined_cached"], "Did you mean 'pinned_cached'"),
         (["staging", "--rows", ","], "nothing to measure"),
-        (["write", "--rows", "torch:dpc"], "Did you mean 'torch:dcp'"),
         (["stall", "--rows", "blocking+dpc"], "Did you mean 'blocking+dcp'"),
         (["staging", "--rounds", "0"], "--rounds must be at least 1, not 0"),
         (["staging", "--scale", "0"], "--scale must be above 0"),
@@ -96,12 +93,8 @@ def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> N
         (["stall", "--torch-threads", "two"], "not 'two'"),
         (["staging", "--json", "/nowhere/at/all.json"], "cannot write in /nowhere/at"),
         (["staging", "--json", "/"], "is a directory"),
-        (["write", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
+        (["stall", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
         (["stall", "--dir", "/proc"], "cannot write in /proc"),
-        (["restore", "--models", "fsdp"], "Did you mean 'fsdp2'"),
-        (["restore", "--rows", "torch:save"], "There is no row 'torch:save'"),
-        (["restore", "--ranks", "0"], "--ranks takes whole numbers from 1 on, not '0'"),
-        (["restore", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
         pytest.param(["staging", "--device", "cuda"], "no CUDA device", marks=WITHOUT_CUDA),
     ],
 )

@@ -1,8 +1,7 @@
-"""Rows measure what they name: real copies, durable bytes, and segments against the same round's."""
+"""Rows measure what they name: real copies, and segments against the same round's."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,9 +14,7 @@ import stagereg.bench.ceiling as ceiling
 import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.states as states
-from stagereg.bench.ceiling import memmove, raw_write
 from stagereg.bench.measure import Series, interleave
-from stagereg.bench.write import durable
 from stagereg.errors import LaunchError
 
 
@@ -58,32 +55,10 @@ def test_a_background_copy_has_two_times() -> None:
         assert [one.samples for one in series] == [[each] for each in seconds]
 
 
-def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def fsync(handle: int) -> None:
-        now[0] += 1.0
-
-    def saved(folder: Path) -> None:
-        (folder / "file").write_bytes(b"12345")
-        now[0] += 10.0
-
-    monkeypatch.setattr(ceiling.os, "fsync", fsync)
-    cases = [durable(str(nbytes), lambda: saved, nbytes, tmp_path) for nbytes in (5, 6)]
-    enough, too_little = interleave(cases, 1, clock=lambda: now[0])
-    assert enough.samples == [12.0]  # the file and the directory
-    assert "only 5 of 6 bytes" in too_little.failure
-
-
-def test_ceilings_move_every_byte_and_pass_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = memmove(4097)
+def test_the_ceiling_of_a_copy_moves_every_byte() -> None:
+    copy = ceiling.memmove(4097)
     copy().zero_()
     assert bool((copy() == 1).all())
-    real, flags = os.open, []
-    monkeypatch.setattr(ceiling.os, "open", lambda path, how: flags.append(how) or real(path, how & ~os.O_DIRECT))
-    raw_write(5000)(tmp_path)
-    assert (tmp_path / "bytes").stat().st_size == 8192, "whole pages"
-    assert flags[0] & os.O_DIRECT
 
 
 def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:

@@ -92,7 +92,7 @@ def pieces(device: str, scale: float, rounds: int, disk: Path) -> list[Piece]:
         Piece("large", [*own, "--piece", "large", "{out}"], 600),
         Piece("staging", [*bench, "staging", *sizes], 1200),
         Piece("stall", [*bench, "stall", *sizes, *where, "--torch-threads", "1"], 900),
-        Piece("write", [*bench, "write", *sizes, *where], 600),
+        Piece("write", [*python, str(REPOSITORY / "tests/benchmarks/write.py"), *sizes, *where], 600),
     ]
 
 

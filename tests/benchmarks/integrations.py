@@ -39,6 +39,7 @@ from stagereg.bench.stall import Segment, StallTraining
 from stagereg.checkpoint.dcp_writer import DcpWriter
 from stagereg.checkpoint.options import Leave, Restore
 from stagereg.errors import CheckpointError
+from tests.benchmarks import program
 
 _LIMIT_S = 300.0  # for a step, and for a checkpoint to be complete
 _MANY = 1_000_000  # steps, more than are made
@@ -361,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description="What a checkpoint costs training, by the trainer and by stagereg.")
     command.add_options(parser, 9, lambda asked: row_names(), groups)
-    return command.main(parser, arguments)
+    return program.main(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.command as command
-import stagereg.bench.on_ranks as on_ranks
 from stagereg.bench.measure import Series, interleave
-from stagereg.bench.on_ranks import Taken, Turn
 from stagereg.bench.report import Group
 from stagereg.join.context import Join
+from tests.benchmarks import on_ranks, program
+from tests.benchmarks.on_ranks import Taken, Turn
 
 BASE = "off"  # the row without a join, which all others are held against
 AGAIN = f"again:{BASE}"  # the same once more: its distance from the first is noise
@@ -225,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description="What a join costs a training step, with all ranks having data.")
     command.add_options(parser, 120, lambda asked: row_names(), groups, disk=False, scale=None)
-    command.add_ranks(parser, list(MODELS), "2,4")
-    return command.main(parser, arguments)
+    program.add_ranks(parser, list(MODELS), "2,4")
+    return program.main(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.command as command
-import stagereg.bench.on_ranks as on_ranks
 import stagereg.launch.loss as loss
 from stagereg.bench.measure import Series, interleave
-from stagereg.bench.on_ranks import Turn
 from stagereg.bench.report import Group
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.launch.run_store import RunStore
+from tests.benchmarks import on_ranks, program
+from tests.benchmarks.on_ranks import Turn
 
 BASE = "off"
 WATCH, CHECKPOINTER, BOTH, AGAIN = "watch", "checkpointer", "watch+checkpointer", f"again:{BASE}"
@@ -114,10 +114,10 @@ def group(model: str, ranks: int, rows: Sequence[str], rounds: int, scale: float
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description="What it costs a training step that lost ranks are noticed.")
-    command.add_options(parser, 120, lambda asked: ROWS, command.by_ranks(group), scale=None)
+    command.add_options(parser, 120, lambda asked: ROWS, program.by_ranks(group), scale=None)
     parser.set_defaults(scale=1.0)
-    command.add_ranks(parser, list(MODELS), "2")
-    return command.main(parser, arguments)
+    program.add_ranks(parser, list(MODELS), "2")
+    return program.main(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Saving what several ranks hold alike, or have split: ``make bench-replicas``.
 
-The model is that of ``stagereg bench restore``. A save is timed until it is committed. The time of a round is that of
+The model is the model of ``make bench-restore``. A save is timed until it is committed. The time of a round is that of
 the slowest rank, and is held against torch's way in the same round. Bytes are shares of the whole state.
 """
 
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import stagereg.bench.command as command
-import stagereg.bench.on_ranks as on_ranks
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
-from stagereg.bench.restore import AGAIN, MODELS, SplitTraining, SplitTurn, line, moved, nbytes, title
-from stagereg.bench.write import storages
 from stagereg.checkpoint.options import Replicas
 from stagereg.stagers.pinned_cached import PinnedCachedStager
+from tests.benchmarks import on_ranks, program
+from tests.benchmarks.restore import AGAIN, MODELS, SplitTraining, SplitTurn, line, moved, nbytes, title
+from tests.benchmarks.write import storages
 
 _SAVE, _ASYNC, _FIRST = "torch:save", "torch:async_save", "first:"
 BASES = {"x torch": _SAVE}
@@ -103,9 +103,9 @@ def group(model: str, ranks: int, rows: Sequence[str], rounds: int, scale: float
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description="How long ranks save what they hold alike or have split.")
-    command.add_options(parser, 9, lambda asked: row_names(), command.by_ranks(group))
-    command.add_ranks(parser, MODELS, "1,2,4")
-    return command.main(parser, arguments)
+    command.add_options(parser, 9, lambda asked: row_names(), program.by_ranks(group))
+    program.add_ranks(parser, MODELS, "1,2,4")
+    return program.main(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
   a tier with one copy, until that is acknowledged. The ranks train replicas of the model there.
 * ``write``: how long a staged copy takes to be in a tier, against memory's and the disk's own speed.
 * ``copy``: how long a part takes to another process, checked, against a plain stream of as many bytes.
-* ``restore``: the model of ``stagereg bench restore`` from the store's page cache, with verification; from a rank's own
+* ``restore``: the model of ``make bench-restore`` from the store's page cache, with verification; from a rank's own
   memory; and of a rank that has nothing from the other one, against a plain stream of as many bytes.
 """
 
@@ -30,12 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.ceiling as ceiling
 import stagereg.bench.command as command
-import stagereg.bench.on_ranks as on_ranks
 import stagereg.bench.report as report
 from stagereg.bench.measure import Case, Series, interleave, standard_error
-from stagereg.bench.on_ranks import Turn
 from stagereg.bench.report import Group, Line, iqr, ms
-from stagereg.bench.restore import SplitTraining, local
 from stagereg.bench.stall import BASE, Segment, StallTraining
 from stagereg.bench.states import State, make
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -47,6 +44,10 @@ from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.registry import build
+from tests.benchmarks import on_ranks, program
+from tests.benchmarks.on_ranks import Turn
+from tests.benchmarks.restore import SplitTraining, local
+from tests.benchmarks.write import raw_write
 
 GROUPS = ("lost", "write", "copy", "restore")
 _SHM = "/dev/shm"
@@ -155,7 +156,7 @@ def written(rounds: int, scale: float, folder: Path) -> list[Group]:
 
 def _top(kind: str, state: State, root: Path, row: str) -> Case:
     copy = ceiling.memmove(state.nbytes) if kind == "memory" else None
-    write = ceiling.raw_write(state.nbytes)
+    write = raw_write(state.nbytes)
 
     def turn() -> Iterator[None]:
         for old in root.iterdir():
@@ -337,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description="What tiers cost and give.")
     command.add_options(parser, 9, lambda asked: [*GROUPS], measure)
-    return command.main(parser, arguments)
+    return program.main(parser, arguments)
 
 
 if __name__ == "__main__":

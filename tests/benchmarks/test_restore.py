@@ -1,4 +1,4 @@
-"""``stagereg bench restore``: shares of the state, ratios to the same round, on the slowest rank."""
+"""``make bench-restore``: shares of the state, ratios to the same round, on the slowest rank."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from stagereg import cli
 from stagereg.bench.measure import Series
 from stagereg.bench.report import Line
-from stagereg.bench.restore import BASES, Restoring, line, measure, row_names
 from stagereg.testing import run_ranks
 
 from ..support.benched import bench, rows_by_group
+from . import restore
+from .restore import BASES, Restoring, line, measure, row_names
 
 
-def restored(folder: Path, *more: str) -> dict[str, dict[str, Any]]:
+def restored(folder: Path) -> dict[str, dict[str, Any]]:
     sizes = ["--ranks", "2", "--scale", "0.02", "--rounds", "2"]
-    found = rows_by_group(bench(cli.main, folder, "bench", "restore", *sizes, *more))
+    found = rows_by_group(bench(restore.main, folder, *sizes))
     assert list(found) == ["ddp/2", "fsdp2/2"]
     return found
 
 
 @pytest.mark.slow
 def test_rows_have_times_ratios_and_shares_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, rows in restored(tmp_path, "--rows", "dcp").items():
-        assert set(rows) == {"dcp", *BASES.values()}
+    for name, rows in restored(tmp_path).items():
+        assert list(rows) == row_names()
         each = 1.0 if name == "ddp/2" else 0.5  # of the state that a rank has
         for row in rows.values():
             assert len(row["seconds"]["samples"]) == 2
@@ -38,11 +38,22 @@ def test_rows_have_times_ratios_and_shares_by_rank(tmp_path: Path, capsys: pytes
     assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.slow
-def test_every_row_of_ranks_can_be_measured(tmp_path: Path) -> None:
-    for rows in restored(tmp_path).values():
-        assert list(rows) == row_names()
-        assert [row for row in rows.values() if "failure" in row] == []
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "fsdp"], "Did you mean 'fsdp2'"),
+        (["--rows", "torch:save"], "There is no row 'torch:save'"),
+        (["--ranks", "0"], "--ranks takes whole numbers from 1 on, not '0'"),
+        (["--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
+    ],
+)
+def test_wrong_arguments_are_refused_on_one_screen(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert restore.main(arguments) == 2
+    seen = capsys.readouterr()
+    assert message in seen.err
+    assert (seen.out, len(seen.err.splitlines()) <= 5) == ("", True)
 
 
 def taken(rank: int, failure: str = "") -> dict[str, Series]:

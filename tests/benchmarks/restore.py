@@ -1,4 +1,4 @@
-"""``stagereg bench restore``: restoring what several ranks hold alike, or have split.
+"""Restoring what several ranks hold alike, or have split: ``make bench-restore``.
 
 A model and its Adam state, 300 MiB at full scale, are on every rank (``ddp``), or each has a shard of them (``fsdp2``).
 A restore is timed out of the page cache into tensors that were zeroed, which are looked at afterwards. The time of a
@@ -8,7 +8,9 @@ same tensors with as many bytes of a file. Bytes are shares of the whole state.
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import stagereg.bench.on_ranks as on_ranks
+import stagereg.bench.command as command
 from stagereg.bench.ceiling import ROW as CEILING
 from stagereg.bench.measure import Series, interleave
-from stagereg.bench.on_ranks import Taken, Turn
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.bench.states import shrunk, tensors
-from stagereg.bench.write import storages
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.kernel.memory import view_of
 from stagereg.registry import build
+from tests.benchmarks import on_ranks, program
+from tests.benchmarks.on_ranks import Taken, Turn
+from tests.benchmarks.write import storages
 
 MODELS = ("ddp", "fsdp2")
 AGAIN = "again:"
@@ -203,3 +206,15 @@ def line(row: str, taken: Taken, bases: Mapping[str, str], shares: Sequence[str]
         figures[what] = [statistics.median(series[f"{row}:{what}"].samples) for series in taken]
         cells.append(" ".join(f"{share:.2f}" for share in figures[what]))
     return Line(row, cells, samples, figures)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description="How long ranks restore, and what each reads, against the page cache.")
+    command.add_options(parser, 9, lambda asked: row_names(), program.by_ranks(group))
+    program.add_ranks(parser, MODELS, "1,2,4")
+    return program.main(parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
