@@ -20,19 +20,16 @@ import stagereg.output as output
 import stagereg.sweep.render as render
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.tables as tables
-from stagereg.errors import ConfigError, few_of
-from stagereg.output import size_text
+from stagereg.errors import ConfigError
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.goodput import Goodput, failures, goodput, starts
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
-from stagereg.sweep.near_steps import NearSaved, near_saved, sources
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of, results
 from stagereg.sweep.run import Run, Started
 
-_SOURCES = 4  # machines that a line names
 _FIRST, _LAST = 7, 7
 """Rows that a terminal shows of a table that has many."""
 
@@ -115,18 +112,16 @@ class RunReport:
             self._run = Run(directory, ())
             unread = [f"There are no records: {error}"]
         self._warnings = [*_warnings(self._job, self._run), *unread]
-        self._saved, self._near = saved(self._run), near_saved(self._run)
+        self._saved = saved(self._run)
         self._starts, self._failures, self._goodput = starts(self._run), failures(self._run), goodput(self._run)
         self._tables = [_time_of(self._goodput)] if self._goodput is not None else []
         self._tables += [_starts(self._starts)] if self._starts else []
         self._tables += [_restarts(self._failures)] if self._failures else []
         self._tables += [_checkpoints(self._saved)] if self._saved else []
-        self._tables += [_near_steps(self._near)] if self._near else []
 
     def plain(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoints": [dataclasses.asdict(one) for one in self._saved],
-            "tier": [dataclasses.asdict(one) for one in self._near],
             "starts": [dataclasses.asdict(one) for one in self._starts],
         }
         if (life := self._goodput) is not None:
@@ -169,18 +164,7 @@ class RunReport:
             text += f". {counted(found['checkpoints'], 'checkpoint')}"
             if "stall_ms" in found:
                 text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
-        if self._near:
-            text += f". {counted(len(self._near), 'step')} in the tier, {_copied(self._near)} copied to other machines"
-        if (restored := sources(run)) is not None:
-            step, machines = restored
-            read = [f"{size_text(nbytes)} from {machine}" for machine, nbytes in machines.items()]
-            text += f". It went on from step {step} in the tier, read {few_of(read, _SOURCES)}"
         return f"{text}."
-
-
-def _copied(every: Sequence[NearSaved]) -> str:
-    count = sum(one.state == "copied" for one in every)
-    return "all" if count == len(every) else "none" if count == 0 else str(count)
 
 
 def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
@@ -252,25 +236,6 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
         for one in every
     )
     return Table("Checkpoints", heads, rows, "Times are the slowest rank's; MiB is what all ranks staged.")
-
-
-def _near_steps(every: Sequence[NearSaved]) -> Table:
-    heads = ("step", "written at s", "stall ms", "writing ms", "copying ms", "MiB", "copies on", "state")
-    rows = tuple(
-        (
-            one.step,
-            one.start,
-            _ms(one.stall_s),
-            _ms(one.write_s),
-            _ms(one.copy_s),
-            one.nbytes / 2**20 if one.nbytes else None,
-            few_of(one.machines, _SOURCES) or None,
-            one.state + (f": {tables.first_line(one.error)}" if one.error else ""),
-        )
-        for one in every
-    )
-    note = "Times are the slowest rank's; copied: each part is on another machine too."
-    return Table("Steps in the tier", heads, rows, note)
 
 
 def _ms(seconds: float | None) -> float | None:

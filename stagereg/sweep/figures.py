@@ -44,7 +44,7 @@ class Saved:
 def saved(run: Run) -> list[Saved]:
     """Return the checkpoints of ``run`` in the store, in the order in which they were begun; a step saved twice is two.
 
-    Steps that went to the tier alone are those of :mod:`stagereg.sweep.near_steps`.
+    Steps that went to the tier alone are left out.
     """
     stalls = _by_checkpoint([span for span in rank.stalls if not span.near] for rank in run.ranks)
     stages = _by_checkpoint([span for span in rank.stages if not span.near] for rank in run.ranks)
@@ -171,8 +171,8 @@ def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
     host = record.start.get("host")
     same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
     held = Covered(record.stalls)
-    staged = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes)]
-    busy = Covered([*record.stalls, *staged, *(sent.span for each in same for sent in each.transfers)])
+    staged = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes, *each.transfers)]
+    busy = Covered([*record.stalls, *staged])
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     for (step, began), (following, ended) in itertools.pairwise(record.steps):

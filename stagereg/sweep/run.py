@@ -44,16 +44,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One part of a step, sent from this rank to another machine."""
-
-    span: Span
-    part: int  # the rank that wrote the part
-    machine: str  # where it went
-    error: str = ""  # why there is no copy; empty if there is one
-
-
-@dataclass(frozen=True)
 class Started:
     """How an attempt came to its first step, as rank 0 has reported it."""
 
@@ -86,10 +76,7 @@ class RankRecord:
     writes: tuple[Span, ...] = ()  # from all ranks having staged to the commit, with the bytes of this rank's files
     lost: tuple[tuple[int, str], ...] = ()  # (step, error) of each save to the store that failed
     tier_writes: tuple[Span, ...] = ()  # as ``writes``, to the tier
-    tier_lost: tuple[tuple[int, str], ...] = ()  # as ``lost``, of saves to the tier
-    transfers: tuple[Transfer, ...] = ()  # copies of steps of the tier to other machines
-    # (step, bytes by the machine that they came from) of each restore from the tier
-    restored: tuple[tuple[int, dict[str, int]], ...] = ()
+    transfers: tuple[Span, ...] = ()  # copies of steps of the tier to other machines
     # (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged
     fallbacks: tuple[tuple[int, int, str], ...] = ()
     # ranks that the others waited for, on rank 0: (rank, machine, since or until which step, whether it is slow, how
@@ -240,9 +227,7 @@ def _record(rank: int, events: Mapping[str, list[Any]], times: Sequence[float], 
         writes=tuple(events["write"]),
         lost=tuple((step, error) for step, error, near in events["lost"] if not near),
         tier_writes=tuple(events["tier"]),
-        tier_lost=tuple((step, error) for step, error, near in events["lost"] if near),
         transfers=tuple(events["copy"]),
-        restored=tuple(events["restored"]),
         fallbacks=tuple(events["fallback"]),
         stragglers=tuple(events["straggler"]),
         logs=tuple(events["log"]),
@@ -284,11 +269,6 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(_step(event), _number(event, "start"), seconds, nbytes, event.get("tier") is True)
 
 
-def _restored(event: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
-    sources = event["sources"]
-    return _step(event), {str(machine): int(_number(sources, machine)) for machine in sources}
-
-
 def _started(event: Mapping[str, Any]) -> Started:
     phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
     number, again = (int(event.get(name, 0)) for name in ("number", "again"))
@@ -321,10 +301,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "write": _span,
     "lost": lambda event: (_step(event), str(event.get("error", "")), "dir" in event),  # of the tier with a ``dir``
     "tier": _span,
-    "copy": lambda event: Transfer(
-        _span(event), int(_number(event, "rank")), str(event["to"]), str(event.get("error", ""))
-    ),
-    "restored": _restored,
+    "copy": _span,
     "begin": _started,
     "restart": _started,
     "straggler": _straggler,

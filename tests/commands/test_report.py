@@ -43,36 +43,6 @@ def test_a_run_is_reported_and_leaves_a_page(here: Path, report: Command) -> Non
     assert "lr: 0.1" in (here / "run" / "report.html").read_text()
 
 
-def test_the_steps_of_a_tier_are_reported_with_their_copies(here: Path, report: Command) -> None:
-    write_run(here / "run")
-    for rank in (0, 1):
-        at = {"t": BEGAN + 9, "start": BEGAN + 8}
-        events = [
-            {"event": "restored", **at, "step": 5, "sources": {"node1": 2**20, "node2": 2**20}},
-            {"event": "stall", **at, "step": 15, "seconds": 0.004, "tier": True},
-            {"event": "tier", **at, "step": 15, "seconds": 0.5, "bytes": 2**20, "dir": "the tier /t"},
-            {"event": "tier", **at, "step": 20, "seconds": 0.5, "bytes": 2**20, "dir": "the tier /t"},
-            {"event": "copy", **at, "step": 15, "rank": rank, "to": "node2", "seconds": 0.75},
-            {"event": "copy", **at, "step": 20, "rank": rank, "to": "<node2>", "seconds": 0.75, "error": "cut\nhere"},
-        ]
-        write_events(rank_file(here / "run", rank), events)
-    seen = report("run").out
-    assert "2 steps in the tier, 1 copied to other machines." in seen
-    assert "It went on from step 5 in the tier, read 2 MiB from node1, 2 MiB from node2." in seen
-    rows = [" ".join(line.split()) for line in seen.partition("Steps in the tier")[2].splitlines()]
-    assert "15 8 4 500 750 2 node2 copied" in rows
-    assert "20 8 - 500 750 2 - written: <node2>: cut" in rows
-    page = (here / "run" / "report.html").read_text()
-    assert "Steps in the tier" in page
-    assert "&lt;node2&gt;: cut" in page
-    steps = report("run", "--json").json["tier"]
-    assert [(one["step"], one["machines"], one["state"]) for one in steps] == [
-        (15, ["node2"], "copied"),
-        (20, [], "written"),
-    ]
-    assert [one["step"] for one in report("run", "--json").json["checkpoints"]] == [10, 20, 30, 40]
-
-
 def test_restarts_are_reported_by_phase_with_the_share_that_was_training(here: Path, report: Command) -> None:
     write_run(here / "run", Sample(ranks=1, killed=True))
     seen = report("run").out
