@@ -6,7 +6,7 @@ frozen, a machine is cut off and connected again, a launcher is killed, or two o
 named moment of a save, while it starts or restores, or while it starts again after the failure before. Launchers that
 have ended are started again, as a scheduler does. Every wait is bounded.
 
-In the end the ledger (:mod:`tests.support.ledger`) shows that each sample was trained on once an epoch, in order, and
+In the end the ledger (:mod:`tests.benchmarks.ledger`) shows that each sample was trained on once an epoch, in order, and
 that model and optimizer were, after each step, those of a run that nothing had interrupted, bit for bit, as long as the
 number of ranks was the same. Needs root, as the lab does.
 """
@@ -32,10 +32,10 @@ from pathlib import Path
 
 from stagereg import output
 from stagereg.checkpoint.store.failpoints import POINTS, TIER_POINTS
-from tests.support import ledger_run
+from tests.benchmarks import ledger_run
+from tests.benchmarks.ledger import Ledger
 from tests.support.app import App
 from tests.support.lab import LOCAL, PORT, Lab, Machine, Process, children_of, missing
-from tests.support.ledger import Ledger
 
 KILL, FREEZE, CUT, LAUNCHER = "a rank is killed", "a rank is frozen", "a cable is cut", "a launcher is killed"
 TWO = "two of these at once"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ..support.lab import CHECKOUT, missing
-from ..support.ledger import Ledger, dealt
+from .ledger import Ledger, dealt
 
 SEEDS = {"on one machine": 101, "on three machines, below torchrun": 202}
 STEPS, LOST = 60, 23  # steps of the run; the first attempt took so many, and the second one went on from the one before
