@@ -6,7 +6,7 @@ frozen, a machine is cut off and connected again, a launcher is killed, or two o
 named moment of a save, while it starts or restores, or while it starts again after the failure before. Launchers that
 have ended are started again, as a scheduler does. Every wait is bounded.
 
-In the end the ledger (:mod:`tests.benchmarks.ledger`) shows that each sample was trained on once an epoch, in order, and
+In the end the ledger (:mod:`.ledger`) shows that each sample was trained on once an epoch, in order, and
 that model and optimizer were, after each step, those of a run that nothing had interrupted, bit for bit, as long as the
 number of ranks was the same. Needs root, as the lab does.
 """
