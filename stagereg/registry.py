@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -273,11 +274,13 @@ class Registry:
 
     def _entries(self) -> Iterator[Entry]:
         """All entries, announced ones first, named so that no two have one name."""
-        packages = self._installed()
-        for rivals in packages.values():
+        packages, decorated = self._installed(), defaultdict[tuple[str, str], list[Entry]](list)
+        for own in self.decorated:
+            decorated[own.kind, own.bare].append(own)
+        for key, rivals in packages.items():
             several = len({entry.target for entry in rivals}) > 1
             for entry in rivals:
-                file = next((own.file for own in self.decorated if _is_same(own, entry)), "")
+                file = next((own.file for own in decorated.get(key, ()) if _is_same(own, entry)), "")
                 yield replace(entry, name=_qualified(entry) if several else entry.name, file=file)
         for own in self.decorated:
             if not any(_is_same(own, entry) for entry in packages.get((own.kind, own.name), [])):

@@ -141,6 +141,7 @@ def test_the_order_is_that_of_torchs_distributed_sampler() -> None:
     ]  # another torch may not draw another order
 
 
+@pytest.mark.slow
 def test_what_workers_have_fetched_ahead_is_not_consumed() -> None:
     def loader_of(sampler: ResumableSampler) -> DataLoader[Any]:
         options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 3, "multiprocessing_context": "spawn"}

@@ -174,6 +174,7 @@ def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, chec
     assert rows(result)["loads"] == ("kept", "options: lend")
 
 
+@pytest.mark.slow
 def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, check: Check) -> None:
     contracts = {"stager.careless": "Contract"}
     source = STAGER.format(name="careless") + "Contract = None\n"

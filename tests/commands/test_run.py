@@ -91,6 +91,7 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_launcher_that_waits_for_others(tmp_path: Path) -> None:
     """The ranks are started when all machines are there; until then a job that is preempted must not hang."""
     (tmp_path / "program.py").write_text("")

@@ -63,6 +63,7 @@ def test_a_run_has_the_options_of_a_module_that_its_config_names(app: App) -> No
     assert "_target_: my_module.Mine" in app.prints("--cfg", "job")
 
 
+@pytest.mark.slow
 def test_jobs_and_workers_of_a_sweep_have_them_too(app: App) -> None:
     out = app.prints("-m", "stager.slots=4,5", "hydra/launcher=joblib")
     assert "BUILT {'slots': 4} False" in out

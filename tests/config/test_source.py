@@ -71,6 +71,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_an_option_is_offered_at_any_package(app: App) -> None:
     app.write("conf/parts.yaml", CONFIG.replace("{stager: theirs}", "{stager@parts.a: theirs}"))
     app.write("app.py", PARTS)
@@ -131,6 +132,7 @@ with initialize("conf", version_base="1.3"):
 """
 
 
+@pytest.mark.slow
 def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     app.write("site/rival.py", THEIRS.replace("'here'", "'there'"))
     app.write("site/rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Rival\nVersion: 3\n")

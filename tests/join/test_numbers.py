@@ -97,7 +97,7 @@ def covering() -> list[str]:
 
 @pytest.mark.parametrize(
     "library",
-    ["ours", "counted", pytest.param("planned", marks=pytest.mark.slow)],
+    ["ours", *(pytest.param(each, marks=pytest.mark.slow) for each in ("counted", "planned"))],
 )
 def test_every_rank_has_the_numbers_of_a_single_process(library: str) -> None:
     assert wrong({name: (CASES[name], library) for name in covering()}) == {}

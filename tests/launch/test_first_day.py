@@ -173,6 +173,7 @@ GOES_ON = {
 """How one process ends, and its lines on checkpoints, from each of these command lines after those before it."""
 
 
+@pytest.mark.slow
 def test_one_process_says_what_to_write_and_how_to_go_on(tmp_path: Path) -> None:
     app = app_in(tmp_path)
     ended = app.run_many([("app.py", line.split()) for line in (*SWITCHED, *GOES_ON)])

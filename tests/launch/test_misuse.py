@@ -70,6 +70,7 @@ def app(tmp_path: Path) -> App:
     return app
 
 
+@pytest.mark.slow
 def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
     joinable, hook, below = app.run_each(
         ("+joinable=ddp",), ("+join_hook=ddp",), ("+join_hook@join.joinables.model.hook=ddp",)
@@ -84,6 +85,7 @@ def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
     lines = [("plugins=[mine]", f"stager={name}") for name in ("raises", "nothing", "less")]
     raises, nothing, less = [app.refusal(each) for each in app.run_each(*lines)]

@@ -123,5 +123,6 @@ def save_in_a_process(rank: int, world_size: int, folder: str) -> None:
         stager.close()
 
 
+@pytest.mark.slow
 def test_async_save_in_a_process(tmp_path: Path) -> None:
     run_ranks(save_in_a_process, 1, args=(str(tmp_path),), timeout_s=100)

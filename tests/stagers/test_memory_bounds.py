@@ -19,7 +19,7 @@ from stagereg.testing import run_ranks
 from ..support.states import KINDS, build, settled
 
 MIB = 2**20
-QUICK = ("overlapped", "pinned_cached")
+QUICK = ("overlapped",)
 
 
 def status(key: str) -> int:

@@ -12,6 +12,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["joblib", pytest.param("submitit", marks=pytest.mark.slow)])
 def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, app: App) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")

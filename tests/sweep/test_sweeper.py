@@ -72,6 +72,7 @@ def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: 
     assert (ended.returncode, len(list(app.folder.glob("out/*/.hydra")))) == (code, ran)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
@@ -139,6 +140,7 @@ def test_directories_by_number_override_or_value_are_fine(tmp_path: Path) -> Non
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"number_0", "number_1", "value_1", "value_2"}
 
 
+@pytest.mark.slow
 def test_the_same_sweep_once_more_runs_what_is_not_completed(app: App) -> None:
     first = app.sweep("b=1,2,3", "a=fine")
     assert first.returncode == 0

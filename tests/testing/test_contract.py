@@ -130,6 +130,7 @@ def test_a_faithful_or_expected_copy_has_no_difference() -> None:
     assert "strides" in str(difference(cast.view(3, 2), source, lambda x: x.to(torch.bfloat16)))
 
 
+@pytest.mark.slow
 def test_contracts_are_there_by_name_without_importing_torch() -> None:
     program = (
         "import sys, stagereg.testing as t; assert 'torch' not in sys.modules; "

@@ -276,6 +276,7 @@ def to_torch(rank: int, world_size: int, root: str, pairs: Sequence[tuple[str, s
     return differing
 
 
+@pytest.mark.slow
 def test_torch_alone_reads_every_split_by_names(tmp_path: Path) -> None:
     pairs = [("fsdp2", "plain"), ("interleaved_each", "ddp"), ("pp", "fsdp2"), ("experts", "plain"), ("zero", "pp")]
     assert run_ranks(to_torch, nproc=3, args=(str(tmp_path), pairs), timeout_s=90) == [[]] * 3

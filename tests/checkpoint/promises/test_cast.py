@@ -174,5 +174,6 @@ def _widened(x: Any) -> Any:
     return splits.full(torch.tensor(x[2], dtype=torch.uint8).view(torch.bfloat16).view(x[1]).float())
 
 
+@pytest.mark.slow
 def test_sharded_tensors_are_converted_exactly_by_both_ways_to_read(tmp_path: Path) -> None:
     assert run_ranks(cast_across, 2, args=(str(tmp_path),), timeout_s=100) == [[], []]

@@ -282,7 +282,7 @@ def try_way(rank: int, world_size: int, root: str, kind: str, stager: str | None
     [
         pytest.param(
             *way,
-            marks=[pytest.mark.slow] * (way not in (("sync", None), ("thread", None))),
+            marks=[pytest.mark.slow] * (way != ("thread", None)),
         )
         for way in WAYS
     ],
