@@ -61,7 +61,7 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         ),
         (
             "+join_hook=auto",
-            "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: ddp, ",
+            "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: ",
         ),
         ("stager=half", "there is no stager=half. There is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
