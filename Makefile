@@ -28,9 +28,9 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
 
-# Three workers, because a worker waits a third of the time; waiting threads of torch sleep.
+# Four workers, because a worker waits half of the time; waiting threads of torch sleep.
 test: $(HYDRA_1_4)/.ready  ## the tests
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick $(WORKERS) --numprocesses 3
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick $(WORKERS) --numprocesses 4
 
 test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices; a report at the end
 	$(PARTS) "tests" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)" "trainers" "$(AGAIN) frameworks"

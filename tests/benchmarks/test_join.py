@@ -76,6 +76,7 @@ def _one_that_fails(rank: int, world: int) -> Any:
     return measure(rank, world, "tiny", ["off", "failing", "again:off"], 3)
 
 
+@pytest.mark.slow
 def test_a_failing_row_leaves_the_others() -> None:
     for series in run_ranks(_one_that_fails, 2):
         assert series["failing"].failure == "LaunchError: rank 0: ValueError: out of luck"

@@ -121,7 +121,7 @@ def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, mon
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     file = tmp_path / "harmful.py"
     file.write_text(HARMFUL)
-    result = check(file, "--timeout", "20", code=1)
+    result = check(file, "--timeout", "10", code=1)
     found = rows(result)
     line = 1 + HARMFUL.splitlines().index("        time.sleep(600)")
     assert found["imports"] == found["test_keeps"] == ("kept", "")
@@ -129,7 +129,7 @@ def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, mon
     for name, text in (("test_raises", "ValueError: of its own"), ("test_leaves", "SystemExit: 3")):
         assert re.fullmatch(rf"{text} \(.*harmful.py:\d+\)", found[name][1])
     assert found["test_skips"] == ("skipped", "no such machine")
-    stuck = rf"still running after 20 s: stuck in test_harms \(.*harmful.py:{line}\)"
+    stuck = rf"still running after 10 s: stuck in test_harms \(.*harmful.py:{line}\)"
     assert re.fullmatch(stuck, found["test_harms"][1])
     assert found["test_after"] == ("skipped", "not tried: the process has ended")
     assert result["counts"] == {"kept": 2, "broken": 4, "skipped": 2}

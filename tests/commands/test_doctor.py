@@ -61,6 +61,7 @@ def test_it_says_whether_the_compiled_part_copies(way: str, verdict: str, monkey
     assert "C compiler" in found.do
 
 
+@pytest.mark.slow
 def test_a_harmful_plugin_is_one_row_and_the_others_are_reported(
     install: Install, command: Command, without_torch: None, tmp_path: Path
 ) -> None:

@@ -35,10 +35,13 @@ def sharded(name: str, reshard: bool) -> Case:
     return replace(CASES[name], column="fsdp2", wrap=wrap, one_join=False)  # as torch's has to be
 
 
-def test_every_rank_has_the_numbers_of_a_single_process() -> None:
+@pytest.mark.parametrize(
+    "names", [NAMES[::2], pytest.param(NAMES[1::2], marks=pytest.mark.slow)], ids=["quick", "others"]
+)
+def test_every_rank_has_the_numbers_of_a_single_process(names: tuple[str, ...]) -> None:
     """Every case in one of the ways, so that every way meets several cases."""
     runs = {}
-    for name, (library, reshard) in zip(NAMES, itertools.cycle(WAYS), strict=False):
+    for name, (library, reshard) in zip(names, itertools.cycle(WAYS), strict=False):
         runs[name] = (sharded(name, reshard), library)
     runs["replicated shards"] = (Case(column="hsdp", lengths=(1, 1, 2, 3)), "ours")
     assert wrong(runs) == {}

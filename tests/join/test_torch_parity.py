@@ -166,7 +166,7 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("library", ["torch", "mixed", "mixed iterate"])
+@pytest.mark.parametrize("library", ["torch", "mixed", pytest.param("mixed iterate", marks=pytest.mark.slow)])
 def test_our_joinables_bring_the_numbers_into_torchs_join(library: str) -> None:
     assert wrong({name: (CASES[name], library) for name in MIXED}) == {}
 

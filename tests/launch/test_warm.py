@@ -105,6 +105,7 @@ def test_a_program_finds_what_it_would_find_in_a_process_of_its_own(server: Warm
     assert found[0][2] != found[1][2] or found[0][2] == warm._SEED
 
 
+@pytest.mark.slow
 def test_its_end_is_told_whatever_it_was(server: WarmStart, folder: Path) -> None:
     for number, (how, code) in enumerate({"returns": 0, "raises": 1, "exits": 75}.items(), 10):
         assert started(server, start_of(folder, how, number=number)).wait(BOUND_S) == code
@@ -131,7 +132,8 @@ def test_all_end_with_the_server(folder: Path) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("fault", [pytest.param("a thread", marks=pytest.mark.slow), "an option"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["a thread", "an option"])
 def test_what_cannot_be_forked_safely_is_not(folder: Path, fault: str) -> None:
     start = start_of(folder)
     if fault == "a thread":

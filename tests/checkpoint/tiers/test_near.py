@@ -172,7 +172,7 @@ def weigh(rank: int, world_size: int, root: str, split: str) -> tuple[int, int]:
     return max(found), 3 * 4 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("split", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("split", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_machine_never_has_more_than_two_steps_of_its_share_and_its_partners(tmp_path: Path, split: str) -> None:
     for most, whole in run_ranks(weigh, 2, args=(str(tmp_path), split), timeout_s=90):
         share = whole / 2

@@ -110,12 +110,13 @@ def test_there_are_few_sets_of_partners(count: int, copies: int, racks: int) -> 
 
 CHANGES = [
     (1, 0, 0.02),
-    pytest.param(1, 64, 0.025, marks=pytest.mark.slow),
-    pytest.param(3, 16, 0.09, marks=pytest.mark.slow),
+    (1, 64, 0.025),
+    (3, 16, 0.09),
 ]
 """Copies, racks, and which part of 1,024 machines has other partners when one is gone or replaced, on average."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("copies", "racks", "part"), CHANGES)
 def test_few_others_change_partners_when_a_machine_is_gone_or_replaced(copies: int, racks: int, part: float) -> None:
     machines = cluster(1024, racks)
