@@ -246,6 +246,7 @@ def test_a_follower_that_is_stopped_goes_on(tmp_path: Path, job: Job, number: si
     assert job.steps == [100, 200, 200, 300]
 
 
+@pytest.mark.slow
 def test_a_second_follower_of_one_name_is_refused(tmp_path: Path, job: Job, command: Command) -> None:
     root = tmp_path / "run"
     save(root, 100)

@@ -78,7 +78,7 @@ time.sleep({LIMIT_S})
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1"])
 def test_ranks_leave_after_a_signal_in_their_own_time(name: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SIGNALLED.replace("{name}", name).replace("{LIMIT_S}", str(LIMIT_S)))
     ended = run(tmp_path)

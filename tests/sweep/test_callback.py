@@ -57,6 +57,7 @@ def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     assert ended.stdout.count("returned.score is not known of this job") == 2
 
 
+@pytest.mark.slow
 def test_a_result_has_the_job_its_machine_and_its_command(mixed: Any) -> None:
     app, _ = mixed
     job = app.results()[4]

@@ -58,6 +58,7 @@ def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
     assert InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2,3"]), 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
+@pytest.mark.slow
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
     ended = app.sweep("b=1,2", "sweep.repeats=2")
     assert ended.returncode == 0, ended.stderr

@@ -395,6 +395,7 @@ def hybrid(rank: int, size: int, root: str) -> tuple[list[int], list[str]]:
     return staged, [name for name in whole if found.get(name) != whole[name]]
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_share_them_too(tmp_path: Path) -> None:
     ranks = run_ranks(hybrid, 4, args=(str(tmp_path),), timeout_s=120)
     assert [differing for _, differing in ranks] == [[]] * 4
