@@ -51,7 +51,7 @@ _WRITTEN_FOR = ">=2.60"
 _REPORT = ["metrics", "checkpoint", "checkpoint_dir_name", "checkpoint_upload_mode"]
 _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "validation"]
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
-_ENDED_S = 30.0  # seconds in which Ray ends a worker whose error another one tells better
+_ENDED_S = 30.0  # seconds in which Ray ends a worker whose error is a consequence of another error
 _HELD_S = 60.0  # seconds, at most, for which a worker lets Ray wait that saves after a loss
 _LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
 

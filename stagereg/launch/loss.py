@@ -21,7 +21,7 @@ from stagereg.launch.run_store import RunStore
 from stagereg.launch.watch import Watch
 
 _NOTICES = 3.0  # times ``notice_s`` that a save after a loss may take
-_HEARD_S = 5.0  # seconds in which a loss is heard of that a broken collective has shown
+_HEARD_S = 5.0  # seconds from a broken collective to the report of the failed rank
 _LOOK_S = 0.02
 _NOT_SAVED = "Those who are left have not saved: "
 

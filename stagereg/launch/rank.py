@@ -55,7 +55,7 @@ _LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end
 _EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
 _TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving
 _LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
-_MERCY_S = 2.0  # seconds that a rank has to fail by itself once another one is lost, before it is ended
+_MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
 NOTICE_S = 10.0  # seconds in which a loss is noticed where the config does not say
 _LOST_PEER = (
     "connection closed",

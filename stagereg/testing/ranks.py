@@ -180,7 +180,7 @@ def _start(job: Assignment) -> _Rank:
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
     """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung.
 
-    After a failure, the ranks that have results wait for the failed rank in vain, so they are not waited for.
+    After a failure the function does not wait for ranks that have results: they wait for the failed rank.
     """
     failed = False
     while running := [each for each in ranks if each.process.is_alive()]:

@@ -81,7 +81,7 @@ class Target(ABC):
 
     @abstractmethod
     def begin(self, step: int) -> tuple[str, bool]:
-        """Begin a save; return the path to write in, and whether it is passed over instead. The same on all ranks."""
+        """Begin a save; return the path to write in, and whether all ranks skip this save."""
 
     def expect_room(self, nbytes: int) -> None:  # noqa: B027  # usually it is not known
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""

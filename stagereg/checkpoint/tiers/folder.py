@@ -146,7 +146,7 @@ class MachineFolder:
 
 
 def read_part(folder: str, name: str) -> Part:
-    """Read the manifest of a part. Raises: ``ValueError``: it is none, or of another save or rank; ``OSError``."""
+    """Read the manifest of a part. Raises ``ValueError`` if it is invalid or has another save or rank; ``OSError``."""
     part = Part.loads(Path(folder, name).read_bytes())
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
         raise ValueError("it is of another save or rank")

@@ -25,7 +25,7 @@ from typing import Any
 from stagereg.checkpoint.format.checksum import crc32
 
 PROGRESS_S = 10.0  # seconds without a byte after which a transfer has failed
-GREETING_S = 5.0  # seconds that a stranger has to prove that it is none
+GREETING_S = 5.0  # seconds in which a new connection must prove that it belongs to the run
 
 _MOST_BYTES = 64 << 20  # of a message: the manifest of a part of 20 TB
 _LENGTH = struct.Struct("!I")
