@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -198,7 +198,7 @@ class Registry:
 
         A component that several packages announce, or a package and a decorator, is one entry: the first package's.
         """
-        distinct = {(entry.kind, entry.name, entry.target): entry for entry in reversed(list(self._entries()))}
+        distinct = {(entry.kind, entry.name, entry.target): entry for entry in reversed(self._entries())}
         return tuple(distinct[key] for key in sorted(distinct))
 
     def unreadable(self) -> list[tuple[str, str]]:
@@ -233,7 +233,7 @@ class Registry:
 
         A component may be at several: where its package announces it, and where its class is defined.
         """
-        listed = list(self._entries())
+        listed = self._entries()
         aliases = [own for own in self.decorated if own.path == path]
         also = [replace(entry, target=own.target) for own in aliases for entry in listed if _is_same(own, entry)]
         return next((entry for entry in (*listed, *also) if entry.path == path), None)
@@ -270,21 +270,17 @@ class Registry:
         return "REGISTRY"  # `stagereg.build`, a method of it, is pickled by name, as a function is
 
     def _named(self, kind: str, bare: str) -> list[Entry]:
-        return [entry for entry in self._entries() if (entry.kind, entry.bare) == (kind, bare)]
+        decorated = [own for own in self.decorated if (own.kind, own.bare) == (kind, bare)]
+        return _distinct(self._installed().get((kind, bare), []), decorated)
 
-    def _entries(self) -> Iterator[Entry]:
-        """All entries, announced ones first, named so that no two have one name."""
+    def _entries(self) -> list[Entry]:
+        """All entries, announced ones first."""
         packages, decorated = self._installed(), defaultdict[tuple[str, str], list[Entry]](list)
         for own in self.decorated:
             decorated[own.kind, own.bare].append(own)
-        for key, rivals in packages.items():
-            several = len({entry.target for entry in rivals}) > 1
-            for entry in rivals:
-                file = next((own.file for own in decorated.get(key, ()) if _is_same(own, entry)), "")
-                yield replace(entry, name=_qualified(entry) if several else entry.name, file=file)
-        for own in self.decorated:
-            if not any(_is_same(own, entry) for entry in packages.get((own.kind, own.name), [])):
-                yield own
+        keys = dict.fromkeys([*packages, *decorated])
+        found = [entry for key in keys for entry in _distinct(packages.get(key, []), decorated.get(key, []))]
+        return sorted(found, key=lambda entry: not entry.distribution)
 
     def _installed(self) -> dict[tuple[str, str], list[Entry]]:
         if self._path == sys.path:
@@ -327,6 +323,17 @@ def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
     if not isinstance(component, type):
         check(entry.kind, entry.name, built)
     return built
+
+
+def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
+    """The entries of one name, those of packages first, renamed if several packages have one each."""
+    several = len({entry.target for entry in packages}) > 1
+    found = []
+    for entry in packages:
+        file = next((own.file for own in decorated if _is_same(own, entry)), "")
+        name = _qualified(entry) if several else entry.name
+        found.append(replace(entry, name=name, file=file) if several or file else entry)
+    return [*found, *(own for own in decorated if not any(_is_same(own, entry) for entry in packages))]
 
 
 def _is_same(own: Entry, entry: Entry) -> bool:

@@ -172,6 +172,7 @@ assert dir(stagereg) == sorted(stagereg.__all__)
 """
 
 
+@pytest.mark.slow
 def test_every_public_name_is_that_of_the_stub(installed: Path, tmp_path: Path) -> None:
     run(installed, "-c", PUBLIC, cwd=tmp_path)
 

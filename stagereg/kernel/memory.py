@@ -38,6 +38,7 @@ WAIT_WITHOUT_RELEASE_S = 1.0
 """Seconds that the pool waits at most for a reader that has not promised to release its copies."""
 
 _POLL_S = 0.002
+_COLLECT_AFTER_S = 1.0
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
@@ -283,14 +284,23 @@ class Pool:
         self._free, self._reserved = [], None
 
     def _wait(self) -> None:
-        gc.collect()  # a copy in a dead reference cycle is held by no reader
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         if self._overdrawn and not self.readers_release:
             limit = 0.0
-        until = time.monotonic() + limit
-        while self.in_flight >= self.max_in_flight and time.monotonic() < until:
-            time.sleep(_POLL_S)
-            self.check_open()
+        # A failed save can leave its copy in a dead reference cycle. Collecting garbage visits every object of the
+        # program, so a reader that releases its copies gets a second first.
+        collect_after = min(_COLLECT_AFTER_S, limit / 2) if self.readers_release else 0.0
+        collected, began = False, time.monotonic()
+        while self.in_flight >= self.max_in_flight:
+            waited = time.monotonic() - began
+            if not collected and waited >= collect_after:
+                gc.collect()
+                collected = True
+            elif waited >= limit:
+                break
+            else:
+                time.sleep(_POLL_S)
+                self.check_open()
         if self.in_flight >= self.max_in_flight and not self._overdrawn:
             self._overdrawn = True
             text = "stagereg: %d staged copies are still held after %.1f s, so fresh memory is taken; "

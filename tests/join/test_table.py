@@ -553,7 +553,7 @@ def ranks_of(column: str) -> int:
     return 4 if column == "tp" else RANKS
 
 
-QUICK = {("ddp", "planned"), ("tp", "planned")}
+QUICK = {("ddp", "planned")}
 QUICK_ERRORS = {
     ("divided by active ranks, which it cannot", "fsdp1", "planned"),
     ("one rank breaks alone, no hook for it", "fsdp1", "planned"),

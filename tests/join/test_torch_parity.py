@@ -166,7 +166,10 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("library", ["torch", "mixed", pytest.param("mixed iterate", marks=pytest.mark.slow)])
+SLOWER = [pytest.param(library, marks=pytest.mark.slow) for library in ("torch", "mixed iterate")]
+
+
+@pytest.mark.parametrize("library", ["mixed", *SLOWER])
 def test_our_joinables_bring_the_numbers_into_torchs_join(library: str) -> None:
     assert wrong({name: (CASES[name], library) for name in MIXED}) == {}
 

@@ -28,11 +28,10 @@ QUICK = (
     mutants.SumContract,
     mutants.HookContract,
     joins.DdpContract,
-    joins.Fsdp2Contract,
     joins.MetricsContract,
     joins.ModuleContract,
 )
-COSTLY = (joins.ZeroContract, joins.ActiveContract)
+COSTLY = (joins.Fsdp2Contract, joins.ZeroContract, joins.ActiveContract)
 CONTRACTS = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in COSTLY)]
 
 

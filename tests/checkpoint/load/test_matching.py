@@ -99,9 +99,12 @@ QUICK = [
     ("torch nested", "tp", "zero"),
     ("torchtitan", "plain", "pp4"),
     ("lightning", "fsdp2", "plain"),
-    ("a recipe of torch", "ddp", "fsdp2"),
 ]
-OTHERS = [("torch nested", "fsdp2", "interleaved_each"), ("torchtitan", "pp", "tp_fsdp2")]
+OTHERS = [
+    ("a recipe of torch", "ddp", "fsdp2"),
+    ("torch nested", "fsdp2", "interleaved_each"),
+    ("torchtitan", "pp", "tp_fsdp2"),
+]
 OTHERS += [("torch flat", "ddp", "plain"), ("torch flat", "fsdp2", "interleaved"), ("torchtitan", "fsdp2", "ddp")]
 
 
