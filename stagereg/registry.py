@@ -113,6 +113,8 @@ class Entry:
                 f'Its entry point has to be: {self.kind}.{self.bare} = "package.module:Name"'
             )
         module, _, qualname = self.target.partition(":")
+        rivals = REGISTRY._installed().get((self.kind, self.bare), [])
+        alike = [own for own in REGISTRY.decorated if _is_alike(own, self, rivals)]
         try:
             component: Any = functools.reduce(getattr, qualname.split("."), imported(module))
             check_component(self.kind, self.name, component)
@@ -123,6 +125,9 @@ class Entry:
                 f"{error if isinstance(error, RegistryError) else summarize_exception(error, __file__)}\n"
                 f"Repair or uninstall that package, or choose another {self.kind}: {', '.join(others)}"
             ) from (error.__cause__ or error)
+        for own in alike:
+            if not _is_same(own, self):  # which shows now that its module is imported
+                raise _taken(self, own)
         return component
 
 
@@ -234,6 +239,9 @@ class Registry:
         A component may be at several: where its package announces it, and where its class is defined.
         """
         listed = self._entries()
+        if path.startswith("__main__."):  # the script may have been imported since, by its own name
+            target = path.replace(".", ":", 1)
+            listed += [replace(own, target=target) for own in self.decorated if _is_in_script(own, target)]
         aliases = [own for own in self.decorated if own.path == path]
         also = [replace(entry, target=own.target) for own in aliases for entry in listed if _is_same(own, entry)]
         return next((entry for entry in (*listed, *also) if entry.path == path), None)
@@ -330,10 +338,16 @@ def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
     several = len({entry.target for entry in packages}) > 1
     found = []
     for entry in packages:
-        file = next((own.file for own in decorated if _is_same(own, entry)), "")
+        file = next((own.file for own in decorated if _is_alike(own, entry, packages)), "")
         name = _qualified(entry) if several else entry.name
         found.append(replace(entry, name=name, file=file) if several or file else entry)
-    return [*found, *(own for own in decorated if not any(_is_same(own, entry) for entry in packages))]
+    return [*found, *(own for own in decorated if not any(_is_alike(own, entry, packages) for entry in packages))]
+
+
+def _is_alike(own: Entry, entry: Entry, packages: list[Entry]) -> bool:
+    """As ``_is_same``, but for a decorated component that another of ``packages`` announces under its own path."""
+    elsewhere = own.target != entry.target and any(own.target == each.target for each in packages)
+    return not elsewhere and _is_same(own, entry)
 
 
 def _is_same(own: Entry, entry: Entry) -> bool:
@@ -341,12 +355,21 @@ def _is_same(own: Entry, entry: Entry) -> bool:
     if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
-    # While a class is being decorated, a module of its package that re-exports it does not have it yet.
-    same_package = entry.distribution != DISTRIBUTION and own.target.split(".")[0] == module.split(".")[0]
-    exported = vars(sys.modules[module]).get(qualname) if module in sys.modules else None
+    announced: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        announced = getattr(announced, name, None)
+    # A class cannot be compared before the module that announces it is imported; Entry.load compares again.
+    unknown = announced is None and entry.distribution != DISTRIBUTION and own.target.endswith(f":{qualname}")
     source = os.sep + module.replace(".", os.sep) + ".py:"
     as_main = own.target == f"__main__:{qualname}" and source in os.path.abspath(own.file)
-    return own.target == entry.target or same_package or exported is own.component or as_main
+    return own.target == entry.target or announced is own.component or unknown or as_main
+
+
+def _is_in_script(own: Entry, target: str) -> bool:
+    """Whether a decorated component is ``target`` of the file that runs as ``__main__``."""
+    script, qualname = getattr(sys.modules["__main__"], "__file__", None) or "", target.partition(":")[2]
+    in_script = os.path.abspath(script) == os.path.abspath(own.file.rpartition(":")[0])
+    return in_script and own.target.endswith(f":{qualname}")
 
 
 def _is_again(new: Entry, old: Entry) -> bool:

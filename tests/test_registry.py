@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -88,10 +89,11 @@ def test_a_script_may_be_imported_as_a_module_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import stagereg\n@stagereg.register('join', 'mine')\ndef mine(): return 7\n"
-        "if __name__ == '__main__':\n    import script\n    print(stagereg.build('join', 'mine'))\n"
+        "if __name__ == '__main__':\n    import script\n    found = stagereg.registry.find_target('__main__.mine')\n"
+        "    print(stagereg.build('join', 'mine'), found.load()())\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("7\n", "")
+    assert (done.stdout, done.stderr) == ("7 7\n", "")
 
 
 def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
@@ -149,6 +151,28 @@ def test_a_component_is_found_where_announced_and_where_defined(package: Any) ->
     assert (defined.name, defined.distribution, defined.target) == ("both", "outer", "inner:make")
     assert defined.load() is component
     assert [entry.target for entry in registry.entries() if entry.name == "both"] == ["outer:make"]
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["defined first", "announced first"])
+def test_a_component_that_a_module_only_exports_is_one_whatever_is_imported_first(package: Any, imported: bool) -> None:
+    package("inner", SELF_REGISTERED)
+    package("outer", "from inner import make", **{"join.both": "outer:make"})
+    importlib.import_module("outer" if imported else "inner")
+    assert stagereg.names("join").count("both") == 1
+    assert stagereg.build("join", "both") == 7
+
+
+@pytest.mark.parametrize("name", ["make", "other"])
+@pytest.mark.parametrize("package_first", [False, True])
+def test_another_component_of_the_same_name_is_refused_however_alike(
+    package: Any, name: str, package_first: bool
+) -> None:
+    package("space_theirs", SELF_REGISTERED, **{"join.both": "space_theirs:make"})
+    package("space_own", SELF_REGISTERED.replace("make", name).replace("7", "8"))
+    for module in ("space_theirs", "space_own") if package_first else ("space_own",):
+        importlib.import_module(module)
+    with pytest.raises(RegistryError, match="Two components want to be the join 'both'"):
+        stagereg.build("join", "both")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ WAIT_WITHOUT_RELEASE_S = 1.0
 """Seconds that the pool waits at most for a reader that has not promised to release its copies."""
 
 _POLL_S = 0.002
-_COLLECT_AFTER_S = 1.0
+_COLLECT_EVERY_S = 1.0
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
@@ -289,13 +289,13 @@ class Pool:
             limit = 0.0
         # A failed save can leave its copy in a dead reference cycle. Collecting garbage visits every object of the
         # program, so a reader that releases its copies gets a second first.
-        collect_after = min(_COLLECT_AFTER_S, limit / 2) if self.readers_release else 0.0
-        collected, began = False, time.monotonic()
+        collect_at = min(_COLLECT_EVERY_S, limit / 2) if self.readers_release else 0.0
+        began = time.monotonic()
         while self.in_flight >= self.max_in_flight:
             waited = time.monotonic() - began
-            if not collected and waited >= collect_after:
+            if waited >= collect_at:
                 gc.collect()
-                collected = True
+                collect_at = waited + _COLLECT_EVERY_S
             elif waited >= limit:
                 break
             else:

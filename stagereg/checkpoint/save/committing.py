@@ -111,7 +111,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int] | None:
         raise
     finally:
         if save.agreed is None:
-            save.copy.staged = {}
+            save.copy.drop()
     return done
 
 

@@ -225,6 +225,12 @@ class StagedCopy:
             with _as_save_error():
                 self._future.result()
 
+    def drop(self) -> None:
+        """Let go of the copy, which the save has written or never will. The next ``stage`` may wait for its memory."""
+        staged, self.staged, self._future = self.staged, {}, None
+        if staged and not isinstance(staged, Future):
+            self.release(staged)
+
     def record(self, step: int) -> None:
         """Record the copy, once, if there has been a complete one."""
         if self.completed and self.nbytes is not None:
