@@ -6,6 +6,7 @@ taken as it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,11 +68,21 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
         return ModuleJoinable(thing, hook=hook)
     if isinstance(thing, (Optimizer, LRScheduler)) or (callable(thing) and not isinstance(thing, nn.Module)):
         return StepJoinable(thing, hook=hook)
+    if isinstance(thing, nn.Module) and runs_alone():
+        return ModuleJoinable(thing, hook=hook)
     raise JoinError(
         f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
-        "join_process_group), optimizer, scheduler or function. Wrap a module in DistributedDataParallel first; one "
-        "that runs its collectives itself is stagereg.build('joinable', 'module', module=...), for join.iterate."
+        "join_process_group), optimizer, scheduler or function. On several ranks, wrap a module in "
+        "DistributedDataParallel first; one that runs its collectives itself is stagereg.build('joinable', 'module', "
+        "module=...), for join.iterate."
     )
+
+
+def runs_alone() -> bool:
+    """Return whether the program runs as one process, so that a module needs no ``DistributedDataParallel``."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1"  # a launcher of several ranks sets it
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:

@@ -115,7 +115,7 @@ class Join:
             name: each.joinable if isinstance(each, ForeignJoinable) else each for name, each in adapted.items()
         }
         self._joinables = list(adapted.values())
-        self._enable = enable
+        self._enable = enable and dist.is_initialized()  # one process without a group has nobody to wait for
         self._throw = throw_on_early_termination
         self._mode = mode if mode is None else one_of("join.mode", mode, get_args(Mode))
         self._loader = loader
@@ -236,10 +236,9 @@ class Join:
             self._warned = True
             _log.warning(_NOT_A_SUM, count)
         own = loss_sum.detach().item() if count else 0.0
-        world = self._group.size()
-        if not self._enable or world == 1:
+        if not self._enable or self._group.size() == 1:
             return MeanLoss.of(loss_sum, own / (count or 1.0), 1.0 / (count or math.inf))
-        session = self._session
+        session, world = self._session, self._group.size()
         if session is None or session.peers.responder is None:
             raise JoinError("join.mean works inside the join, with join.iterate or with join.mode=counted or planned")
         has_data = float(session.loop is None or not session.loop.membership.empty)

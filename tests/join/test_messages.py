@@ -37,7 +37,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an optimizer alone": (lambda: stagereg.Join([sgd()]), "put the DDP module first"),
     "a wrapped optimizer": (lambda: stagereg.Join([StepLR(sgd(), 1).optimizer]), "put the DDP module first"),
     "a function alone": (lambda: stagereg.Join([print]), "put the DDP module first"),
-    "a bare module": (lambda: stagereg.Join([nn.Linear(1, 1)]), "Wrap a module in DistributedDataParallel"),
     "a number": (lambda: stagereg.Join([3]), "a int cannot take part"),
     "a string": (lambda: stagereg.Join("ddp"), "a str cannot take part"),
     "no list": (

@@ -64,7 +64,8 @@ class ModuleJoinable(TrackedJoinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""
-        if not kwargs.get("divide_by_initial_world_size", True):
+        several = dist.get_world_size(self.join_process_group) > 1
+        if not kwargs.get("divide_by_initial_world_size", True) and several:
             raise JoinError(
                 f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
                 "divide_by_initial_world_size=False cannot be had; use join.mean(loss_sum, n, over='active')."
