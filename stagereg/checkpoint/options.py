@@ -139,6 +139,11 @@ _GROUPS: dict[str, Any] = {"restore": Restore, "failure": Failure, "replicas": R
 def check_all(given: Mapping[str, Any]) -> None:
     """Check those of a checkpointer, by name; some of them, where the others are not known yet."""
     for name, value in given.items():
+        if name in ("keep", *_GROUPS) and isinstance(value, Mapping):
+            raise ConfigError(
+                f"checkpoint.{name} is a mapping of a config: hydra.utils.instantiate makes no object of it. Build the "
+                "checkpointer by stagereg.instantiate(cfg.checkpoint)."
+            )
         if name == "dir":
             at_directory(value)
         elif name == "resume":
@@ -228,8 +233,8 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
         for rank, others in enumerate(ranks):
             if others[name] != first:
                 how = (
-                    "Each rank has made a path of its own, as of the time (${now:...}): use stagereg.main, which gives "
-                    "all ranks one, or a fixed path: checkpoint.dir=PATH"
+                    "Give all ranks one path: checkpoint.dir=PATH. A path with the time (${now:...}) is one path only "
+                    "under stagereg.main"
                     if name == "dir"
                     else f"Give all ranks the same checkpoint.{name}"
                 )

@@ -2,14 +2,17 @@
 
 A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
 as text, whole: no attribute of it is followed, so another way to reach a component, or a way from a component to
-something else (``module.os.system``, ``Component.__class__``), is a name that is not registered. The entry that was
-found says where it is loaded from; the config's text is never imported. Hydra's block-list and its environment variable
-are not asked, so the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) lead nowhere.
+something else (``module.os.system``, ``Component.__class__``), is a name that is not registered. Only an object that
+the program gives has further names (``torch.optim.AdamW``): those in modules that are imported already. The entry that
+was found says where it is loaded from; the config's text is never imported. Hydra's block-list and its environment
+variable are not asked, so the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) lead
+nowhere.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +55,8 @@ class TargetAllowList:
 
     Args:
         allow: beside the registry's components, dotted paths in full (``"package.module.Name"``), and classes and
-            functions themselves, each for the path of its definition; and ``"kind/name"`` of those in
-            :data:`RESTRICTED`.
+            functions themselves, each for the path of its definition and for its names in modules that are imported
+            already; and ``"kind/name"`` of those in :data:`RESTRICTED`.
 
     Raises:
         UnknownNameError: there is no component of that name.
@@ -71,7 +74,7 @@ class TargetAllowList:
     def find(self, target: Any, where: str) -> Entry | AllowedTarget:
         """Return what a ``_target_``, a path or an object, names; imports nothing. ``where`` is its key."""
         path = _text(target)
-        found = registry.find_target(path) or self._allowed.get(path)
+        found = registry.find_target(path) or self._allowed.get(path) or self._given_as(path)
         if found is None:
             known = [*(entry.path for entry in registry.entries()), *self._allowed]
             raise TargetNotAllowedError(
@@ -87,6 +90,16 @@ class TargetAllowList:
                 f'by stagereg.instantiate(..., allow=["{name}"]).'
             )
         return found
+
+    def _given_as(self, path: str) -> Entry | AllowedTarget | None:
+        """Return the class or function that the program gave and that ``path`` names in a module already imported."""
+        module, _, name = path.rpartition(".")
+        imported = sys.modules.get(module)
+        # Not by an attribute, which a module may import something for.
+        component = object.__getattribute__(imported, "__dict__").get(name) if imported is not None else None
+        same = (each for each in self._allowed.values() if component is not None and each.component is component)
+        found = next(same, None)
+        return found and (registry.find_target(found.path) or found)
 
 
 def _allowed(item: Any) -> AllowedTarget:

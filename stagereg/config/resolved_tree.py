@@ -102,6 +102,8 @@ def plain(config: Any, where: str = "") -> Any:
     except OmegaConfBaseException as error:
         missing = re.search(r"Interpolation key '(\w+)' not found", str(error))
         hint = f". {SWITCHES[missing[1]]}" if missing and missing[1] in SWITCHES else ""
+        if "HydraConfig was not set" in str(error):
+            hint = f". Only a job of Hydra has an output directory: compose(..., overrides=['{error.full_key}=PATH'])"
         raise ConfigError(f"{where or 'The config'} cannot be resolved: {str(error).splitlines()[0]}{hint}") from error
     except RecursionError:
         raise ConfigError(f"{where or 'The config'} is nested too deeply to be looked through.") from None

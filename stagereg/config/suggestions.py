@@ -26,16 +26,20 @@ from stagereg.config.schema import options
 from stagereg.errors import ConfigError, nearest
 from stagereg.spec import find_group
 
+KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "notice_s")
+"""The keys of the config ``stagereg``."""
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
 """How an option of a kind is chosen, where that is not by the name of the kind alone."""
 
 
 def explain(error: BaseException | None) -> str:
     """Return a line with the nearest name and all there are; empty where error and causes are about something else."""
-    line = ""
+    line, composing = "", str(error).startswith("In '")
     while error is not None and not line:
         if isinstance(error, OmegaConfBaseException):
             line = _wrong_type(error) if isinstance(error, ValidationError) else _unknown_key(error)
+            if line and composing and not isinstance(error, ValidationError):
+                line += _missing_fields(error)
         elif isinstance(error, MissingConfigException):
             line = _unknown_option(error)
         elif found := re.match(
@@ -83,6 +87,18 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     more = "" if typed else f". To add it, write +{error.full_key}=..."
     near = _in_a_group(error) or nearest(str(error.key), takes)
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
+
+
+def _missing_fields(error: OmegaConfBaseException) -> str:
+    """Return the fields of stagereg that the app's dataclass lacks, if it comes before stagereg in the defaults."""
+    root, owner = error.parent_node, getattr(error.object_type, "__name__", "")
+    if root is None or error.key != error.full_key or not dataclasses.is_dataclass(error.object_type):
+        return ""
+    lacking = [f"{key}: Any = MISSING" for key in dict.fromkeys((error.key, *KEYS)) if key not in root]
+    return (
+        f". {owner} comes first in the defaults, so it must have a field for each key of the others: list {owner} "
+        f"after stagereg, or add to it: {'; '.join(lacking)}"
+    )
 
 
 def _component(config_type: Any) -> Any:

@@ -6,12 +6,14 @@ Hydra's launcher and sweeper, is left out; the run directory is the launcher's.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
@@ -42,7 +44,7 @@ class CommandLine:
         """The command of the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
         from omegaconf import OmegaConf
 
-        hydras = [each for each in hydra.overrides.hydra if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
+        hydras = [each for each in raw(hydra.overrides.hydra) if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
         job = [
             f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
             for key in ("id", "num")
@@ -50,7 +52,28 @@ class CommandLine:
         ]
         if job:  # of a sweep
             job.append(f"hydra.sweep.dir={quoted(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir)))}")
-        return [*self.start, *self.flags, *hydra.overrides.task, *hydras, "hydra.mode=RUN", *job]
+        return [*self.start, *self.flags, *raw(hydra.overrides.task), *hydras, "hydra.mode=RUN", *job]
+
+
+def raw(overrides: Any) -> list[str]:
+    """Return the overrides that Hydra has composed a job from, as the command line has them.
+
+    Hydra holds them in a config, which resolves an interpolation in them when it is iterated.
+    """
+    from omegaconf import OmegaConf
+
+    return cast("list[str]", OmegaConf.to_container(overrides, resolve=False))
+
+
+def number(cfg: Any, key: str, default: float) -> Any:
+    """Return a number of the launcher's from a config, parsed if it is a text, as ``${oc.env:N}`` gives."""
+    from omegaconf import OmegaConf
+
+    value = OmegaConf.select(cfg, key, default=default)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def gives_resume(overrides: Iterable[str]) -> bool:
@@ -60,7 +83,9 @@ def gives_resume(overrides: Iterable[str]) -> bool:
 
 def quoted(value: str) -> str:
     """A value as one quoted string of Hydra's override grammar."""
-    return "'" + value.replace("'", "\\'") + "'"
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=value, quote=Quote.single).with_quotes()
 
 
 def parsed(arguments: list[str]) -> Any:

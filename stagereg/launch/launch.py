@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError
-from stagereg.launch.command_line import CommandLine
+from stagereg.launch.agreed_values import VALUES, resolved
+from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
@@ -63,10 +64,11 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
 
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     publish_run(directory, resume_override(hydra))
-    restarts = Restarts(checked_restarts(OmegaConf.select(cfg, "restarts", default=0)), Progress.of(directory))
+    restarts = Restarts(checked_restarts(number(cfg, "restarts", 0)), Progress.of(directory))
     with LocalRanks() as local:
         store = _open_store(task)
-        start = Start(command.for_ranks(hydra), hydra.runtime.cwd, _variables(task, nproc, store.port))
+        variables = {**_variables(task, nproc, store.port), VALUES: json.dumps(resolved(cfg))}
+        start = Start(command.for_ranks(hydra), hydra.runtime.cwd, variables)
         run = _Run(local, store, task, start, directory, resume_override(hydra), restarts)
         while True:
             end = run.attempt()
@@ -138,8 +140,8 @@ class _Run:
         run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, attempt)
         if task.index == 0:
             run.begin(self.directory, self.resume)
-        for number, rank in enumerate(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(number), ATTEMPT: attempt}
+        for local_rank, rank in enumerate(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: attempt}
             local.start(rank, self.start._replace(variables=variables | own))
 
         def warm_up() -> None:

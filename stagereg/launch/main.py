@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import stagereg.launch.phases as phases
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
-from stagereg.launch.command_line import CommandLine, parsed
+from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
 from stagereg.launch.restarts import checked_restarts
@@ -29,6 +30,14 @@ _INITIALISED = (
     "the program calls init_process_group, and stagereg.main has done that already: with gloo for CPU tensors, and the "
     "accelerator's own backend beside it. Leave the call out, and destroy_process_group and set_device with it."
 )
+
+_SECOND_CALL = (
+    "only the first call of a function of stagereg.main in a script can start ranks, as each rank runs the script from "
+    "its start to the end of that call. Put the second call into a script of its own, or call both functions in one: "
+    "`def run(cfg): train(cfg); evaluate(cfg)` under stagereg.main."
+)
+_called: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The scripts, as the module ``__main__``, that have called a function of :func:`main`."""
 
 
 def main(
@@ -43,6 +52,14 @@ def main(
     return value, for sweepers and callbacks; from several ranks it comes as JSON. Meanwhile each rank records what
     checkpointers, joins and :func:`stagereg.log` emit, in the job's output directory. ``train(cfg)`` runs the function
     in this process, with no command line and no recording, and returns its value.
+
+    All ranks get the same overrides, and the time of one clock in ``${now:...}``. The values of the program's own
+    resolvers are resolved once, by the launcher or by rank 0 under ``torchrun``; a warning names each key whose
+    resolver gives another value on some rank. Each rank itself resolves values of its environment
+    (``${oc.env:RANK}``), values that depend on the number of a rank, and objects that JSON cannot hold.
+
+    A rank that the launcher has started ends when the function returns, so the script after the first call runs in the
+    launcher only. A later call in the same script cannot start ranks.
 
     Args:
         config_path: folder of the configs, relative to the script, as in ``hydra.main``.
@@ -75,6 +92,8 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         if rank is not None:
             _follow(rank)
         _run_hydra(job, arguments)
+        if rank is not None and rank.launched:  # the rest of the script is the launcher's
+            sys.exit()
     except KeyboardInterrupt:
         if is_rank():
             shutdown.exit_now(130)
@@ -176,6 +195,9 @@ class _Job:
         self._task = functools.partial(_with_plugins, task)
         self._command = command
         self._rank = rank
+        script = sys.modules["__main__"]
+        self._is_first = script not in _called
+        _called.add(script)
         self._full_error = os.environ.get(_FULL_ERROR, "0")
 
     def __call__(self, cfg: Any) -> Any:
@@ -191,9 +213,11 @@ class _Job:
         one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):
             try:
-                refuse_unused(cfg, hydra.overrides.task)
+                refuse_unused(cfg, raw(hydra.overrides.task))
                 check_values(cfg)
                 if self._rank is not None:
+                    if one_of_several:
+                        raise LaunchError(_how_to_sweep(self._rank))
                     return self._rank.run(self._task, cfg)
                 return self._run(cfg, hydra, one_of_several)
             except StageregError as error:
@@ -206,11 +230,10 @@ class _Job:
                 raise SystemExit(1) from None
 
     def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:
-        from omegaconf import OmegaConf
-
-        nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        restarts = checked_restarts(OmegaConf.select(cfg, "restarts", default=0))
+        nproc, restarts = checked_nproc(number(cfg, "nproc", 1)), checked_restarts(number(cfg, "restarts", 0))
         if nproc > 1 or restarts or one_of_several or SchedulerTask.current().count > 1:
+            if not self._is_first:
+                raise LaunchError(_SECOND_CALL)
             return launch(self._command, cfg, hydra, nproc)
         publish_run(hydra.runtime.output_dir, resume_override(hydra))
         try:

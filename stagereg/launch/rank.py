@@ -36,7 +36,8 @@ from stagereg.errors import (
     Stopped,
     UnevenInputsError,
 )
-from stagereg.launch.command_line import quoted
+from stagereg.launch.agreed_values import VALUES, resolved, take
+from stagereg.launch.command_line import number, quoted
 from stagereg.launch.pulse import ENDED
 from stagereg.launch.run_store import RunStore, name_attempt
 from stagereg.machine import end_with, ranks_here
@@ -69,6 +70,11 @@ _LOST_PEER = (
     "one of them hangs",
 )
 """How gloo, NCCL, torch's store and the exchanges of a checkpointer say that another rank is gone, in lower case."""
+
+_DIFFERS = (
+    "comes from a resolver that gives each process another value, so all ranks use the value that was resolved first. "
+    "For a value of each rank's own, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
+)
 
 
 @dataclass(frozen=True)
@@ -118,10 +124,13 @@ class Rank:
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
+        # Before there is a process group, of which a resolver could ask for the number of the rank.
+        values = json.loads(os.environ[VALUES]) if self.launched else resolved(cfg)
         try:
             with self._watched(_checked_notice(cfg)), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
+                    self._agree_on_values(cfg, values)
                     value = run_recorded(task, cfg, self.store.failure.take() if self.rank == 0 else None)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
@@ -232,6 +241,16 @@ class Rank:
         short: Any = OmegaConf.register_resolver
         register = short if "use_cache" in inspect.signature(short).parameters else OmegaConf.register_new_resolver
         register("now", lambda pattern: started.strftime(pattern), use_cache=True, replace=True)
+
+    def _agree_on_values(self, cfg: Any, values: Any) -> None:
+        """Take the values that rank 0 has, once for all ranks; print the key of each that differs."""
+        import torch.distributed as dist
+
+        sent = [values]
+        dist.broadcast_object_list(sent)
+        for key in take(cfg, sent[0]):
+            if self.store.is_first(f"differs: {key}"):
+                print(f"stagereg: {key} {_DIFFERS}", file=sys.stderr, flush=True)
 
     def _report_cause(self, error: Exception) -> None:
         """Report an error that is no consequence, unless another rank has reported the same."""
@@ -359,9 +378,7 @@ def torchrun_note() -> str:
 
 
 def _checked_notice(cfg: Any) -> float:
-    from omegaconf import OmegaConf
-
-    value = OmegaConf.select(cfg, "notice_s", default=NOTICE_S)
+    value = number(cfg, "notice_s", NOTICE_S)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 3600:
         raise LaunchError(f"notice_s={value} is no number of seconds from 1 to 3600, in which a lost rank is noticed")
     return float(value)

@@ -30,7 +30,7 @@ import stagereg.record as record
 from stagereg._version import __version__
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, StageregError
-from stagereg.launch.command_line import CommandLine
+from stagereg.launch.command_line import CommandLine, raw
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
@@ -136,7 +136,7 @@ class Compare(Callback):
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra
         directory = Path(hydra.runtime.output_dir)
-        overrides, repeat, again = split([str(override) for override in hydra.overrides.task])
+        overrides, repeat, again = split(raw(hydra.overrides.task))
         run = _known("records", lambda: _run(directory, self._began), None)
         return JobResult(
             directory=directory,

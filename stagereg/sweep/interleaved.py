@@ -24,7 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
-from stagereg.launch.command_line import gives_resume
+from stagereg.launch.command_line import gives_resume, raw
 from stagereg.sweep.result import KEYS, completed_before
 
 log = logging.getLogger(__name__)
@@ -158,6 +158,6 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
         OmegaConf.select(job, f"checkpoint.{key}", default=default, throw_on_resolution_failure=False)
         for key, default in (("enable", True), ("resume", "auto"))
     )
-    if enable and resume == "auto" and not gives_resume(job.hydra.overrides.task):
+    if enable and resume == "auto" and not gives_resume(raw(job.hydra.overrides.task)):
         found["checkpoint.dir"] = OmegaConf.select(job, "checkpoint.dir", throw_on_resolution_failure=False)
     return {key: str(place) for key, place in found.items() if place}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stagereg.errors import ConfigError
+from stagereg.launch.command_line import raw
 from stagereg.record import file_name, plain
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import Run
@@ -152,7 +153,8 @@ def completed_before(hydra: Any) -> JobResult | None:
         return None
     with contextlib.suppress(ConfigError):
         found = JobResult.read(hydra.runtime.output_dir)
-        if found.status == "completed" and (found.overrides, found.repeat, found.again) == split(hydra.overrides.task):
+        own = split(raw(hydra.overrides.task))
+        if found.status == "completed" and (found.overrides, found.repeat, found.again) == own:
             return found
     return None
 

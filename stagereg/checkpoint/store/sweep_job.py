@@ -15,7 +15,7 @@ from typing import Any
 from stagereg.checkpoint.format.manifest import SWEEP_JOB
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
-from stagereg.launch.command_line import gives_resume
+from stagereg.launch.command_line import gives_resume, raw
 
 
 def take_for_job(store: CheckpointStore, resume: str) -> None:
@@ -37,7 +37,7 @@ def take_for_job(store: CheckpointStore, resume: str) -> None:
     with contextlib.suppress(ValueError):  # damaged
         noted = json.loads(store.note(SWEEP_JOB) or b"null")
     another = isinstance(noted, dict) and noted != own and noted.get("sweep") == own["sweep"]
-    if another and resume == "auto" and not gives_resume(hydra.overrides.task):
+    if another and resume == "auto" and not gives_resume(raw(hydra.overrides.task)):
         raise CheckpointError(
             f"job {own['job']} of this sweep would go on from where job {noted.get('job')} has ended, and maybe take "
             "no step. Give each job a directory of its own, as checkpoint.dir is by default; or say that it is meant, "
