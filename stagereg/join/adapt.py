@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, is_native
+from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, is_native, uncompiled
 from stagereg.join.kinds.ddp import DdpJoinable
 from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
 from stagereg.join.kinds.module import ModuleJoinable
@@ -51,6 +51,7 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
         thing: a module, an optimizer, a scheduler, a function, or a joinable.
         hook: another hook in the place of that joinable's own.
     """
+    thing = uncompiled(thing)
     if isinstance(thing, DistributedDataParallel):
         return DdpJoinable(thing, hook)
     if isinstance(thing, FSDPModule):

@@ -61,6 +61,7 @@ class Joinable(ABC):
         reduces_gradients: whether ranks reduce the gradients of a model by it; what follows steps only where
             they were reduced.
         reduced: whether the step that was shadowed last ended with reduced gradients, if it does reduce some.
+        bare_optimizer: the bare optimizer that its hook steps after each reduced step, if it does.
         after: the joinable of the model whose gradients this one needs; ``None``: the nearest one listed before it.
         hook: makes its hook when called with the joinable; ``None``: the hook of its own kind.
         session: the join it is in, while stagereg's ``Join`` has it attached.
@@ -70,6 +71,7 @@ class Joinable(ABC):
     announces_itself: bool = False
     reduces_gradients: bool = False
     reduced: bool = True
+    bare_optimizer: Any = None
     after: Joinable | None = None
     module: nn.Module | None = None
     hook: Callable[..., JoinHook] | None = None
@@ -128,11 +130,15 @@ class Joinable(ABC):
 
     def is_due(self) -> bool:
         """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
-        model = self.after
-        if model is None and self.session is not None:
-            listed = self.session.joinables
-            model = next((each for each in reversed(listed[: listed.index(self)]) if each.reduces_gradients), None)
+        model = self.needs_gradients_of()
         return model is None or model.reduced
+
+    def needs_gradients_of(self) -> Joinable | None:
+        """Return the joinable of the model whose gradients this one needs, if it needs some."""
+        if self.after is not None or self.session is None:
+            return self.after
+        listed = self.session.joinables
+        return next((each for each in reversed(listed[: listed.index(self)]) if each.reduces_gradients), None)
 
 
 class BuiltInJoinable(Joinable):
@@ -202,6 +208,11 @@ class BuiltInHook(JoinHook, Generic[B]):
 
 
 Joinable.register(TorchJoinable)  # type: ignore[type-abstract]
+
+
+def uncompiled(thing: Any) -> Any:
+    """Return the module that ``torch.compile`` has made a module of, or else the object itself."""
+    return vars(thing)["_modules"].get("_orig_mod", thing) if isinstance(thing, nn.Module) else thing
 
 
 def is_native(joinable: object) -> TypeGuard[Joinable]:

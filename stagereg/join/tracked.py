@@ -9,13 +9,15 @@ the body from then on: one under ``no_grad`` announces the step of the training 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify
+from stagereg.join.joinable import BuiltInJoinable, JoinConfig, JoinHook, notify
 from stagereg.kernel.membership import Membership
 from stagereg.kernel.shadow import TorchWire
 
@@ -29,7 +31,9 @@ class TrackedJoinable(BuiltInJoinable):
     gathers = False  # whether each forward is known to have collectives, so that all ranks have to run it alike
     divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
     handles: Sequence[Any] = ()  # of the hooks with which it watches; empty while it does not
+    replaced: tuple[str, ...] = ()  # attributes of the module that the joinable sets while it watches
     seen_at: Sequence[torch.Tensor] = ()  # parameters, where a backward is seen that goes by no tensor of the output
+    _copyable: Sequence[nn.Module] = ()  # modules whose copies leave the hooks out
     _awaited: Sequence[Any] = ()  # handles of the hooks at which the backward will be seen
     _is_open = False  # whether a step has begun of which no backward has run
     _is_announced = False  # whether a forward under ``no_grad`` has announced the step that is to begin
@@ -39,6 +43,7 @@ class TrackedJoinable(BuiltInJoinable):
         "divides_by_world",
         "handles",
         "seen_at",
+        "_copyable",
         "_awaited",
         "_is_open",
         "_is_announced",
@@ -59,11 +64,19 @@ class TrackedJoinable(BuiltInJoinable):
             self.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             self.module.register_forward_hook(self._after, always_call=True),
         ]
+        self.leave_out_of_copies(self.module)
+
+    def leave_out_of_copies(self, module: nn.Module) -> None:
+        """Until :meth:`detach`, have ``copy.deepcopy`` and ``pickle`` copy a module as it is without the join."""
+        self._copyable = [*self._copyable, module]
+        vars(module)["__getstate__"] = functools.partial(self._state_without_join, module)
 
     def detach(self) -> None:
         """Stop watching."""
         for handle in self.handles:
             handle.remove()
+        for module in self._copyable:
+            vars(module).pop("__getstate__", None)
         for name in self._of_one_join:
             vars(self).pop(name, None)
         super().detach()
@@ -102,6 +115,22 @@ class TrackedJoinable(BuiltInJoinable):
 
     def on_backward(self) -> None:
         """A backward has reached an output of the module; called once in it."""
+
+    def _state_without_join(self, module: Any) -> Any:
+        kind: Any = type(module)
+        state = kind.__getstate__(module)
+        if not isinstance(state, dict):  # of a class that chooses by itself what a copy has
+            return state
+        state = dict(state)
+        for name in ("__getstate__", *self.replaced):
+            state.pop(name, None)
+        own = {handle.id for handle in self.handles}
+        for name, hooks in state.items():
+            if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+                state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in own)
+        if "_join_config" in state:
+            state["_join_config"] = JoinConfig.construct_disabled_join_config()
+        return state
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         config, session = self._join_config, self.session

@@ -19,15 +19,12 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInHook, JoinHook
+from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
-
-_REPLACED = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
-"""Attributes of the module in a join. The first is what DDP's forward reads, the others are methods of its class."""
 
 
 @register("join_hook", "ddp")
@@ -42,13 +39,13 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
                 "a DDP module with static_graph=True learns its graph in its first step, so a rank that never had a "
                 "batch cannot shadow it. Give every rank a batch, or use join.iterate."
             )
-        joinable.policy.set_active(False)
+        joinable.shadow()
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         active = joinable.active_that_reduce()
         joinable.reduced = ddp.require_forward_param_sync = active > 0
         if active:
-            joinable.policy.ask(joinable.session)
+            joinable.ask()
             self._match_backward(self._share(active))
             joinable.shadowed()
             ddp.reducer._push_all_rebuilt_params()
@@ -61,7 +58,7 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
             return  # it is the same on all ranks
         announce_write()  # a stager may still be copying these parameters
         ddp._sync_final_model(is_last_joiner)
-        if not is_last_joiner:
+        if self.joinable.was_shadowed:
             for param in ddp.parameters():
                 self._forget(param)
 
@@ -93,7 +90,7 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
 
     def _share(self, active: int) -> float:
         """The factor by which this rank's gradients of steps before enter the reduction; 0 where they do not."""
-        carries = self.joinable.policy.current() == "carries"
+        carries = self.joinable.policy.carries
         if not carries and not self.joinable.is_unfinished:
             return 0.0
         ddp = self.joinable.module
@@ -129,7 +126,7 @@ class DdpJoinable(ReducingJoinable):
     list of joinables keeps parameters and optimizer state equal on all ranks.
 
     Args:
-        module: the DDP module.
+        module: the DDP module, or what ``torch.compile`` made of it.
         hook: another hook in the place of ``ddp``.
 
     Keyword arguments of ``Join`` that it takes:
@@ -138,10 +135,13 @@ class DdpJoinable(ReducingJoinable):
     """
 
     own_hook = DdpHook
+    # DDP's forward reads the first of these, and the others are methods of its class.
+    replaced = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
     module: DistributedDataParallel
     _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings")
 
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
+        module = uncompiled(module)
         if not isinstance(module, DistributedDataParallel):
             raise JoinError(f"the ddp joinable needs a DistributedDataParallel module, not a {type(module).__name__}")
         super().__init__(hook, module.join_process_group, module.join_device, stands_for=module)
@@ -162,13 +162,14 @@ class DdpJoinable(ReducingJoinable):
         super().watch()
         ddp.logger._set_uneven_input_join()  # type: ignore[union-attr]  # its logs tell of joins
         values = self.divides_by_world, self._announce_reduction, self._common_rank
-        vars(ddp).update(zip(_REPLACED, values, strict=True))
+        vars(ddp).update(zip(self.replaced, values, strict=True))
 
     def attach(self, session: JoinSession) -> None:
         """The join has been entered: look at who is active in each step, if a step depends on it."""
         super().attach(session)
         if session.terms.throw or not self.divides_by_world:
             self.handles = [*self.handles, self.module.module.register_forward_hook(self._inner_forward_done)]
+            self.leave_out_of_copies(self.module.module)
 
     def end_steps(self) -> None:
         """No step follows: forget the divisor of the last step, if it had one."""
@@ -177,7 +178,7 @@ class DdpJoinable(ReducingJoinable):
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
         self.end_steps()
-        for name in _REPLACED if self.handles else ():
+        for name in self.replaced if self.handles else ():
             vars(self.module).pop(name, None)
         super().detach()
 

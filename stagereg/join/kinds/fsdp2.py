@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
 from stagereg.join.batches import emptied, emptied_or_error, fetch, publish
-from stagereg.join.joinable import BuiltInHook, JoinHook, notify
+from stagereg.join.joinable import BuiltInHook, JoinHook, notify, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable, local
 from stagereg.join.tracked import differentiable
 from stagereg.kernel.shadow import TorchWire
@@ -45,7 +45,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
                 "an fsdp2 joinable has left its join, but ranks still take steps. Make a new Join of torch's for every "
                 "epoch, or use stagereg.Join."
             )
-        joinable.policy.set_active(False)
+        joinable.shadow()
         as_left = joinable.will_reduce
         joinable.is_shadowing = True
         try:
@@ -70,8 +70,9 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Stop watching. All shards are what they should be already; torch's ``Join`` calls nothing after this."""
+        was_shadowed = self.joinable.was_shadowed
         self.joinable.detach()
-        if not is_last_joiner:  # the others have done so after their last step, if that is their policy
+        if was_shadowed:  # the others have done so after their last step, if that is their policy
             self.joinable.forget_gradients()
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
@@ -118,6 +119,7 @@ class Fsdp2Joinable(ReducingJoinable):
     gathers = True
 
     def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
+        module = uncompiled(module)
         if not isinstance(module, FSDPModule):
             raise JoinError(f"the fsdp2 joinable needs a module of fully_shard, not a {type(module).__name__}")
         super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
@@ -196,7 +198,7 @@ class Fsdp2Joinable(ReducingJoinable):
         """
         if self.is_shadowing and self.reduces is not None:
             self.reduces = None
-            self.policy.ask(self.session)
+            self.ask()
             self.forget_gradients()
         elif self.reduces is not None and self.will_reduce != self.reduces:
             raise JoinError(

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import BuiltInHook, JoinHook
+from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.registry import register
 
@@ -56,6 +56,7 @@ class ModuleJoinable(TrackedJoinable):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise JoinError(f"the module joinable needs a torch.nn.Module, not a {type(module).__name__}")
+        module = uncompiled(module)
         own = module.process_group if isinstance(module, FullyShardedDataParallel) else None
         super().__init__(hook, process_group or own, device)
         self.module = module

@@ -3,20 +3,27 @@
 A training loop zeroes the gradients of one step before the next, drops them, or carries them over, and so must a rank
 without data. It goes by what it saw while it had data: each rank looks at one gradient as a backward begins. A rank
 that had data for less than two steps cannot know, and asks one that has seen more, through the store.
+
+Once a loop has carried gradients over, a rank without data keeps its own: the functions in the list zero its gradients
+as they zero the gradients of the others. Ranks with data then publish in each step whether they carried gradients, and
+a rank without data that did otherwise raises, before anything steps.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from stagereg.errors import JoinError
 from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import resources_of, wait_for_keys
@@ -30,15 +37,25 @@ class ReducingJoinable(TrackedJoinable):
     watched: Sequence[torch.Tensor] = ()  # the gradient of the first that has one shows what the loop does with them
     reduces: bool | None = None  # between a step's forward and its backward, whether that will reduce the gradients
     is_unfinished = False  # whether the last backward has not reduced them, so that they wait for the next one
+    has_stepped = False  # whether a bare optimizer in the list has stepped since the last step began
+    was_shadowed = False  # whether the last step here was the hook's, so that the loop has not seen its gradients
     module: Any
-    _of_one_join = (*TrackedJoinable._of_one_join, "reduced", "watched", "reduces", "is_unfinished")
+    _of_one_join = (
+        *TrackedJoinable._of_one_join,
+        *("reduced", "watched", "reduces", "is_unfinished", "has_stepped", "was_shadowed"),
+    )
 
     def watch(self) -> None:
         """Begin to watch the module and its gradients."""
         super().watch()
-        self.policy.steps = 0
+        self.policy.enter()
         if self.watched:
             self.policy.set_active(True)
+
+    def attach(self, session: JoinSession) -> None:
+        """Watch the optimizers in the list too."""
+        super().attach(session)
+        self.handles = [*self.handles, register_optimizer_step_post_hook(self._on_optimizer_step)]
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether a step depends on which ranks are active: through the divisor."""
@@ -57,52 +74,112 @@ class ReducingJoinable(TrackedJoinable):
             return
         policy = self.policy
         if self.watched and policy.step_begins:
-            gradients = (param.grad for param in self.watched)
-            policy.observe(next((local(grad) for grad in gradients if grad is not None), None))
+            gradient = self._gradient()
+            policy.observe(gradient, gradient is None or self.has_stepped or not self._listed_optimizers())
+            self.has_stepped = False
         if self.reduces and self.session is not None:
             self.session.count_reduction(self)
         policy.step_begins = self.reduces
         policy.steps += self.reduces
-        self.is_unfinished, self.reduces = not self.reduces, None
+        self.is_unfinished, self.reduces, self.was_shadowed = not self.reduces, None, False
+
+    def shadow(self) -> None:
+        """A step of the active ranks is about to be shadowed."""
+        self.policy.set_active(False)
+        self.was_shadowed = True
+
+    def ask(self) -> None:
+        """A step is shadowed, and is going to be reduced: find out with which gradients it begins on this rank."""
+        self.policy.ask(self.session)
+        self.policy.expect(None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
-        """A shadowed step has been reduced, and what this rank had added up has been part of it."""
-        self.policy.step_begins, self.is_unfinished = True, False
-        self.policy.steps += 1
+        """A shadowed step has been reduced, and what this rank had added up has been part of it.
+
+        Raises:
+            JoinError: the active ranks began it with other gradients, or what follows in the list steps too often.
+        """
+        policy = self.policy
+        policy.confirm(is_whole=not self.is_unfinished)
+        if policy.habit == "accumulates" and self._listed_optimizers():
+            raise JoinError(_ACCUMULATES)
+        policy.step_begins, self.is_unfinished = True, False
+        policy.steps += 1
+
+    def _listed_optimizers(self) -> list[Any]:
+        """Return the bare optimizers in the list that need the gradients of this module."""
+        listed = () if self.session is None else self.session.joinables
+        return [each.bare_optimizer for each in listed if each.bare_optimizer and each.needs_gradients_of() is self]
+
+    def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.has_stepped |= any(each is optimizer for each in self._listed_optimizers())
+
+    def _gradient(self) -> torch.Tensor | None:
+        gradients = (param.grad for param in self.watched)
+        return next((local(gradient) for gradient in gradients if gradient is not None), None)
+
+
+Habit = Literal["drops", "zeroes", "carries", "accumulates"]
+"""What a loop does with gradients between steps; with ``accumulates`` it carries them over without a step between."""
+
+_ADVICE = "Accumulate under no_sync() (FSDP2: set_requires_gradient_sync(False)), or loop over join.iterate(loader)."
+_ACCUMULATES = (
+    "the loop carries gradients over from step to step without stepping its optimizer, but ranks without data step an "
+    "optimizer in the list after every step. List the function that counts steps, steps the optimizer and zeroes the "
+    f"gradients instead, and call it in the loop. {_ADVICE}"
+)
+_OTHERWISE = (
+    "ranks with data began a step %s gradients of the steps before, and this rank, which has no more data, began it "
+    "%s: nothing in the list of joinables zeroes gradients as the loop does. List one function that steps the "
+    f"optimizer and zeroes the gradients, and zero them nowhere else in the loop. {_ADVICE}"
+)
 
 
 class ZeroGradPolicy:
     """What is known of one module's loop, here and through the store. All ranks make these in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.joins = 0  # that have been entered
         self.steps = 0  # that have been reduced in this join, on this rank or while it had no data
         self.step_begins = True  # with the next backward, as the last one was reduced
         self.inputs: list[Any] | None = None  # empty ones of each forward in the last step, to run the module on
-        self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began; on the device
+        self.habit: Habit = "drops"  # as far as it is known
+        self._last: list[list[int]] = []  # of the last two steps: join, step, and whether it began with gradients
+        self._carried = False  # ... the step that is shadowed, on this rank
         self._in_doubt = True
         self._active = False
         self.store = PrefixStore(resources_of(group).next_name("carry"), group.get_group_store())
 
-    def current(self) -> Literal["drops", "zeroes", "carries"]:
-        """What the loop does with its gradients between steps, as far as it is known."""
-        if self._nonzero is None:
-            return "drops"
-        return "carries" if self._nonzero.item() else "zeroes"
+    @property
+    def carries(self) -> bool:
+        """Whether the loop has carried gradients over at least once."""
+        return self.habit in ("carries", "accumulates")
+
+    def enter(self) -> None:
+        """A join has been entered."""
+        self.joins += 1
+        self.steps = 0
 
     def forget(self, param: torch.Tensor) -> None:
         """Do with a gradient of the step before what the loop has done with those of the ranks that have data."""
-        policy = self.current()
-        if policy == "drops":
+        if self.habit == "drops":
             param.grad = None
-        elif policy == "zeroes" and param.grad is not None:
+        elif self.habit == "zeroes" and param.grad is not None:
             param.grad.zero_()
 
-    def observe(self, gradient: torch.Tensor | None) -> None:
+    def observe(self, gradient: torch.Tensor | None, has_stepped: bool) -> None:
         """A step's backward is about to add to a gradient; the first one does not show what the loop does between."""
-        self._nonzero = None if gradient is None else gradient.detach().ne(0).any()
+        carried = _is_nonzero(gradient)
+        if carried and self.steps:
+            self.habit = "carries" if has_stepped and self.habit != "accumulates" else "accumulates"
+        elif not carried and not self.carries:
+            self.habit = "drops" if gradient is None else "zeroes"
+        self._last = [*self._last[-1:], [self.joins, self.steps, carried]]
+        if carried or self.carries:
+            self.store.set("carried", json.dumps([self.habit, self._last]))
         if self._in_doubt and self.steps:
             self._in_doubt = False
-            self.store.set("policy", self.current())
+            self.store.set("policy", self.habit)
 
     def set_active(self, active: bool) -> None:
         """Publish whether this rank has data, and will publish what its loop does; nothing if that is known here."""
@@ -117,10 +194,24 @@ class ZeroGradPolicy:
         self._in_doubt = False
         if self.store.check(["policy"]) or self.store.add("active", 0):
             self.wait("policy", session, "the backward")
-            policy = self.store.get("policy").decode()
-            self._nonzero = (
-                None if policy == "drops" else torch.tensor(policy == "carries", dtype=torch.bool, device="cpu")
-            )
+            self.habit = cast(Habit, self.store.get("policy").decode())
+
+    def expect(self, gradient: torch.Tensor | None) -> None:
+        """Rank without data: the step begins with this gradient here, unless the loop never carries any."""
+        self._carried = self.carries and _is_nonzero(gradient)
+
+    def confirm(self, is_whole: bool) -> None:
+        """Rank without data: a step has been reduced, so the ranks with data have published what they began it with.
+
+        Raises: ``JoinError`` if it was not what this rank did, unless it began the step as they did, in ``no_sync``.
+        """
+        if not self.store.check(["carried"]):
+            return
+        habit, last = json.loads(self.store.get("carried"))
+        for join, step, carried in last:
+            if is_whole and (join, step) == (self.joins, self.steps) and carried != self._carried:
+                raise JoinError(_OTHERWISE % (("with", "without them") if carried else ("without", "with its own")))
+        self.habit = habit
 
     def wait(self, key: str, session: JoinSession | None, what: str) -> None:
         """Wait until a rank has published ``key``. In torch's ``Join``, without a session, reading it does."""
@@ -130,6 +221,10 @@ class ZeroGradPolicy:
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
 """Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
+
+
+def _is_nonzero(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.ne(0).any())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
