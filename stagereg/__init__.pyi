@@ -19,6 +19,7 @@ from stagereg.errors import PeerFailedError as PeerFailedError
 from stagereg.errors import Preempted as Preempted
 from stagereg.errors import StageregError as StageregError
 from stagereg.errors import UnevenInputsError as UnevenInputsError
+from stagereg.join.batches import empty_batch as empty_batch
 from stagereg.join.context import Join as Join
 from stagereg.join.joinable import Joinable as Joinable
 from stagereg.join.joinable import JoinHook as JoinHook

@@ -1,8 +1,9 @@
 """What a batch is to a join: how many samples it has, its empty form, and how that reaches ranks that never had one.
 
 The empty form is ``batch[:0]`` for what a loader gives: nested dicts, lists, tuples, named tuples and dataclasses of
-tensors and arrays. Types, dtypes, devices and the sizes of all but the first dimension stay, so the loop body runs on
-it as on any other. Anything else is an error that names its place in the batch and how the user supplies an empty one.
+tensors and arrays, and lists of samples. Types, dtypes, devices and the sizes of all other dimensions stay, so the loop
+body runs on it as on any other. For classes of their own, programs register :func:`empty_batch`. Anything else is an
+error that names its place in the batch and how the user supplies an empty one.
 """
 
 from __future__ import annotations
@@ -10,84 +11,168 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import io
 import numbers
 import sys
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import default_collate
 
 from stagereg.errors import JoinError
 
 _ADVICE = (
-    "Supply one: join.iterate(loader, example=...), where example is a batch as the loader would give, or an already "
-    "empty one."
+    "Register how its class is emptied, stagereg.empty_batch.register(CLASS, function), where function(batch) returns "
+    "a batch without samples. Or supply an already empty one: join.iterate(loader, example=...)."
+)
+_NOT_PACKED = (
+    "A PackedSequence has no empty form. Have the loader give the padded tensor and the lengths, and pack them in the "
+    "model if there are samples: nn.LSTM and nn.GRU take a padded tensor without samples. Or use a plain loop: "
+    "with stagereg.Join([model, optimizer], mode='auto', loader=loader)."
 )
 _MAPPINGS = (dict, UserDict)
 _CONSTANTS = (type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype)
 _DEPTH, _WIDTH = 4, 8  # how deep, and at how many parts of a container, the samples of a batch are looked for
+_MANY = 4  # tensors of one shape in a list that nothing else explains: from this number on they are samples
 
 
-@dataclasses.dataclass
-class SampleCounter:
-    """Counts what one rank was given by the loops of one join, without the empty batches that keep it in step."""
+@functools.singledispatch
+def empty_batch(batch: Any) -> Any:
+    """Return ``batch`` without its samples. Programs register a function for each class of batches of their own.
 
-    batches: int = 0
-    samples: int | None = 0  # None if it is unknown of some batch
+    The function must not change ``batch``. The class must be picklable if some rank may get no batch at all.
 
-    def add(self, batch: Any) -> None:
-        """Count a batch."""
-        self.batches += 1
-        if self.samples is not None:
-            found = samples_in(batch)
-            self.samples = None if found is None else self.samples + found
+    Example::
+
+        stagereg.empty_batch.register(Graphs, lambda batch: Graphs(batch.x[:0], num_graphs=0))
+    """
+    raise _refusal(batch, "", "it is no tensor, array, dict, list, tuple or dataclass of them")
 
 
-def samples_in(batch: Any) -> int | None:
-    """Return the first dimension of a batch's first tensor or array; ``None`` where it is well hidden. Never raises."""
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a loader lays out its batches.
+
+    Attributes:
+        batch_dim: the dimension of samples in tensors that have it, the first one in others; or by a tensor's key in
+            the batch, such as ``{"x": 1}``, the first one for all other keys.
+        fields: whether a list of tensors holds the fields of a batch; ``False``: the batch is a list of samples;
+            ``None``: that is judged by the tensors.
+    """
+
+    batch_dim: int | Mapping[Any, int] = 0
+    fields: bool | None = None
+
+    @classmethod
+    def of(cls, loader: Any, batch_dim: int | Mapping[Any, int] = 0) -> Layout:
+        """Return the layout of a loader's batches, as far as its ``collate_fn`` tells."""
+        collate = getattr(loader, "collate_fn", None)
+        return cls(batch_dim, True if collate is default_collate else False if collate in (list, tuple) else None)
+
+    def dim(self, tensor: Any, key: Any) -> int:
+        """Return the dimension of samples of a tensor. Raises: JoinError, if the tensor does not have it."""
+        named = isinstance(self.batch_dim, Mapping)
+        dim = self.batch_dim.get(key, 0) if isinstance(self.batch_dim, Mapping) else self.batch_dim
+        if dim < 0 or (named and dim >= max(tensor.ndim, 1)):
+            raise JoinError(
+                f"batch_dim of join.iterate is {dim} for batch item {key!r}, which has dimensions 0 to "
+                f"{tensor.ndim - 1}."
+            )
+        return dim if dim < tensor.ndim else 0
+
+    def is_list_of_samples(self, batch: Any) -> bool:
+        """Whether the whole batch is a list of samples. A tuple is what a ``collate_fn`` returns fields in."""
+        if not _is_list(batch):
+            return False
+        return self.fields is False or (type(batch) is not tuple and bool(batch) and _are_samples(batch, None, self))
+
+
+_BY_FIRST = Layout()
+
+
+def samples_in(batch: Any, layout: Layout | None = None) -> int | None:
+    """Return the number of samples of a batch by its first tensor, array or list of samples.
+
+    ``None`` if the batch has none within reach. Never raises.
+    """
     try:
-        return next(_sizes(batch, _DEPTH, _WIDTH), None)
+        return next(_sizes(batch, layout or _BY_FIRST, _DEPTH, _WIDTH, is_root=True), None)
     except Exception:  # of a class that is not what it looks like
         return None
 
 
-def emptied(batch: Any) -> Any:
+def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None) -> Any:
     """Return ``batch`` with no samples left, in memory of its own, so that the batch itself can be freed.
 
-    * Tensors and NumPy arrays lose the entries of their first dimension; those without dimensions stay.
-    * Lists and tuples that hold no tensor or array at any depth, such as the strings of a batch, become empty. Others
-      are taken for the fields of a batch and keep their length, as do named tuples, dataclasses and dicts.
+    * Tensors and NumPy arrays lose the entries of their dimension of samples; those without dimensions stay.
+    * Lists of samples become empty: lists that hold no tensor or array at any depth, such as the strings of a batch,
+      and lists of alike items that cannot be fields. Other lists are taken for the fields of a batch and keep their
+      length, as do named tuples, dataclasses and dicts.
+    * Objects of a class with an :func:`empty_batch` become what that returns.
     * Numbers, strings and the like stay as they are.
 
-    A batch whose tensors and arrays have no samples already comes back with all that it holds: that is how a user
-    supplies what these rules get wrong.
+    A batch whose tensors and arrays have no elements already comes back with all that it holds: that is how a user
+    supplies what these rules get wrong. ``is_empty`` is whether it is such a batch, if the caller has found out.
 
     Raises:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
     """
     try:
-        sizes = list(_sizes(batch))
-        result = _emptied(batch, "", is_empty=bool(sizes) and not any(sizes))
+        is_empty = has_no_samples(batch) if is_empty is None else is_empty
+        if (
+            not is_empty
+            and isinstance(layout.batch_dim, Mapping)
+            and (unknown := {*layout.batch_dim} - {*_keys(batch)})
+        ):
+            raise JoinError(
+                f"batch_dim of join.iterate names {', '.join(map(repr, unknown))}, and the batch has no such key."
+            )
+        if not is_empty and layout.is_list_of_samples(batch):
+            return type(batch)()
+        if not (is_empty or any(map(_is_opaque, _leaves(batch))) or _can_be_cut(batch, layout)):
+            raise _refusal(batch, "", "it holds no tensor or array")
+        return _emptied(batch, "", None, layout, is_empty)
     except JoinError:
         raise
     except Exception as error:  # of a class that is not made as others of its kind are
         raise _refusal(batch, "", f"{type(error).__name__}: {error}") from error
-    if not sizes:
-        raise _refusal(batch, "", "it holds no tensor or array")
-    return result
 
 
-def emptied_or_error(batch: Any) -> Any:
-    """Return what :func:`emptied` returns, or the ``JoinError`` that it raises; both can be published."""
+def has_no_samples(batch: Any) -> bool:
+    """Whether a batch is known to be empty: its tensors and arrays have no elements, or its containers no items."""
+    if _is_opaque(batch):
+        try:
+            if len(batch) == 0:
+                return True
+        except Exception:  # it has no length
+            batch = getattr(batch, "__dict__", None)
+    tensors = [tensor for tensor in _tensors(batch) if tensor.ndim]
+    if tensors:
+        return all(0 in tensor.shape for tensor in tensors)
+    return isinstance(batch, (*_MAPPINGS, list, tuple)) and not any(True for _ in _leaves(batch))
+
+
+def emptied_or_error(batch: Any, layout: Layout = _BY_FIRST) -> Any:
+    """Return what :func:`emptied` makes of a loader's batch, or the error that it raises; both can be published."""
     try:
-        return emptied(batch)
+        return emptied(batch, layout, is_empty=False)
     except JoinError as error:
         return error
+
+
+def numbers_in(batch: Any, path: str = "batch") -> Iterator[tuple[str, float]]:
+    """Yield place and value of the numbers other than 0 in a batch, 0-dimensional tensors and arrays included."""
+    is_scalar = _is_tensor(batch) and not batch.ndim
+    if (is_scalar or isinstance(batch, numbers.Real)) and not isinstance(batch, bool) and batch != 0:
+        yield path, float(batch)
+    for key, part in parts_of(batch).items():
+        yield from numbers_in(part, f"{path}[{key!r}]")
 
 
 def publish(store: Any, key: str, empty: Any) -> None:
@@ -98,7 +183,7 @@ def publish(store: Any, key: str, empty: Any) -> None:
     except Exception as error:  # of any class that the batch is made of
         file = io.BytesIO()
         text = "the empty batch cannot go to the ranks that have no batch of their own: it cannot be pickled"
-        torch.save(JoinError(f"{text} ({error}). {_ADVICE}"), file)
+        torch.save(JoinError(f"{text} ({error}). Supply an empty one: join.iterate(loader, example=...)."), file)
     store.set(key, file.getvalue())
 
 
@@ -114,7 +199,7 @@ def fetch(store: Any, key: str, device: torch.device) -> Any:
     return found
 
 
-def _parts(thing: Any) -> dict[Any, Any]:
+def parts_of(thing: Any) -> dict[Any, Any]:
     """The parts of a container by key, index or field name; nothing for what is no container."""
     if isinstance(thing, _MAPPINGS):
         return dict(thing)
@@ -125,61 +210,190 @@ def _parts(thing: Any) -> dict[Any, Any]:
     return {}
 
 
-def _is_array(thing: Any) -> bool:
+def with_parts(thing: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a container like ``thing`` with other parts."""
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(*parts.values()) if hasattr(thing, "_fields") else type(thing)(parts.values())
+    twin: Any = copy.copy(thing)
+    for key, part in parts.items():
+        if isinstance(thing, _MAPPINGS):
+            twin[key] = part
+        else:  # a dataclass, which may be frozen; its checks are for real batches
+            object.__setattr__(twin, key, part)
+    return twin
+
+
+# -- what is a tensor, and what is a list of samples
+
+
+def _is_tensor(thing: Any) -> bool:
     numpy = sys.modules.get("numpy")  # not imported: no arrays
-    return numpy is not None and isinstance(thing, numpy.ndarray)
+    return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
 
 
-def _sizes(thing: Any, depth: int = -1, width: int | None = None) -> Iterator[int]:
-    """The number of samples of every tensor and array in ``thing``, as far as they are looked for."""
-    if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
-        yield int(thing.batch_sizes[0])
-    elif isinstance(thing, torch.Tensor) or _is_array(thing):
-        if thing.ndim:
-            yield len(thing)
-    elif depth:
-        for part in islice(_parts(thing).values(), width):
-            yield from _sizes(part, depth - 1, width)
+def _is_list(thing: Any) -> bool:
+    """Whether the length of a sequence may be its number of samples."""
+    return isinstance(thing, (list, tuple)) and not hasattr(thing, "_fields") and not isinstance(thing, torch.Size)
+
+
+def _is_registered(thing: Any) -> bool:
+    return empty_batch.dispatch(type(thing)) is not empty_batch.dispatch(object)
+
+
+def _is_opaque(thing: Any) -> bool:
+    if _is_tensor(thing) or isinstance(thing, (*_CONSTANTS, *_MAPPINGS)):
+        return False
+    return isinstance(thing, PackedSequence) or not (_is_list(thing) or parts_of(thing) or hasattr(thing, "_fields"))
+
+
+def _leaves(thing: Any) -> Iterator[Any]:
+    """Everything in a container that is no container."""
+    parts = parts_of(thing)
+    if not parts and (isinstance(thing, PackedSequence) or not isinstance(thing, (*_MAPPINGS, list, tuple))):
+        yield thing
+    for part in parts.values():
+        yield from _leaves(part)
+
+
+def _tensors(thing: Any) -> Iterable[Any]:
+    """Every tensor and array in a container, and the data of every PackedSequence."""
+    for leaf in _leaves(thing):
+        if isinstance(leaf, PackedSequence):
+            yield leaf.data
+        elif _is_tensor(leaf):
+            yield leaf
+
+
+def _keys(thing: Any) -> Iterator[Any]:
+    for key, part in parts_of(thing).items():
+        yield key
+        yield from _keys(part)
 
 
 def _holds_tensors(thing: Any) -> bool:
-    return isinstance(thing, torch.Tensor) or _is_array(thing) or any(map(_holds_tensors, _parts(thing).values()))
+    if _is_tensor(thing) or isinstance(thing, PackedSequence) or _is_registered(thing):
+        return True
+    return any(map(_holds_tensors, parts_of(thing).values()))
 
 
-def _emptied(thing: Any, path: str, is_empty: bool) -> Any:
+def _can_be_cut(thing: Any, layout: Layout) -> bool:
+    if _is_tensor(thing) or _is_registered(thing):
+        return _is_registered(thing) or bool(thing.ndim)
+    parts = parts_of(thing)
+    return bool(_lists_of_samples(parts, layout)) or any(_can_be_cut(part, layout) for part in parts.values())
+
+
+def _holds_scalars(thing: Any) -> bool:
+    """Whether a number, a string or a tensor without dimensions is in a container, as the label in a sample."""
+    if _is_tensor(thing):
+        return not thing.ndim
+    return isinstance(thing, (str, bytes, numbers.Number)) or any(map(_holds_scalars, parts_of(thing).values()))
+
+
+def _signature(thing: Any, shapes: bool = False) -> Any:
+    """What is equal for the samples of a list: types, keys, dtypes and numbers of dimensions, or shapes."""
+    if _is_tensor(thing):
+        return type(thing), thing.dtype, tuple(thing.shape) if shapes else thing.ndim
+    return type(thing), tuple((key, _signature(part, shapes)) for key, part in parts_of(thing).items())
+
+
+def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
+    """Whether the items of a list are samples, and not the fields of a batch.
+
+    Fields of a batch have their first size in common, and equal ``size``, of a tensor next to the list.
+    """
+    items = list(islice(things, _WIDTH))
+    if not any(map(_holds_tensors, items)):
+        return True
+    if layout.fields or len({_signature(item) for item in items}) > 1:
+        return False
+    sizes = {size for item in items for size in _sizes(item, _BY_FIRST)}
+    if len(sizes) != 1 or any(map(_holds_scalars, items)):
+        return bool(sizes) or any(map(_holds_scalars, items))
+    if size is not None:
+        return len(things) == size and sizes != {size}
+    return len(things) >= _MANY and len({_signature(item, shapes=True) for item in items}) == 1
+
+
+def _lists_of_samples(parts: dict[Any, Any], layout: Layout) -> set[Any]:
+    """The keys of those parts of a container that are lists of samples."""
+    lists = {key: part for key, part in parts.items() if _is_list(part) and part}
+    size = next(
+        (part.shape[layout.dim(part, key)] for key, part in parts.items() if _is_tensor(part) and part.ndim), None
+    )
+    found = {key for key, part in lists.items() if _are_samples(part, size, layout)}
+    if not layout.fields and 1 < len(lists) == len(parts) and len({len(part) for part in lists.values()}) == 1:
+        # As of zip(*samples): the lists have their length in common, and if they hold samples, all do.
+        sizes = {size for part in lists.values() for size in _sizes(part, _BY_FIRST)}
+        if found or len(sizes) > 1:
+            return set(lists)
+    return found
+
+
+def _sizes(
+    thing: Any, layout: Layout, depth: int = -1, width: int | None = None, key: Any = None, is_root: bool = False
+) -> Iterator[int]:
+    """The number of samples of every tensor, array and list of samples in ``thing``, as far as they are looked for."""
+    if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
+        yield int(thing.batch_sizes[0])
+    elif _is_tensor(thing):
+        if thing.ndim:
+            yield len(thing) if getattr(thing, "is_nested", False) else thing.shape[layout.dim(thing, key)]
+    elif is_root and layout.is_list_of_samples(thing) and _holds_tensors(thing):
+        yield len(thing)
+    elif depth:
+        parts = dict(islice(parts_of(thing).items(), width))
+        lists = _lists_of_samples(parts, layout)
+        for name, part in parts.items():
+            if name not in lists:
+                yield from _sizes(part, layout, depth - 1, width, name)
+            elif _holds_tensors(part):
+                yield len(part)
+
+
+# -- how each is emptied
+
+
+def _emptied(thing: Any, path: str, key: Any, layout: Layout, is_empty: bool) -> Any:
+    if _is_registered(thing):
+        if is_empty:
+            return copy.copy(thing)
+        result = empty_batch(thing)
+        if result is None:
+            raise _refusal(thing, path, "the function registered for its class returned None")
+        return result
     if isinstance(thing, _CONSTANTS):
         return thing
     if isinstance(thing, torch.Tensor):
-        return _emptied_tensor(thing, path, is_empty)
-    if _is_array(thing):
-        return (thing[:0] if thing.ndim else thing).copy()
-    is_sequence = isinstance(thing, (list, tuple)) and not isinstance(thing, PackedSequence)
-    is_named = hasattr(thing, "_fields")
-    if is_sequence and not is_named and not is_empty and not _holds_tensors(thing):
-        return type(thing)()  # its items are taken for samples
-    parts = {key: _emptied(part, f"{path}[{key!r}]", is_empty) for key, part in _parts(thing).items()}
-    if is_sequence:
-        return type(thing)(*parts.values()) if is_named else type(thing)(parts.values())
-    if parts or isinstance(thing, _MAPPINGS):
-        twin: Any = copy.copy(thing)
-        for key, part in parts.items():
-            if isinstance(thing, _MAPPINGS):
-                twin[key] = part
-            else:  # a dataclass, which may be frozen; its checks are for real batches
-                object.__setattr__(twin, key, part)
-        return twin
-    if is_empty:
-        return thing
-    raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
+        return _emptied_tensor(thing, path, layout.dim(thing, key), is_empty)
+    if _is_tensor(thing):
+        dim = layout.dim(thing, key)
+        return (thing if is_empty or not thing.ndim else thing[(slice(None),) * dim + (slice(0),)]).copy()
+    if _is_opaque(thing):
+        if is_empty:
+            return copy.copy(thing)
+        raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
+    parts = parts_of(thing)
+    lists = set() if is_empty else _lists_of_samples(parts, layout)
+    return with_parts(
+        thing,
+        {
+            name: type(part)() if name in lists else _emptied(part, f"{path}[{name!r}]", name, layout, is_empty)
+            for name, part in parts.items()
+        },
+    )
 
 
-def _emptied_tensor(thing: torch.Tensor, path: str, is_empty: bool) -> torch.Tensor:
+def _emptied_tensor(thing: torch.Tensor, path: str, dim: int, is_empty: bool) -> torch.Tensor:
     if not is_empty and (isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided):
         raise _refusal(thing, path, "it is sharded, nested or sparse")
     whole = thing.detach()
-    return (whole[:0] if whole.ndim and not is_empty else whole).clone().requires_grad_(thing.requires_grad)
+    return (
+        (whole.narrow(dim, 0, 0) if whole.ndim and not is_empty else whole).clone().requires_grad_(thing.requires_grad)
+    )
 
 
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:
     where = f"batch{path}, a {type(thing).__name__},"
-    return JoinError(f"{where} cannot be emptied for the ranks that are out of data: {reason}. {_ADVICE}")
+    advice = _NOT_PACKED if isinstance(thing, PackedSequence) else _ADVICE
+    return JoinError(f"{where} cannot be emptied for the ranks that are out of data: {reason}. {advice}")

@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -24,8 +25,9 @@ import torch.distributed as dist
 import stagereg.record as record
 from stagereg.errors import JoinError, UnevenInputsError, nearest, one_of
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
-from stagereg.join.batches import SampleCounter
+from stagereg.join.batches import Layout
 from stagereg.join.broken import collectives_of, discard_channels
+from stagereg.join.counts import SampleCounter
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.loop import Mode, Terms
 from stagereg.join.mean_loss import MeanLoss, is_mean
@@ -183,7 +185,9 @@ class Join:
         """
         return notify(joinable)
 
-    def iterate(self, loader: Iterable[Any], example: Any = None) -> Iterator[Any]:
+    def iterate(
+        self, loader: Iterable[Any], example: Any = None, batch_dim: int | Mapping[Any, int] = 0
+    ) -> Iterator[Any]:
         """Loop over a loader, with as many steps on every rank as the longest one has.
 
         The body runs on ranks without data too, on an empty batch: ``batch[:0]``, nested structures included. So
@@ -195,11 +199,13 @@ class Join:
 
         Args:
             loader: this rank's batches; with a length on all ranks, they are exchanged once and no step counts.
-            example: on all ranks, where batches cannot be cut to none by themselves: an empty one, or a batch as the
-                loader would give that can be. Not needed where a rank has no batch, if another's can be emptied.
+            example: on all ranks, if batches cannot be cut to none by themselves: an empty one. A class of one's own
+                goes without it after ``stagereg.empty_batch.register(CLASS, function)``.
+            batch_dim: the dimension of samples in tensors that have it, such as 1 for ``[time, batch, features]``; or
+                by keys of the batch, ``{"x": 1}``. The first dimension for all others.
 
         Raises:
-            JoinError: the join was not entered; or a batch cannot be emptied.
+            JoinError: the join was not entered; or a batch, or an example with samples, cannot be emptied.
             UnevenInputsError: with ``throw``, with planned lengths before the first step.
         """
         if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
@@ -209,7 +215,7 @@ class Join:
             return
         if self._session is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
-        yield from self._session.enter_loop(loader).run(example, self._counter)
+        yield from self._session.enter_loop(loader).run(example, Layout.of(loader, batch_dim), self._counter)
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
         """Return the mean loss of all ranks, with a gradient that DDP and FSDP average to that of the mean.
@@ -222,13 +228,17 @@ class Join:
                 with ``reduction="sum"`` returns. One that returns their mean gives a loss too small by the batch; it
                 is warned of where torch's graph shows it.
             n: how many samples (or tokens, or whatever it is a mean over) that is. A loss with ``n`` of zero counts as
-                exactly zero, whatever its value.
+                exactly zero, whatever its value. On an empty batch ``n`` counts as zero too, with a warning, unless the
+                rank got samples since this line last ran: then a program that accumulates passes those.
             over: ``"samples"``: the sum of all ranks' losses by the sum of all their ``n``. ``"world"``: the mean of
                 the ranks' means, where a rank without data counts as zero; ``"active"``: ... where it does not count.
                 These are torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's ``average``.
 
         Returns:
             A scalar: the mean, the same on all ranks, such as for a log.
+
+        Raises:
+            JoinError: outside of the join; or ``n`` may count the samples of an earlier batch again.
         """
         over = self._average if over is None else one_of("over", over, get_args(Average))
         count = float(n)
@@ -241,6 +251,10 @@ class Join:
         session, world = self._session, self._group.size()
         if session is None or session.peers.responder is None:
             raise JoinError("join.mean works inside the join, with join.iterate or with join.mode=counted or planned")
+        caller = sys._getframe(1)
+        call = caller.f_code, caller.f_lineno
+        count = self._counter.counted(call, count, own, over, loss_sum.requires_grad)
+        own = own if count else 0.0
         has_data = float(session.loop is None or not session.loop.membership.empty)
         share = own if over == "samples" else own / (count or 1.0)
         samples, active, total = session.peers.responder.request(count, has_data, share)
@@ -298,15 +312,15 @@ class Join:
 
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
-        counter = self._counter
-        counts = {"samples": counter.samples} if counter.batches and counter.samples is not None else {}
+        given = self._counter.given
+        counts = {"samples": given.samples} if given.batches and given.samples is not None else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
             if not self._session.terms.foreign:  # whose steps are announced elsewhere
                 counts["steps"] = self._session.steps - self._session.shadowed
             record.emit("join", **counts)
-        elif counter.batches:
-            record.emit("join", steps=counter.batches, shadowed=0, **counts)
+        elif given.batches:
+            record.emit("join", steps=given.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
         session, self._session = self._session, None

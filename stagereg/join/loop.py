@@ -11,7 +11,8 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import SampleCounter, emptied_or_error, fetch, publish
+from stagereg.join.batches import Layout, emptied, emptied_or_error, fetch, has_no_samples, numbers_in, publish
+from stagereg.join.counts import Index, SampleCounter
 from stagereg.join.peers import Peers
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import PendingSum, control_channel, wait_for_keys
@@ -55,6 +56,7 @@ class Loop:
         self.trains = True
         self._closed = False
         self.decided: Membership | None = None
+        self.counter: SampleCounter | None = None  # of the batches that it gives, in join.iterate
         self._empty: Any = None  # an empty batch, or why there is none, until it is needed
         self._is_published = False  # to ranks that never had a batch
         self._loader = loader
@@ -124,7 +126,7 @@ class Loop:
             if not self.membership.all_took_every_step:  # else none has answered, and nothing is to end
                 self._responder.close()
 
-    def run(self, example: Any, counter: SampleCounter) -> Iterator[Any]:
+    def run(self, example: Any, layout: Layout, counter: SampleCounter) -> Iterator[Any]:
         """Yield this rank's batches, which ``counter`` counts, then empty ones for as long as others have some.
 
         A rank out of data asks, before each step, whether it begins anywhere, and if so its body gets an empty batch.
@@ -132,13 +134,17 @@ class Loop:
         skips is no step.
         """
         self.iterates = self.running = True
-        empty = None if example is None else _empty_example(example)
+        self.counter = counter
+        empty, index = None, Index(self._loader)
         try:
+            if example is not None and self._channel.size > 1:
+                empty = _empty_example(example, layout)
             for i, batch in enumerate(self._loader):
                 if i == 0 and example is None and self._channel.size > 1:
-                    self._empty = emptied_or_error(batch)  # before the body can change it
+                    self._empty = emptied_or_error(batch, layout)  # before the body can change it
                 self.awaits_step, self.trains = True, torch.is_grad_enabled()
-                counter.add(batch)
+                counter.add(batch, layout)
+                index.add(batch)
                 yield batch
                 del batch  # so that its memory can be freed
             self.awaits_step = False
@@ -150,7 +156,10 @@ class Loop:
                 membership.expects_empty_step = True
                 membership.empty = self.awaits_step = True
                 self.trains = torch.is_grad_enabled()
-                yield _empty_example(empty)  # anew each time: the body may take its items out
+                given = index.continued(emptied(empty, layout, is_empty=True))  # anew: the body may take its items out
+                kept = numbers_in(given) if example is None or not has_no_samples(example) else ()
+                counter.add_empty({place: n for place, n in kept if place not in index.places})
+                yield given
                 membership.empty = False
                 if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
                     self._shadow_step()
@@ -194,6 +203,8 @@ class Loop:
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
 
 
-def _empty_example(example: Any) -> Any:
-    empty = emptied_or_error(example)
-    return example if isinstance(empty, JoinError) else empty  # what is not known to be empty is, as the user has said
+def _empty_example(example: Any, layout: Layout) -> Any:
+    try:
+        return emptied(example, layout)
+    except JoinError as error:
+        raise JoinError(f"join.iterate(loader, example=...) got an example with samples, and {error}") from error

@@ -198,7 +198,9 @@ class JoinSession:
         if membership is not None and membership.empty and _is_foreign(error):
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
-                "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means."
+                "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means; "
+                "pack_padded_sequence only if len(x). If a batch is a list of samples, the empty one is an empty list: "
+                "join.iterate(loader, example=[])."
             )
 
     def stop(self) -> None:

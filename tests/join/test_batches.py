@@ -15,10 +15,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import SampleCounter, emptied, fetch, publish, samples_in
+from stagereg.join.batches import Layout, emptied, empty_batch, fetch, has_no_samples, publish, samples_in
+from stagereg.join.counts import SampleCounter
 
 from ..support.examples import examples
 
@@ -135,6 +137,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+FIELDS = Layout(fields=True)
 BATCHES = st.recursive(tensors() | ARRAYS | STRINGS | CONSTANTS, containers, max_leaves=12)
 
 
@@ -143,10 +146,10 @@ BATCHES = st.recursive(tensors() | ARRAYS | STRINGS | CONSTANTS, containers, max
 def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
     assume(any(tensor.ndim for tensor in tensors_in(batch)))
     before, store = copy.deepcopy(batch), HashStore()
-    empty = emptied(batch)
+    empty = emptied(batch, FIELDS, is_empty=False)
     assert form(empty) == form(batch, empty=True)
     assert form(batch) == form(before)
-    assert samples_in(batch) in (None, next(len(tensor) for tensor in tensors_in(batch) if tensor.ndim))
+    assert samples_in(batch, FIELDS) in (None, next(len(tensor) for tensor in tensors_in(batch) if tensor.ndim))
     assert form(emptied(empty)) == form(empty)
     publish(store, "example", empty)
     assert form(fetch(store, "example", CPU)) == form(empty)
@@ -170,7 +173,7 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
         (Opaque(3), r"batch, a Opaque, cannot.*no tensor, array"),
         (object(), r"batch, a object, cannot.*no tensor, array"),
         ({"x": torch.tensor(1.0)}, r"a dict, cannot.*no tensor or array"),
-        (["a", "b"], r"a list, cannot.*no tensor or array"),
+        (("a", "b"), r"a tuple, cannot.*no tensor or array"),
         (3, r"a int, cannot.*no tensor or array"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
@@ -178,8 +181,8 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
 def test_what_cannot_be_emptied_is_named_with_a_remedy(batch: Any, message: str) -> None:
     with pytest.raises(JoinError, match=message) as caught:
         emptied(batch)
-    assert "join.iterate(loader, example=...)" in str(caught.value)
-    assert "already empty one" in str(caught.value)
+    packed = isinstance(batch, PackedSequence)
+    assert ("pack them in the model" if packed else "join.iterate(loader, example=...)") in str(caught.value)
 
 
 def test_items_go_with_their_samples_and_stay_in_an_example() -> None:
@@ -190,6 +193,113 @@ def test_items_go_with_their_samples_and_stay_in_an_example() -> None:
     assert form(empty) == form(example)
     empty["names"].append("b")
     assert example["names"] == ["a"]
+
+
+@st.composite
+def collated(draw: st.DrawFn) -> tuple[Any, Any, int]:
+    """A batch of samples as a ``collate_fn`` makes it, the same of no samples, and the number of samples."""
+    count, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    image = [torch.ones(3, draw(st.integers(1, 4)), width) for _ in range(count)]
+    ragged = [torch.ones(10 + i, width) for i in range(count)]
+    way = draw(st.sampled_from(["dicts", "pairs", "zip", "zip of dicts", "dict of lists", "with labels", "ragged"]))
+    label: Any = draw(st.sampled_from([3, "cat", torch.tensor(3), torch.ones(width + 3)]))
+    boxes = [{"boxes": torch.ones(7, 4), "area": torch.ones(8 + i)} for i in range(count)]
+    if way == "ragged":
+        return (ragged, [], count) if count > 1 else ([torch.ones(3)] * 4, [], 4)
+    if way == "with labels":
+        return {"x": image, "y": torch.ones(count, 2)}, {"x": [] if count != 3 else None, "y": None}, count
+    batch, empty = {
+        "dicts": ([{"x": x, "y": label} for x in image], []),
+        "pairs": ([(x, label) for x in image], []),
+        "zip": (tuple(zip(*((x, label) for x in image), strict=True)), ((), ())),
+        "zip of dicts": (tuple(zip(image, boxes, strict=True)), ((), ())),
+        "dict of lists": ({"x": image, "y": boxes}, {"x": [], "y": []}),
+    }[way]
+    if way == "zip of dicts":
+        batch = tuple(zip(*batch, strict=True))
+    return batch, empty, count
+
+
+@given(case=collated())
+@settings(deadline=None, derandomize=True, database=None, max_examples=examples(200))
+def test_a_list_of_samples_is_one_of_no_samples(case: tuple[Any, Any, int]) -> None:
+    batch, empty, count = case
+    found = emptied(batch)
+    if isinstance(empty, dict) and None in empty.values():
+        assert found["y"].shape == (0, 2)
+        assert found["x"] == [] or count == 3  # with three images of three colors it is not known which is which
+    else:
+        assert found == empty
+        assert samples_in(batch) == count
+
+
+def test_a_list_of_fields_keeps_its_length() -> None:
+    x, view = torch.ones(5, 3), {"ids": torch.ones(5, 7), "mask": torch.ones(5, 7)}
+    fields = [
+        [x, x],
+        [x, x, x],
+        (x, torch.ones(9, 3)),
+        [view, view],
+        (view, view),
+        [x, torch.ones(5)],
+        {"x": x, "views": [x] * 8},
+    ]
+    for batch in fields:
+        assert form(emptied(batch)) == form(emptied(batch, FIELDS))
+    columns = next(iter(DataLoader(TensorDataset(*[torch.ones(8, 2)] * 5), batch_size=4)))
+    assert [len(each) for each in emptied(columns, Layout.of(DataLoader([0])))] == [0] * 5
+    assert emptied([x] * 2, Layout.of(DataLoader([0], collate_fn=list))) == []
+
+
+def test_the_dimension_of_samples_can_be_given() -> None:
+    x, lengths = torch.ones(9, 4, 3), torch.ones(4)
+    empty = emptied((x, lengths), Layout(1))
+    assert [each.shape for each in empty] == [(9, 0, 3), (0,)]
+    assert [each.shape for each in emptied({"x": x, "y": x}, Layout({"x": 1})).values()] == [(9, 0, 3), (0, 4, 3)]
+    assert (samples_in((x, lengths), Layout(1)), samples_in({"x": x}, Layout({"x": 1}))) == (4, 4)
+    for wrong, message in (
+        ({"z": 1}, "names 'z', and the batch has no such key"),
+        ({"x": 3}, "is 3 for batch item 'x', which has dimensions 0 to 2"),
+    ):
+        with pytest.raises(JoinError, match=message):
+            emptied({"x": x}, Layout(wrong))
+    assert emptied(torch.ones(9, 0, 3)).shape == (9, 0, 3)  # an example that is empty already
+
+
+def test_a_registered_class_is_emptied_by_its_function() -> None:
+    class Graphs(Opaque):
+        pass
+
+    empty_batch.register(Graphs, lambda batch: None if batch.length == 9 else Graphs(0))
+    empty = emptied({"graphs": Graphs(3), "y": torch.ones(3)})
+    assert (empty["graphs"].length, len(empty["y"])) == (0, 0)
+    again = emptied(empty, is_empty=True)
+    assert again["graphs"] is not empty["graphs"]
+    assert again["graphs"].length == 0
+    assert [type(each) for each in emptied([Graphs(3), Graphs(3)])] == [Graphs, Graphs]
+    with pytest.raises(JoinError, match="returned None"):
+        emptied(Graphs(9))
+
+
+def test_only_an_example_without_samples_is_empty() -> None:
+    class Box:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    for empty in ([], (), ((), []), {"x": []}, torch.ones(4, 0), Opaque(0), Box(torch.ones(0, 3))):
+        assert has_no_samples(empty), empty
+    packed = pack_sequence([torch.ones(2)])
+    for batch in (
+        ["a"],
+        torch.ones(1),
+        [torch.ones(0), torch.ones(1)],
+        Opaque(2),
+        Box(torch.ones(1)),
+        Box(3),
+        3,
+        packed,
+    ):
+        assert not has_no_samples(batch), batch
 
 
 X = torch.zeros(7, 3)
@@ -223,7 +333,7 @@ def test_a_batch_without_a_tensor_has_an_unknown_size(batch: Any) -> None:
     seen = SampleCounter()
     for each in (X, batch, X):
         seen.add(each)
-    assert (seen.batches, seen.samples) == (3, None)
+    assert seen.given == (3, None, 0)
 
 
 def test_what_cannot_be_published_is_an_error_for_all_waiting() -> None:

@@ -76,8 +76,8 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
     for mine, other in zip(first["moments"].values(), second["moments"].values(), strict=True):
         assert all(torch.equal(mine[name], other[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
         assert (
-            mine["step"] == 5 * 5 + 2 + 3
-        )  # of the seven loops with this optimizer, one steps twice, and the last is thrown out of
+            mine["step"] == 6 * 5 + 2 + 3
+        )  # of the eight loops with this optimizer, one steps twice, and the last is thrown out of
 
 
 def accumulate(rank: int, world: int, setup: str, section: str, sharded: bool) -> float:

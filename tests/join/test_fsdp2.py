@@ -113,7 +113,7 @@ BIAS = "0.700000"
 """After two steps of three samples on one of two ranks, 1 - 0.1 * 2 * 3 / 2."""
 ODD: dict[str, tuple[int, bool, bool, Any, tuple[str, ...]]] = {
     "cannot run on nothing": (0, False, False, None, ("Odd cannot run on an empty batch",)),
-    "cannot be emptied": (0, True, True, None, ("holds no tensor", "'fsdp2', module=..., example=...")),
+    "cannot be emptied": (0, True, True, None, ("it is no tensor, array", "'fsdp2', module=..., example=...")),
     "cannot be emptied, and need not": (2, True, True, None, ("0.400000",)),
     "an example": (0, True, True, EXAMPLE, (BIAS,)),
     "an example of all arguments": (0, True, True, (EXAMPLE,), (BIAS,)),

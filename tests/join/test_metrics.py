@@ -153,6 +153,23 @@ def test_compute_on_a_rank_without_data_is_an_error() -> None:
     assert not other
 
 
+def counted_by_the_batch(rank: int, world_size: int) -> dict[str, float]:
+    ddp = DistributedDataParallel(net(Case()))
+    metrics = stagereg.build("joinable", "metrics")
+    data = [{"x": batch(rank, 0, step), "n": 3} for step in range(1 + 2 * rank)]
+    with stagereg.Join([ddp, metrics]) as join:
+        for each in join.iterate(data):
+            loss = ddp(each["x"]).sum()
+            loss.backward()
+            metrics.add(ones=(torch.tensor(float(len(each["x"]))), each["n"]), own=(2.0, 1))
+    result: dict[str, float] = metrics.compute()
+    return result
+
+
+def test_numbers_of_an_earlier_batch_are_no_samples() -> None:
+    assert run_ranks(counted_by_the_batch, 2, timeout_s=30) == [{"ones": 1.0, "own": 2.0}] * 2
+
+
 @pytest.mark.parametrize("given", [1.0, (1.0,), (torch.zeros(2), 2), ("a", 1), (1.0, 2, 3)])
 def test_a_value_that_is_no_sum_and_count_is_refused(given: Any) -> None:
     metrics = stagereg.build("joinable", "metrics")

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import emptied, emptied_or_error, fetch, publish
+from stagereg.join.batches import Layout, emptied, emptied_or_error, fetch, publish
 from stagereg.join.joinable import BuiltInHook, JoinHook, notify, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable, local
 from stagereg.join.tracked import differentiable
@@ -76,7 +76,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             self.joinable.forget_gradients()
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
-        args, kwargs = inputs
+        args, kwargs = inputs[0].values(), inputs[1]
         module = self.joinable.module
         try:
             return differentiable(module(*args, **kwargs))
@@ -127,7 +127,8 @@ class Fsdp2Joinable(ReducingJoinable):
         self.is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
         self._example: Any = None
         if example is not None:
-            self._example = emptied(example if isinstance(example, tuple) else (example,)), {}
+            args = example if isinstance(example, tuple) else (example,)
+            self._example = emptied(dict(enumerate(args)), Layout(fields=True)), {}
         self._divisors: list[tuple[Any, Any, bool]] = []
 
     def watch(self) -> None:
@@ -171,7 +172,7 @@ class Fsdp2Joinable(ReducingJoinable):
         if self._example is not None or self.is_shadowing or not torch.is_grad_enabled():
             return
         policy = self.policy
-        empty = emptied_or_error((args, kwargs))
+        empty = emptied_or_error((dict(enumerate(args)), kwargs), Layout(fields=True))
         if policy.inputs is None:
             publish(policy.store, "inputs", empty)
         if policy.inputs is None or is_step:

@@ -83,12 +83,18 @@ class MetricsJoinable(BuiltInJoinable):
 
         Args:
             **metrics: for each name a sum and the number of samples (or of whatever the mean is over) that it is of:
-                numbers, or tensors of one element, which stay on their device and are added there in float64.
+                numbers, or tensors of one element, which stay on their device and are added there in float64. On an
+                empty batch of ``join.iterate``, a sum of zero whose count is a number in the batch counts as none,
+                since the number is of an earlier batch; this waits for the device.
 
         Raises:
             JoinError: something else was given.
         """
         added = {name: _pair(name, given) for name, given in metrics.items()}
+        loop = None if self.session is None else self.session.loop
+        if loop is not None and loop.counter is not None and loop.counter.is_empty:
+            stale = {0.0, *loop.counter.kept.values()}
+            added = {name: each for name, each in added.items() if each[0] or float(each[1]) not in stale}
         with self._lock:
             for name, (total, count) in added.items():
                 before = self._totals.get(name, (0.0, 0.0))

@@ -1,0 +1,164 @@
+"""What the loops of one join gave to a rank, and whether a count that the program passes can be a count of that."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from stagereg.errors import JoinError
+from stagereg.join.batches import Layout, parts_of, samples_in, with_parts
+
+_log = logging.getLogger(__name__)
+
+_COUNTS_AS_0 = (
+    "stagereg: join.mean got n=%g on an empty batch, after no batch with samples since the last call: n counts as 0 "
+    "there.%s Take n from a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
+    "join.iterate(loader, example=...)."
+)
+_COUNTS_WITHOUT = (
+    "stagereg: join.mean got n=%g on an empty batch: the %d samples that this rank got since the last call, and for "
+    "each empty batch %s, which is from an earlier batch. n counts as %d. Take n from a tensor of the batch, such as "
+    "len(x), or pass an empty batch whose numbers are right: join.iterate(loader, example=...)."
+)
+_COUNTS_IN_FULL = (
+    "stagereg: join.mean got n=%g on an empty batch. This rank got %s samples since the last call, so n may be theirs "
+    "and counts in full. If the loop adds up n, make sure that it adds 0 for an empty batch."
+)
+
+
+class Given(NamedTuple):
+    """What a rank was given: batches, their samples if that is known, and empty batches."""
+
+    batches: int = 0
+    samples: int | None = 0
+    empty: int = 0
+
+    def since(self, before: Given) -> Given:
+        """Return what came after ``before``."""
+        unknown = self.samples is None or before.samples is None
+        samples = None if unknown else self.samples - before.samples  # type: ignore[operator]
+        return Given(self.batches - before.batches, samples, self.empty - before.empty)
+
+
+class SampleCounter:
+    """Counts what one rank was given by the loops of one join, and judges counts by it.
+
+    Attributes:
+        given: everything so far.
+        is_empty: whether the batch given last is an empty one.
+        kept: the numbers, by their place, that an empty batch has from a batch with samples.
+    """
+
+    def __init__(self) -> None:
+        self.given = Given()
+        self.kept: dict[str, float] = {}
+        self.is_empty = False
+        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # what was given at a call on an earlier batch, and now
+        self._warned = False
+
+    def add(self, batch: Any, layout: Layout | None = None) -> None:
+        """Count a batch of this rank's data."""
+        self.is_empty = False
+        batches, samples, empty = self.given
+        found = None if samples is None else samples_in(batch, layout)
+        total = None if samples is None or found is None else samples + found
+        self.given = Given(batches + 1, total, empty)
+
+    def add_empty(self, kept: dict[str, float]) -> None:
+        """Count an empty batch, which keeps this rank in step and has numbers from a batch with samples."""
+        self.is_empty, self.kept = True, kept
+        self.given = self.given._replace(empty=self.given.empty + 1)
+
+    def counted(self, call: Hashable, n: float, total: float, over: str, trains: bool) -> float:
+        """Return the ``n`` to count with, where the program passes ``n`` for a sum of ``total``.
+
+        A program that accumulates passes ``n`` for several batches, also on an empty batch. ``call`` is the line of
+        the call; ``trains`` is whether the sum has a gradient.
+
+        Raises:
+            JoinError: ``n`` is neither the samples since the last call nor nothing, and may have a number in it that
+                the empty batch has from a batch with samples.
+        """
+        before, last = self._calls.get(call, (Given(), Given()))
+        if last != self.given:  # otherwise a further call on the same batch
+            before = last
+        self._calls[call] = before, self.given
+        since = self.given.since(before)
+        if not since.empty or not n:
+            return n
+        known = {each.samples for each in (since, self.given) if each.samples}
+        samples = "an unknown number of" if since.samples is None else since.samples
+        has_loss = bool(total) and not math.isnan(total)
+        if known & {n, total} and (has_loss or n not in self.kept.values()):
+            return n
+        if over != "samples":
+            if self.kept and has_loss:
+                self._warn(_COUNTS_IN_FULL, n, samples)
+            return n
+        kept = ", ".join(f"{place} = {value:g}" for place, value in self.kept.items())
+        if not has_loss or (trains and not since.batches):
+            self._warn(_COUNTS_AS_0, n, f" The empty batch has {kept} from an earlier batch." if kept else "")
+            return 0.0
+        for place, value in self.kept.items():
+            if since.samples and n == since.samples + since.empty * value:
+                self._warn(_COUNTS_WITHOUT, n, since.samples, f"{place} = {value:g}", since.samples)
+                return float(since.samples)
+        if kept:
+            raise JoinError(
+                f"join.mean got n={n:g} on an empty batch. This rank got {samples} samples since the last call, and "
+                f"the empty batch has {kept} from an earlier batch, so n may count samples twice. Take n from "
+                "a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
+                "join.iterate(loader, example=...)."
+            )
+        self._warn(_COUNTS_IN_FULL, n, samples)
+        return n
+
+    def _warn(self, text: str, *args: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(text, *args)
+
+
+class Index:
+    """Continues the index that wrappers such as ``enumerate`` add to batches, on empty batches.
+
+    A whole number directly in a batch is an index if it is one higher in each batch, from 0 or 1 or in three batches.
+    After a single batch only the first item of a pair is an index. That of an ``enumerate`` begins with any number.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._is_enumerated = isinstance(loader, enumerate)
+        self._first: dict[Any, int] = {}  # by key, in the first batch
+        self._next = 0
+
+    def add(self, batch: Any) -> None:
+        """Compare a batch with the batches before."""
+        if self._next and not self._first:
+            return
+        found = {key: part for key, part in parts_of(batch).items() if type(part) is int}
+        first = self._first if self._next else found
+        self._first = {key: value for key, value in first.items() if found.get(key) == value + self._next}
+        self._next += 1
+
+    def continued(self, empty: Any) -> Any:
+        """Return an empty batch with the next index."""
+        if not self._next:  # the batch of another rank
+            self.add(empty)
+            self._next = 0
+        self._first = {key: first for key, first in self._first.items() if self._is_index(key, first, empty)}
+        indices = {key: first + self._next for key, first in self._first.items()}
+        self._next += 1
+        return with_parts(empty, parts_of(empty) | indices) if indices else empty
+
+    def _is_index(self, key: Any, first: int, batch: Any) -> bool:
+        is_pair = key == 0 and type(batch) is tuple and len(batch) == 2
+        if is_pair and self._is_enumerated:
+            return True
+        return self._next > 2 or (first in (0, 1) and (self._next == 2 or is_pair))
+
+    @property
+    def places(self) -> set[str]:
+        """The places of the indices in a batch, as in messages."""
+        return {f"batch[{key!r}]" for key in self._first}
