@@ -139,10 +139,12 @@ _GROUPS: dict[str, Any] = {"restore": Restore, "failure": Failure, "replicas": R
 def check_all(given: Mapping[str, Any]) -> None:
     """Check those of a checkpointer, by name; some of them, where the others are not known yet."""
     for name, value in given.items():
-        if name in ("keep", *_GROUPS) and isinstance(value, Mapping):
+        of_config = isinstance(value, Mapping) and not isinstance(value, dict)
+        if (name in _GROUPS and of_config) or (name == "keep" and isinstance(value, Mapping)):
             raise ConfigError(
-                f"checkpoint.{name} is a mapping of a config: hydra.utils.instantiate makes no object of it. Build the "
-                "checkpointer by stagereg.instantiate(cfg.checkpoint)."
+                f"checkpoint.{name} is a mapping, of which hydra.utils.instantiate makes no object. Build the "
+                "checkpointer by stagereg.instantiate(cfg.checkpoint)"
+                + (", or give stagereg.Keep(newest=...)." if name == "keep" else ".")
             )
         if name == "dir":
             at_directory(value)

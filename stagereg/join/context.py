@@ -117,7 +117,6 @@ class Join:
             name: each.joinable if isinstance(each, ForeignJoinable) else each for name, each in adapted.items()
         }
         self._joinables = list(adapted.values())
-        self._enable = enable and dist.is_initialized()  # one process without a group has nobody to wait for
         self._throw = throw_on_early_termination
         self._mode = mode if mode is None else one_of("join.mode", mode, get_args(Mode))
         self._loader = loader
@@ -126,6 +125,7 @@ class Join:
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
+        self._enable = enable and self._group is not None  # one process without a group has nobody to wait for
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []
         self._session: JoinSession | None = None
