@@ -99,12 +99,11 @@ def train_all(rank: int, world_size: int, loops: list[Loop]) -> list[dict[str, A
     return outcomes
 
 
-def refused(rank: int, world_size: int, loop: Loop) -> str:
+def refused(rank: int, world_size: int, loop: Loop) -> str | dict[str, Any]:
     try:
-        train(Training(loop), rank)
+        return train(Training(loop), rank)
     except stagereg.StageregError as error:
         return str(error)
-    return "no error"
 
 
 WAYS = [(True, "planned"), (True, "counted"), (False, "planned"), (False, "counted"), (False, "torch")]
@@ -144,7 +143,8 @@ GUESSED = [
     # The body zeroes, which a rank that has left it does not run.
     (Loop(2, (3, 6), "ddp", False, "planned", False, zeroes_in="body"), "began a step without gradients"),
     (Loop(2, (3, 6), "fsdp2", False, "torch", False, zeroes_in="body"), "began a step without gradients"),
-    # The only steps that rank 0 and the others had seen by then began without gradients.
+    # The only steps that rank 0 and the others had seen by then began without gradients. If the ranks are so far apart
+    # that rank 0 reads of a later step in time, it follows.
     (Loop(3, (1, 5), "ddp", False, "counted", False, begin=2), "began a step with gradients"),
 ]
 
@@ -154,5 +154,9 @@ GUESSED = [
     [pytest.param(*each, marks=[pytest.mark.slow] * (i not in (0, 3, 5))) for i, each in enumerate(GUESSED)],
 )
 def test_what_a_rank_without_data_cannot_know_is_an_error_on_all_ranks(loop: Loop, text: str) -> None:
-    for error in run_ranks(refused, 2, args=(loop,), timeout_s=60):
+    outcomes = run_ranks(refused, 2, args=(loop,), timeout_s=60)
+    if loop.begin and not any(isinstance(each, str) for each in outcomes):
+        assert max(difference(each, one_process(loop)) for each in outcomes) < EXACT
+        return
+    for error in outcomes:
         assert text in error
