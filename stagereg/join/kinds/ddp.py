@@ -204,7 +204,8 @@ class DdpJoinable(ReducingJoinable):
                 self.session.begin(self.reduces if training else None)
         else:
             leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
-            if leader is not self and leader.begun <= self.begun:
+            iterates = self.session.loop is not None and self.session.loop.iterates  # then all ranks run the same lines
+            if leader is not self and leader.begun <= self.begun and not iterates:
                 raise JoinError(
                     "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
                     "answer the wrong one. List the joinables in the order in which the loop uses them, and run "

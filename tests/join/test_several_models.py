@@ -1,0 +1,143 @@
+"""Several DDP models in one loop of ``join.iterate``: the numbers of a single process.
+
+The list begins with the model whose forward comes first; the others run in any order, and any number of times.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.testing import run_ranks
+
+EXACT = 1e-12
+Mean = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Gan:
+    def __init__(self, wrap: Callable[[nn.Module], Any]) -> None:
+        torch.manual_seed(0)
+        self.nets = [
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, width)).double() for width in (6, 1)
+        ]  # the generator and the critic
+        self.g, self.d = map(wrap, self.nets)
+        self.og, self.od = (torch.optim.Adam(net.parameters(), lr=0.01) for net in self.nets)
+        self.steps = 0
+
+    def step_d(self, x: torch.Tensor, fake: torch.Tensor, mean: Mean) -> None:
+        self.od.zero_grad()
+        mean(softplus(-self.d(x)).sum() + softplus(self.d(fake.detach())).sum(), x).backward()
+        self.od.step()
+
+    def step_g(self, x: torch.Tensor, fake: torch.Tensor, mean: Mean) -> None:
+        self.og.zero_grad()
+        mean(softplus(-self.d(fake)).sum(), x).backward()
+        self.og.step()
+
+    def flat(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for net in self.nets for p in net.parameters()])
+
+
+def pix2pix(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    fake = gan.g(x.flip(1))
+    gan.step_d(x, fake, mean)
+    gan.step_g(x, fake, mean)
+
+
+def generator_first(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    fake = gan.g(x.flip(1))
+    gan.step_g(x, fake, mean)
+    gan.step_d(x, fake, mean)
+
+
+def frozen(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    fake = gan.g(x.flip(1))
+    gan.nets[1].requires_grad_(False)
+    gan.step_g(x, fake, mean)
+    gan.nets[1].requires_grad_(True)
+    gan.step_d(x, fake, mean)
+
+
+def dcgan(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    gan.od.zero_grad()
+    mean(softplus(-gan.d(x)).sum(), x).backward()
+    fake = gan.g(x.flip(1))
+    mean(softplus(gan.d(fake.detach())).sum(), x).backward()
+    gan.od.step()
+    gan.step_g(x, fake, mean)
+
+
+def several_critic_steps(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    with torch.no_grad():
+        fake = gan.g(x.flip(1))
+    gan.step_d(x, fake, mean)
+    gan.steps += 1
+    if gan.steps % 3 == 0:
+        gan.step_g(x, gan.g(x.flip(1)), mean)
+
+
+def penalty(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    fake = gan.g(x.flip(1))
+    gan.od.zero_grad()
+    between = ((x + fake) / 2).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(gan.d(between).sum(), between, create_graph=True)
+    mean(gan.d(fake.detach()).sum() - gan.d(x).sum() + (slope.square().sum(1) - 1).square().sum(), x).backward()
+    gan.od.step()
+    gan.step_g(x, fake, mean)
+
+
+LOOPS = [pix2pix, generator_first, frozen, dcgan, several_critic_steps, penalty]
+D_FIRST = [dcgan, several_critic_steps]
+LENGTHS = [(2, 5), (4, 4), (0, 3)]
+ALL = [*itertools.product(range(len(LOOPS)), LENGTHS, ("planned", "counted"))]
+
+
+def data(rank: int, length: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(4 + i % 2, 6, generator=generator, dtype=torch.float64) for i in range(length)]
+
+
+def one_process(loop: int, lengths: tuple[int, int]) -> torch.Tensor:
+    gan = Gan(lambda net: net)
+    loaders = [data(rank, length) for rank, length in enumerate(lengths)]
+    for i in range(max(lengths)):
+        x = torch.cat([loader[i] for loader in loaders if i < len(loader)])
+        LOOPS[loop](gan, x, lambda total, x: total / len(x))
+    return gan.flat()
+
+
+def joined(rank: int, world_size: int, cases: list[Any]) -> list[torch.Tensor | str]:
+    found: list[torch.Tensor | str] = []
+    for loop, lengths, mode in cases:
+        gan = Gan(DistributedDataParallel)
+        listed = [gan.d, gan.od, gan.g, gan.og] if LOOPS[loop] in D_FIRST else [gan.g, gan.og, gan.d, gan.od]
+        try:
+            with stagereg.Join(listed, mode=mode, timeout=15) as join:
+                for x in join.iterate(data(rank, lengths[rank])):
+                    LOOPS[loop](gan, x, lambda total, x, join=join: join.mean(total, len(x)))
+        except stagereg.StageregError as error:
+            return [*found, str(error)]
+        found.append(gan.flat())
+    return found
+
+
+QUICK = [ALL[i] for i in range(0, len(ALL), 5)]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_models_run_in_any_order_and_any_number_of_times(cases: list[Any]) -> None:
+    for found in run_ranks(joined, 2, args=(cases,), timeout_s=100):
+        apart = {
+            (LOOPS[case[0]].__name__, *case[1:]): own if isinstance(own, str) else float((own - right).abs().max())
+            for case, own, right in zip(cases, found, (one_process(*each[:2]) for each in cases), strict=False)
+        }
+        assert {case: each for case, each in apart.items() if isinstance(each, str) or each > EXACT} == {}
+        assert len(found) == len(cases)
