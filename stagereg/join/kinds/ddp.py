@@ -199,12 +199,13 @@ class DdpJoinable(ReducingJoinable):
         self.reduces = training and self.will_reduce
         if self.session is None:
             return
-        if config.is_first_joinable:
+        loop = self.session.loop
+        iterates = loop is not None and loop.iterates  # then all ranks run the same lines, in any order
+        if config.is_first_joinable or (loop is not None and iterates and loop.awaits_step):
             if not is_announced:
                 self.session.begin(self.reduces if training else None)
         else:
             leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
-            iterates = self.session.loop is not None and self.session.loop.iterates  # then all ranks run the same lines
             if leader is not self and leader.begun <= self.begun and not iterates:
                 raise JoinError(
                     "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
