@@ -88,9 +88,10 @@ class SampleCounter:
         since = self.given.since(before)
         if not since.empty or not n:
             return n
-        known = {each.samples for each in (since, self.given) if each.samples}
         samples = "an unknown number of" if since.samples is None else since.samples
         has_loss = bool(total) and not math.isnan(total)
+        # A constant n of a single batch is as large as all samples so far, but its sum is zero on an empty batch.
+        known = {each.samples for each in ((since, self.given) if has_loss else (since,)) if each.samples}
         if known & {n, total} and (has_loss or n not in self.kept.values()):
             return n
         if over != "samples":

@@ -169,6 +169,7 @@ def check(programs: list[Program]) -> dict[Program, tuple[Any, ...]]:
 def test_every_kind_of_batch_gives_the_numbers_of_one_process() -> None:
     programs = [(kind, "each", "auto", (2, 5)) for kind in KINDS]
     programs += [(kind, "window", "planned", (3, 6)) for kind in KINDS]
+    programs += [("constant", "each", "counted", (1, 2))]  # as many samples as this rank has had in all
     programs += [(kind, "each", "counted", (0, 3)) for kind in ("int", "list", "own class", "batch as example")]
     found = check(programs)
     refused = {program[:2] for program, ranks in found.items() if isinstance(ranks[0][0], str)}
