@@ -126,7 +126,8 @@ class Entry:
                 f"Repair or uninstall that package, or choose another {self.kind}: {', '.join(others)}"
             ) from (error.__cause__ or error)
         for own in alike:
-            if not _is_same(own, self):  # which shows now that its module is imported
+            is_known = own.target == self.target or own.target.startswith("__main__:")
+            if not is_known and own.component is not component:  # only the import shows that it is another one
                 raise _taken(self, own)
         return component
 
@@ -355,8 +356,9 @@ def _is_same(own: Entry, entry: Entry) -> bool:
     if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
-    announced: Any = sys.modules.get(module)
-    for name in qualname.split("."):
+    first, *rest = qualname.split(".")
+    announced: Any = vars(sys.modules[module]).get(first) if module in sys.modules else None  # runs no __getattr__
+    for name in rest:
         announced = getattr(announced, name, None)
     # A class cannot be compared before the module that announces it is imported; Entry.load compares again.
     unknown = announced is None and entry.distribution != DISTRIBUTION and own.target.endswith(f":{qualname}")

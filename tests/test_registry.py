@@ -162,6 +162,19 @@ def test_a_component_that_a_module_only_exports_is_one_whatever_is_imported_firs
     assert stagereg.build("join", "both") == 7
 
 
+def test_listing_imports_nothing_through_a_module_that_exports_lazily(package: Any) -> None:
+    package("inner", SELF_REGISTERED)
+    lazy = "def __getattr__(name):\n    if name == 'make':\n        import inner\n        return inner.make\n"
+    lazy += "    raise AttributeError(name)"
+    package("outer", lazy, **{"join.both": "outer:make"})
+    importlib.import_module("outer")
+    stagereg.register("join", "both")(type("make", (), {"__call__": print, "__module__": "own"}))
+    assert "both" in stagereg.names("join")
+    assert "inner" not in sys.modules
+    with pytest.raises(RegistryError, match="Two components want to be the join 'both'"):
+        stagereg.build("join", "both")
+
+
 @pytest.mark.parametrize("name", ["make", "other"])
 @pytest.mark.parametrize("package_first", [False, True])
 def test_another_component_of_the_same_name_is_refused_however_alike(

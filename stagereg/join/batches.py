@@ -87,7 +87,7 @@ class Layout:
         return dim if dim < tensor.ndim else 0
 
     def is_list_of_samples(self, batch: Any) -> bool:
-        """Whether the whole batch is a list of samples. A tuple is what a ``collate_fn`` returns fields in."""
+        """Whether the whole batch is a list of samples. A ``collate_fn`` returns the fields of a batch as a tuple."""
         if not _is_list(batch):
             return False
         return self.fields is False or (type(batch) is not tuple and bool(batch) and _are_samples(batch, None, self))
@@ -223,7 +223,7 @@ def with_parts(thing: Any, parts: Mapping[Any, Any]) -> Any:
     return twin
 
 
-# -- what is a tensor, and what is a list of samples
+# -- tensors, and lists of samples
 
 
 def _is_tensor(thing: Any) -> bool:
@@ -247,7 +247,7 @@ def _is_opaque(thing: Any) -> bool:
 
 
 def _leaves(thing: Any) -> Iterator[Any]:
-    """Everything in a container that is no container."""
+    """All items in a container that are not containers."""
     parts = parts_of(thing)
     if not parts and (isinstance(thing, PackedSequence) or not isinstance(thing, (*_MAPPINGS, list, tuple))):
         yield thing
@@ -291,7 +291,7 @@ def _holds_scalars(thing: Any) -> bool:
 
 
 def _signature(thing: Any, shapes: bool = False) -> Any:
-    """What is equal for the samples of a list: types, keys, dtypes and numbers of dimensions, or shapes."""
+    """The properties that samples of a list share: types, keys, dtypes and numbers of dimensions, or shapes."""
     if _is_tensor(thing):
         return type(thing), thing.dtype, tuple(thing.shape) if shapes else thing.ndim
     return type(thing), tuple((key, _signature(part, shapes)) for key, part in parts_of(thing).items())

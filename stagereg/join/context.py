@@ -125,7 +125,7 @@ class Join:
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
-        self._enable = enable and self._group is not None  # one process without a group has nobody to wait for
+        self._enable = enable and self._group is not None  # without a group there is no other rank
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []
         self._session: JoinSession | None = None

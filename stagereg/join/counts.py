@@ -1,4 +1,4 @@
-"""What the loops of one join gave to a rank, and whether a count that the program passes can be a count of that."""
+"""The batches that the loops of a join gave to one rank, and checks of the program's counts against them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTS_IN_FULL = (
 
 
 class Given(NamedTuple):
-    """What a rank was given: batches, their samples if that is known, and empty batches."""
+    """The batches that a rank got, their samples if that number is known, and the empty batches."""
 
     batches: int = 0
     samples: int | None = 0
@@ -55,7 +55,7 @@ class SampleCounter:
         self.given = Given()
         self.kept: dict[str, float] = {}
         self.is_empty = False
-        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # what was given at a call on an earlier batch, and now
+        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # ``given`` at a call on an earlier batch, and now
         self._warned = False
 
     def add(self, batch: Any, layout: Layout | None = None) -> None:

@@ -156,7 +156,8 @@ class Loop:
                 membership.expects_empty_step = True
                 membership.empty = self.awaits_step = True
                 self.trains = torch.is_grad_enabled()
-                given = index.continued(emptied(empty, layout, is_empty=True))  # anew: the body may take its items out
+                fresh = emptied(empty, layout, is_empty=True)  # for each step: the body may take items out
+                given = index.continued(fresh)
                 kept = numbers_in(given) if example is None or not has_no_samples(example) else ()
                 counter.add_empty({place: n for place, n in kept if place not in index.places})
                 yield given

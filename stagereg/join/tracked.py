@@ -119,7 +119,7 @@ class TrackedJoinable(BuiltInJoinable):
     def _state_without_join(self, module: Any) -> Any:
         kind: Any = type(module)
         state = kind.__getstate__(module)
-        if not isinstance(state, dict):  # of a class that chooses by itself what a copy has
+        if not isinstance(state, dict):  # the class chooses the attributes of a copy
             return state
         state = dict(state)
         for name in ("__getstate__", *self.replaced):

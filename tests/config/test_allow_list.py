@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import stagereg
+import stagereg.checkpoint.checkpointer  # a module in which an allowed class has a further name
 from stagereg import registry
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError

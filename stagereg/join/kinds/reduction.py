@@ -94,7 +94,7 @@ class ReducingJoinable(TrackedJoinable):
         self.policy.expect(None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
-        """A shadowed step has been reduced, and what this rank had added up has been part of it.
+        """A shadowed step has been reduced, with the gradients that this rank had accumulated.
 
         Raises:
             JoinError: the active ranks began it with other gradients, or what follows in the list steps too often.
@@ -201,7 +201,7 @@ class ZeroGradPolicy:
         self._carried = self.carries and _is_nonzero(gradient)
 
     def confirm(self, is_whole: bool) -> None:
-        """Rank without data: a step has been reduced, so the ranks with data have published what they began it with.
+        """Rank without data: a step was reduced, so ranks with data have published if they began it with gradients.
 
         Raises: ``JoinError`` if it was not what this rank did, unless it began the step as they did, in ``no_sync``.
         """
