@@ -29,9 +29,11 @@ from stagereg.join.batches import Layout
 from stagereg.join.broken import collectives_of, discard_channels
 from stagereg.join.counts import SampleCounter
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.loop import Mode, Terms
 from stagereg.join.mean_loss import MeanLoss, is_mean
 from stagereg.join.session import JoinSession
+from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
@@ -215,7 +217,9 @@ class Join:
             return
         if self._session is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
-        yield from self._session.enter_loop(loader).run(example, Layout.of(loader, batch_dim), self._counter)
+        yield from self._session.enter_loop(loader, iterates=True).run(
+            example, Layout.of(loader, batch_dim), self._counter
+        )
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
         """Return the mean loss of all ranks, with a gradient that DDP and FSDP average to that of the mean.
@@ -280,14 +284,20 @@ class Join:
             )
 
     def _start(self) -> JoinSession:
+        models = {
+            f"{name} ({type(getattr(each.module, 'module', each.module)).__name__})": each
+            for name, each in zip(self.joinables, self._joinables, strict=True)
+            if isinstance(each, ReducingJoinable)
+        }
         first = self._joinables[0]
         terms = Terms(
             self._mode,
             self._throw,
             any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
-            type_name(first) if isinstance(first, ForeignJoinable) else "",
+            len(models) > 1,
+            _why_torchs(self._joinables) if isinstance(first, ForeignJoinable) else "",
         )
-        session = self._session = JoinSession(self._wire, self._joinables, terms, self._timeout)
+        session = self._session = JoinSession(self._wire, self._joinables, terms, self._timeout, models)
         names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]
         alike = {"mode": self._mode, "throw": self._throw, "average": self._average, "joinables": ", ".join(names)}
         session.start(self._loader, alike)
@@ -391,6 +401,17 @@ def configured(
         timeout=timeout,
         average=average,
         divide_by_initial_world_size=divide_by_initial_world_size,
+    )
+
+
+def _why_torchs(joinables: Sequence[Joinable]) -> str:
+    """Return why a join has no loop of ours: its first joinable announces through torch's ``Join``."""
+    first = type_name(joinables[0])
+    own = next((type_name(each) for each in joinables if isinstance(each, TrackedJoinable)), None)
+    advice = f"List the {own} before the {first}" if own else f"Derive {first} from stagereg.Joinable"
+    return (
+        f"the first joinable, a {first}, announces its steps through torch's Join, which join.iterate and "
+        f"join.mode=counted or planned cannot use. {advice}, or use a plain loop with join.mode=torch."
     )
 
 

@@ -231,12 +231,21 @@ def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
         )
     config = joinable._join_config
-    if not config.is_first_joinable or not config.enable:
-        return None
+    return announce(joinable, reduces) if config.is_first_joinable and config.enable else None
+
+
+def announce(joinable: Any, reduces: bool | None, throws_later: bool = False) -> dist.Work | None:
+    """As :func:`notify`, for any joinable. ``throws_later``: off torch's wire the caller stops uneven ranks."""
+    throw = joinable._join_config.throw_on_early_termination
     session = joinable.session if is_native(joinable) else None
-    membership = None if session is None else session.begin(reduces)
+    if session is not None and (membership := session.begin(reduces)) is not None:
+        if throw and not throws_later:
+            membership.raise_if_exhausted()
+        return None
     wire = TorchWire(joinable.join_process_group, joinable.join_device)
-    work = wire.announce() if membership is None else None
-    if config.throw_on_early_termination:
-        (membership or wire).raise_if_exhausted()
+    work = wire.announce()
+    if session is not None:
+        session.peers.announced = work
+    if throw:
+        wire.raise_if_exhausted()
     return work

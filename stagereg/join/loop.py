@@ -28,7 +28,8 @@ class Terms:
     mode: str | None  # as in `stagereg.Join`
     throw: bool  # whether all ranks raise when one runs out of data
     needs_active_ranks: bool  # for a step, so that planned lengths are not enough
-    foreign: str  # the type of a first joinable that announces through torch's `Join`; empty if it announces here
+    several_models: bool = False  # whether there are several of which gradients are reduced
+    foreign: str = ""  # why there is no loop of ours, if the first joinable announces through torch's `Join`
 
 
 class Loop:
@@ -44,7 +45,15 @@ class Loop:
         decided: :attr:`membership`, once that has been asked for.
     """
 
-    def __init__(self, number: int, loader: Any, terms: Terms, peers: Peers, shadow_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        loader: Any,
+        terms: Terms,
+        peers: Peers,
+        shadow_step: Callable[[], None],
+        iterates: bool,
+    ) -> None:
         self._terms, self._peers, self._shadow_step = terms, peers, shadow_step
         self._channel = control_channel(peers.group, "membership", peers.wait_for_ranks)
         if peers.responder is None:
@@ -52,7 +61,7 @@ class Loop:
             peers.responder = Responder(channel, 3, peers.detector.wait)
         self._responder = peers.responder
         self.store: Any = PrefixStore(f"loop/{number}", peers.store)
-        self.iterates = self.running = self.awaits_step = False
+        self.iterates, self.running, self.awaits_step = iterates, False, False
         self.trains = True
         self._closed = False
         self.decided: Membership | None = None
@@ -89,7 +98,7 @@ class Loop:
                 )
             if not unknown:
                 planned = StoreMembership(self._channel, lengths, self.store, terms.throw, peers.wait)
-                if not terms.needs_active_ranks:
+                if not (terms.needs_active_ranks or (terms.several_models and not self.iterates)):
                     return planned
         return AllReduceMembership(self._channel, terms.throw, peers.wait, self._length)
 
@@ -133,7 +142,7 @@ class Loop:
         The body's forward is no announcement then. What is announced is a forward, not a batch: a batch that the body
         skips is no step.
         """
-        self.iterates = self.running = True
+        self.running = True
         self.counter = counter
         empty, index = None, Index(self._loader)
         try:

@@ -21,7 +21,7 @@ from stagereg.errors import JoinError
 from stagereg.join.failure import FailureDetector
 from stagereg.join.progress import Progress
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of
+from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.shadow import TorchWire
 
 _LOOK_S = 0.0005
@@ -48,7 +48,9 @@ class Peers:
         self.wire, self.group, self._steps = wire, wire.group, steps
         self.progress = Progress()
         self.responder: Responder | None = None
+        self.announced: Any = None  # the work by which this rank has announced the last step on torch's wire
         self.follows = self.failed = False
+        self.keys = ["options", "entered", "lacking", "all left"]  # that the join leaves in the store
         self.name = resources_of(self.group).next_name("join")
         self.detector = FailureDetector(
             self.group,
@@ -67,6 +69,7 @@ class Peers:
 
     def expect_alike(self, options: Mapping[str, Any]) -> None:
         """Compare what all ranks are to have entered with. Raises: ``JoinError`` if another rank has other options."""
+        self.store.add("entered", 1)
         own = json.dumps(options, default=str)
         others = json.loads(self.store.compare_set("options", "", own))
         for name, value in json.loads(own).items():
@@ -77,6 +80,22 @@ class Peers:
                 )
                 self.detector.report(error)
                 raise error
+
+    def differing(self, name: str, value: Mapping[str, Any]) -> list[Any]:
+        """Compare JSON values of all ranks; waits for the others. Returns two that differ, each with its rank, or none.
+
+        Ranks on torch's wire that run torch's ``Join`` are left out.
+        """
+        first, count, known, differs = keys = [f"{name}/{each}" for each in ("first", "count", "known", "differs")]
+        self.keys += keys
+        own = [value, dist.get_rank()]
+        others = json.loads(self.store.compare_set(first, "", json.dumps(own)))
+        if others[0] != value:
+            self.store.set(differs, json.dumps([others, own]))
+        if self.store.add(count, 1) == self.store.add("entered", 0):
+            self.store.set(known, "")
+        self.wait(lambda seconds: wait_for_keys(self.store, [known], seconds), "the end of the join")
+        return json.loads(self.store.get(differs)) if self.store.check([differs]) else []
 
     def count_forward(self, gathers: bool, trains: bool) -> None:
         """A forward runs, with which a step may begin. Before one that trains nothing and gathers, the ranks meet."""

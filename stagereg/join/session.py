@@ -10,18 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from stagereg.errors import JoinError, PeerFailedError, Preempted, StageregError, Stopped, UnevenInputsError
 from stagereg.join.loop import Loop, Terms
+from stagereg.join.order import ModelOrder
 from stagereg.join.peers import Peers
-from stagereg.kernel.channel import control_channel, resources_of
+from stagereg.kernel.channel import control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import Membership, StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 
 E = TypeVar("E", bound=BaseException)
+
+_log = logging.getLogger(__name__)
+
+_STEPS = (
+    "an optimizer did not step equally often on all ranks of this join, so its state differs from now on: %s. A rank "
+    "without data calls each optimizer and function in the list once after each backward that reduces gradients. List "
+    "the optimizer, or one function that steps it, and call that in the loop after exactly these backwards (not under "
+    "no_sync). Or loop over join.iterate(loader)."
+)
+
+_LOOK_S = 0.001
 
 _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
 """The joins that are on in a thread, outermost first. Global, as a nested join does not know the one around it."""
@@ -30,21 +43,27 @@ _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=()
 class JoinSession:
     """All ranks construct theirs in the same order."""
 
-    def __init__(self, wire: TorchWire, joinables: Sequence[Any], terms: Terms, timeout_s: float) -> None:
-        self.joinables, self.terms = joinables, terms
+    def __init__(
+        self, wire: TorchWire, joinables: Sequence[Any], terms: Terms, timeout_s: float, models: Mapping[str, Any]
+    ) -> None:
+        self.joinables, self.terms, self._models = joinables, terms, models
         self.peers = Peers(wire, timeout_s, lambda: self.steps)
         self.hooks: Sequence[Any] = ()
         self.own_hooks: Sequence[Any] = ()
         self.loop: Loop | None = None
-        self.loops: list[Loop] = []
-        self.suspended = False
+        self._loops: list[Loop] = []
+        self._suspended = False
+        self._order: ModelOrder | None = None  # of several models
+        if terms.several_models:
+            self._order = ModelOrder(models, lambda: self.steps, self._all_are_active)
+        self._is_early = False  # whether the step of this batch was announced by an evaluation
         self._announced = 0  # steps, by the first joinable, on torch's wire
         self._followed = 0  # steps of torch's wire, without data
 
     @property
     def membership(self) -> Membership | None:
         """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire."""
-        if self.suspended:
+        if self._suspended:
             raise JoinError(
                 "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
                 "Put all that the inner loop uses in the inner join."
@@ -55,7 +74,7 @@ class JoinSession:
     def all_took_every_step(self) -> bool:
         """Once no rank has data any more: whether all are known to have had data in every step; the same on all."""
         known = self.loop is not None  # not on torch's wire
-        return known and all(loop.membership.over and loop.membership.all_took_every_step for loop in self.loops)
+        return known and all(loop.membership.over and loop.membership.all_took_every_step for loop in self._loops)
 
     @property
     def steps(self) -> int:
@@ -69,7 +88,7 @@ class JoinSession:
 
     @property
     def _memberships(self) -> list[Membership]:
-        return [loop.decided for loop in self.loops if loop.decided is not None]
+        return [loop.decided for loop in self._loops if loop.decided is not None]
 
     def start(self, loader: Any, options: Mapping[str, Any]) -> None:
         """Enter; the join around this one must not be used from now on. Collective.
@@ -78,7 +97,7 @@ class JoinSession:
         the same on all ranks.
         """
         for outer in _entered.get():
-            outer.suspended = True
+            outer._suspended = True
         _entered.set((*_entered.get(), self))
         self.peers.detector.start()
         self.peers.expect_alike(options)
@@ -88,13 +107,10 @@ class JoinSession:
         if foreign or mode != "planned" or loader is not None:  # else there has to be a join.iterate
             self.enter_loop(loader)
 
-    def enter_loop(self, loader: Any) -> Loop:
+    def enter_loop(self, loader: Any, iterates: bool = False) -> Loop:
         """Enter a loop in the place of the one before, which ends now on this rank. Collective."""
         if self.terms.foreign:
-            raise JoinError(
-                f"{self.terms.foreign}, the first joinable, announces through torch's Join, which join.iterate and "
-                "join.mode=counted or planned cannot use. Put the model first, or use join.mode=torch in a plain loop."
-            )
+            raise JoinError(self.terms.foreign)
         before = self.loop
         if before is not None and before.running:
             raise JoinError(
@@ -109,12 +125,52 @@ class JoinSession:
         if before is not None and before.iterates:
             before.leave()
         elif before is not None:
-            self.loops.remove(before)
-        self.loop = Loop(len(self.loops), loader, self.terms, self.peers, self.shadow_step)
-        self.loops.append(self.loop)
+            self._loops.remove(before)
+        self.loop = Loop(len(self._loops), loader, self.terms, self.peers, self.shadow_step, iterates)
+        self._loops.append(self.loop)
         if self.terms.throw:
             _ = self.loop.membership
         return self.loop
+
+    @property
+    def _iterates(self) -> bool:
+        """Whether the loop runs its body on all ranks, so that they make the same calls in any order."""
+        return self.loop is not None and self.loop.iterates
+
+    def starts_step(self, joinable: Any, trains: bool) -> bool:
+        """Whether a forward of a module, after the backward of the one before, is the first of a step of the join.
+
+        In a loop that runs its body on all ranks that is the first forward on a batch, whether it ``trains`` or not,
+        and each later one of the first joinable that trains.
+        """
+        is_first = joinable is self.joinables[0]
+        if self.loop is not None and self.loop.iterates:
+            if self.loop.awaits_step:
+                self._is_early = not trains
+                return True
+            is_early, self._is_early = self._is_early, self._is_early and not is_first
+            return is_first and not is_early
+        if self._order is None or self.joinables[0] not in self._order.models:
+            return is_first
+        return joinable in self._order.models and self._order.starts_step(joinable)
+
+    @property
+    def order(self) -> ModelOrder | None:
+        """What a rank with data holds its models to; ``None`` with one model, or if all ranks run the loop's body."""
+        return None if self._iterates else self._order
+
+    def _all_are_active(self) -> bool:
+        """Whether no rank is without data in the step that was announced last; may wait for the others."""
+        if (membership := self.membership) is not None:
+            return len(membership.read().ranks) == self.peers.group.size()
+        if (work := self.peers.announced) is None:  # no step yet
+            return True
+
+        def is_known(seconds: float) -> bool:
+            return bool(work.is_completed()) or wait_for_keys(self.peers.store, ["lacking"], min(seconds, _LOOK_S))
+
+        self.peers.wait(is_known, "the next step")
+        return work.is_completed() and int(work.get_future().value()[0].item()) == self.peers.group.size()
 
     def begin(self, reduces: bool | None) -> Membership | None:
         """A step begins on this rank, and ``reduces`` gradients or not: announce it; count it on torch's wire.
@@ -122,6 +178,8 @@ class JoinSession:
         ``None``: whether it does is not known yet, as an evaluation comes first on its batch.
         """
         membership = self.membership
+        if (order := self.order) is not None:
+            order.step_begins(reduces, matches=bool(reduces) or self.loop is None)
         if membership is not None and self.loop is not None:
             self.loop.begin(membership, reduces)
         elif self.terms.mode == "planned":
@@ -161,6 +219,8 @@ class JoinSession:
                 "this rank leaves the join after a forward without a backward, and the others wait for its gradients. "
                 "Run forwards that are no training steps under torch.no_grad()."
             )
+        if (order := self.order) is not None:
+            self._leave_step(order)
         for hook in self.own_hooks:
             hook.on_exhausted()
         if self.loop is not None:
@@ -174,8 +234,45 @@ class JoinSession:
                 self.shadow_step()
             was_last = not self._followed
             self.peers.end_loop()
+        if not self.all_took_every_step:
+            self._compare_optimizer_steps()
         for hook in self.hooks:
             hook.post_hook(was_last)
+
+    def _compare_optimizer_steps(self) -> None:
+        """Raise if an optimizer has not stepped equally often on all ranks; all raise."""
+        own = {name: each.optimizer_steps() for name, each in self._models.items()}
+        if not own or not (found := self.peers.differing("optimizer steps", own)):
+            return
+        (one, rank), (other, other_rank) = found
+        text = "; ".join(
+            f"that of {name} {_and(one[name])} times on rank {rank}, {_and(other[name])} times on rank {other_rank}"
+            for name in own
+            if one[name] != other[name]
+        )
+        if any(hasattr(each, "step") for each in self.joinables):
+            raise JoinError(_STEPS % text)
+        _log.warning(_STEPS, text)
+
+    def _leave_step(self, order: ModelOrder) -> None:
+        """This rank leaves a plain loop with several models: if its last step lacks some, all have to leave there."""
+        lacks, refusal, store = order.lacks, order.refusal("left the loop"), self.peers.store
+        order.end_step("left the loop")
+        if not lacks:
+            return
+        others_went_on = False
+        try:
+            if self.loop is not None:
+                others_went_on = self.loop.membership.wait_for_next_step() is not None
+            else:
+                if store.add("lacking", 1) == self.peers.group.size():
+                    store.set("all left", "")
+                what = f"the end of the loop, after a step without a backward of {lacks}"
+                self.peers.wait(lambda seconds: wait_for_keys(store, ["all left"], seconds), what)
+        except PeerFailedError as error:
+            raise refusal from error
+        if others_went_on:
+            raise refusal
 
     def give_up(self, error: BaseException) -> None:
         """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
@@ -207,7 +304,7 @@ class JoinSession:
         """Leave; the join around this one goes on."""
         _entered.set(tuple(each for each in _entered.get() if each is not self))
         for outer in _entered.get()[-1:]:
-            outer.suspended = False
+            outer._suspended = False
         # The keys of the join before are deleted once all ranks are past it, and this join's are left to the next one.
         resources = resources_of(self.peers.group)
         if any(membership.over for membership in self._memberships):
@@ -215,9 +312,9 @@ class JoinSession:
             for delete in resources.expired:
                 thread.submit(delete, wake=False)
             resources.expired = []
-        resources.expired += [functools.partial(_delete, each.store, each.keys) for each in self.loops]
+        resources.expired += [functools.partial(_delete, each.store, each.keys) for each in self._loops]
         if self.peers.group.rank() == 0:
-            resources.expired.append(functools.partial(_delete, self.peers.store, ["options"]))
+            resources.expired.append(functools.partial(_delete, self.peers.store, self.peers.keys))
         self.peers.detector.stop()
 
 
@@ -231,6 +328,10 @@ def _add_note(error: E) -> E:
 def _is_foreign(error: BaseException) -> bool:
     """Whether it may be of code that does not bear an empty batch."""
     return isinstance(error, Exception) and not isinstance(error, StageregError)
+
+
+def _and(counts: Sequence[int]) -> str:
+    return " and ".join(map(str, counts)) or "0"
 
 
 def _delete(store: Any, keys: Sequence[str]) -> None:

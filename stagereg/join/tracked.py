@@ -1,9 +1,10 @@
 """Where a training step begins: with the forward of a module.
 
-A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins. So
-a second forward before that backward is no second step, and a forward under ``no_grad`` is none. Where the loop runs
-its body on all ranks, the first forward on each batch announces the step, whatever it is for, as ranks without data run
-the body from then on: one under ``no_grad`` announces the step of the training forward that follows on that batch.
+A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins
+that adds to the gradients of parameters. So a second forward before that backward is no second step, a forward under
+``no_grad`` is none, and ``torch.autograd.grad`` ends none. Where the loop runs its body on all ranks, the first forward
+on each batch announces the step, whatever it is for, as ranks without data run the body from then on: one under
+``no_grad`` announces the step of the training forward that follows on that batch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
-from stagereg.join.joinable import BuiltInJoinable, JoinConfig, JoinHook, notify
+from stagereg.join.joinable import BuiltInJoinable, JoinConfig, JoinHook, announce, notify
 from stagereg.kernel.membership import Membership
 from stagereg.kernel.shadow import TorchWire
 
@@ -26,7 +28,7 @@ class TrackedJoinable(BuiltInJoinable):
     """A joinable whose steps begin with the forward of its module; it watches that from ``join_hook`` to ``detach``."""
 
     announces_itself = True
-    begun = 0  # steps
+    begun = 0  # steps that train
     in_step: bool | None = None  # whether the forward that runs is a step's first; ``None`` while none is watched
     gathers = False  # whether each forward is known to have collectives, so that all ranks have to run it alike
     divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
@@ -36,7 +38,6 @@ class TrackedJoinable(BuiltInJoinable):
     _copyable: Sequence[nn.Module] = ()  # modules whose copies leave the hooks out
     _awaited: Sequence[Any] = ()  # handles of the hooks at which the backward will be seen
     _is_open = False  # whether a step has begun of which no backward has run
-    _is_announced = False  # whether a forward under ``no_grad`` has announced the step that is to begin
     _of_one_join: tuple[str, ...] = (
         "begun",
         "in_step",
@@ -46,7 +47,6 @@ class TrackedJoinable(BuiltInJoinable):
         "_copyable",
         "_awaited",
         "_is_open",
-        "_is_announced",
     )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -60,9 +60,17 @@ class TrackedJoinable(BuiltInJoinable):
     def watch(self) -> None:
         """Begin to watch the module, which is not watched."""
         assert self.module is not None
+        before: Any = self._before
+        after: Any = self._after
+        if self.gathers:  # torch.compile of the module would compile them too; that of DDP leaves them out
+
+            def uncompiled(hook: Callable[..., None]) -> Any:
+                return _disable_dynamo(lambda *args: hook(*args))
+
+            before, after = uncompiled(before), uncompiled(after)
         self.handles = [
-            self.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(self._after, always_call=True),
+            self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(after, always_call=True),
         ]
         self.leave_out_of_copies(self.module)
 
@@ -102,10 +110,21 @@ class TrackedJoinable(BuiltInJoinable):
             return int(membership.read().syncing)
         return TorchWire(self.join_process_group, self.join_device).count_active()
 
-    def on_step(self, is_announced: bool) -> None:
-        """A step begins: announce it, before the forward does anything, unless an evaluation has announced it."""
-        if not is_announced:
-            notify(self)
+    @property
+    def trains(self) -> bool:
+        """Whether a forward with a graph is for a step of this module."""
+        return True
+
+    def on_step(self) -> None:
+        """A step of this module begins, before its forward does anything."""
+        self.announce_step(True)
+
+    def announce_step(self, reduces: bool | None, throws_later: bool = False) -> None:
+        """Announce a step, if the one that begins is not part of one that was announced."""
+        if self.session is None:
+            notify(self, reduces)
+        elif self.session.starts_step(self, torch.is_grad_enabled() and self.trains):
+            announce(self, reduces, throws_later)
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins. Called after :meth:`on_step` if it begins a step."""
@@ -114,7 +133,14 @@ class TrackedJoinable(BuiltInJoinable):
         """A forward has ended, or has raised."""
 
     def on_backward(self) -> None:
-        """A backward has reached an output of the module; called once in it."""
+        """A backward that adds to gradients of the module has reached an output of it; called once in it."""
+
+    def accumulates(self) -> bool:
+        """In a backward: whether it adds to gradients of the module, as ``torch.autograd.grad`` does not."""
+        return True
+
+    def on_other_backward(self) -> None:
+        """Any other backward has reached an output of the module."""
 
     def _state_without_join(self, module: Any) -> Any:
         kind: Any = type(module)
@@ -139,14 +165,13 @@ class TrackedJoinable(BuiltInJoinable):
             return
         # Once the loop has given its body a batch, any forward announces a step.
         loop = None if session is None else session.loop
-        awaited = loop is not None and loop.awaits_step and config.is_first_joinable
-        training = torch.is_grad_enabled()
+        awaited = loop is not None and loop.awaits_step and (config.is_first_joinable or self.gathers)
+        training = torch.is_grad_enabled() and self.trains
         was_open, begins = self._is_open, awaited or (training and not self._is_open)
         if begins:
-            is_announced = self._is_announced and not awaited
-            self.on_step(is_announced)  # if it raises, no step has begun
-            self.begun += not is_announced
-            self._is_open, self._is_announced = training, not training
+            self.on_step()  # if it raises, no step has begun
+            self.begun += training
+            self._is_open = training
         # Of a loop that is an evaluation as a whole, each forward is a step's own.
         self.in_step = begins and (training or (loop is not None and not loop.trains))
         if session is not None:
@@ -167,6 +192,9 @@ class TrackedJoinable(BuiltInJoinable):
                 self._is_open = False
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
+        if not self.accumulates():
+            self.on_other_backward()
+            return
         for handle in self._awaited:
             handle.remove()
         self._awaited, self._is_open = (), False
@@ -194,6 +222,14 @@ def differentiable(output: Any) -> list[torch.Tensor]:
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
     return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def is_executed(param: torch.Tensor) -> bool:
+    """Whether the backward that runs adds to the gradient of a parameter that requires one."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:  # torch.autograd.grad with this parameter as an input
+        return False
 
 
 def _in_backward() -> bool:

@@ -5,7 +5,7 @@ the step has begun anywhere: if so, it takes part in that step; if not, no rank 
 
 * :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
   rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
-  batches they have add whether it is their last, so a throw is known before it is due, and costs no waiting.
+  batches they have add that more will come, so a join that throws waits only near the end.
 * :class:`StoreMembership` (mode ``planned``): no step has a sum. A rank with data writes a key in the store for each
   step, which takes microseconds; ranks without data look for it. The plan may be wrong, since the keys count.
 """
@@ -106,8 +106,12 @@ class Membership(ABC):
     def _wait_for_next_step(self) -> ActiveRanks | None: ...
 
 
-_ABSENT, _UNSURE, _MORE, _LAST = 0.0, 1.0, 2.0, 3.0
-"""What a rank adds as its presence: no data, a step, a step with another to come, the last step."""
+_ABSENT, _UNSURE, _MORE = 0.0, 1.0, 2.0
+"""What a rank adds as its presence: no data, a step, a step with another to come."""
+BY_NUMBER = (
+    "Decide by the number of the step, which all ranks have alike, and not by what is left of a rank's own data, or by "
+    "a count that stands still on a rank that has left the loop."
+)
 _PERHAPS = 2.0**-20  # what it adds where it does not know yet whether it reduces gradients
 
 
@@ -134,7 +138,7 @@ class AllReduceMembership(Membership):
     def read(self) -> ActiveRanks:
         active = self._read()
         if self._throw and not self._sure:
-            self._stop_for(_ABSENT, self.steps - 1)
+            self._stop(begun=1)
         return active
 
     def _read(self) -> ActiveRanks:
@@ -153,14 +157,14 @@ class AllReduceMembership(Membership):
             if (syncing := self._active.syncing) not in (0, len(ranks)):
                 raise JoinError(
                     f"in step {self._number}, {syncing} of {len(ranks)} ranks reduce their gradients and the others do"
-                    " not (no_sync). Decide by the number of the step, which all ranks have alike, and not by what is "
-                    "left of a rank's own data."
+                    f" not (no_sync). {BY_NUMBER}"
                 )
         return self._active
 
     def _begin(self, syncing: bool | None) -> None:
         self._look_back()
-        presence = _UNSURE if self._length is None else _MORE if self.steps + 1 < self._length else _LAST
+        has_more = self._length is not None and self.steps + 1 < self._length  # of a step or more for each batch
+        presence = _MORE if has_more else _UNSURE
         self._add(presence, syncing)
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
@@ -181,21 +185,20 @@ class AllReduceMembership(Membership):
         self._read()
         if not self._throw:
             return
-        self._stop_for(_ABSENT, self.steps)
-        if _MORE in self._values[:-1]:  # else all that know may come to their end in the same step
-            self._stop_for(_LAST, self.steps)
+        self._stop()
         self._sure = all(presence == _MORE for presence in self._values[:-1])
 
-    def _stop_for(self, presence: float, taken: int) -> None:
-        """Raise if some ranks, and not all, have added this presence in the last sum."""
-        gone = [rank for rank, each in enumerate(self._values[:-1]) if each == presence]
+    def _stop(self, begun: int = 0) -> None:
+        """Raise if some ranks, and not all, had no data in the last sum; of the steps, ``begun`` are not taken then."""
+        gone = [rank for rank, each in enumerate(self._values[:-1]) if each == _ABSENT]
         if len(gone) == self._size:
             return
         if self._rank in gone:
             raise self._ran_out()
         if gone:
             ranks = ", ".join(map(str, gone))
-            raise UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
+            self.steps -= begun
+            raise UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {self.steps}.")
 
 
 class StoreMembership(Membership):
@@ -212,6 +215,7 @@ class StoreMembership(Membership):
         self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()
+        self._compares = False  # whether this rank reduces gradients in some steps only
         self._shortest, self._longest = min(lengths), max(lengths)
         if throw and self._shortest < self._longest:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
@@ -234,7 +238,15 @@ class StoreMembership(Membership):
 
     def _begin(self, syncing: bool | None) -> None:
         self._active = ActiveRanks(syncing=int(syncing is not False))
-        self.store.set(f"begun/{self.steps}", "0" if syncing is False else "1")
+        key, value = f"begun/{self.steps}", "0" if syncing is False else "1"
+        self._compares |= syncing is False
+        if not self._compares or syncing is None:
+            self.store.set(key, value)
+        elif self.store.compare_set(key, "", value).decode() != value:
+            raise JoinError(
+                f"in step {self.steps + 1}, this rank {'reduces' if syncing else 'does not reduce'} its gradients, and "
+                f"another {'does not' if syncing else 'does'} (no_sync). {BY_NUMBER}"
+            )
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
         if self._taken is None:

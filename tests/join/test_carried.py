@@ -137,9 +137,9 @@ def test_gradients_are_carried_over_as_in_one_process(loops: list[Loop]) -> None
 
 GUESSED = [
     # The optimizer in the list would step after every batch of the others.
-    (Loop(3, (1, 2), "ddp", False, "planned", False, listed="optimizer"), "without stepping its optimizer"),
-    (Loop(2, (4, 5), "ddp", False, "torch", False, listed="optimizer"), "without stepping its optimizer"),
-    (Loop(3, (2, 5), "fsdp2", False, "counted", False, listed="optimizer"), "without stepping its optimizer"),
+    (Loop(3, (1, 2), "ddp", False, "planned", False, listed="optimizer"), "did not step its optimizer"),
+    (Loop(2, (4, 5), "ddp", False, "torch", False, listed="optimizer"), "did not step its optimizer"),
+    (Loop(3, (2, 5), "fsdp2", False, "counted", False, listed="optimizer"), "did not step its optimizer"),
     # The body zeroes, which a rank that has left it does not run.
     (Loop(2, (3, 6), "ddp", False, "planned", False, zeroes_in="body"), "began a step without gradients"),
     (Loop(2, (3, 6), "fsdp2", False, "torch", False, zeroes_in="body"), "began a step without gradients"),

@@ -551,7 +551,7 @@ MESSAGES = {
     "nested, both used inside": "used inside an inner one",
     "nested, one rank fails": "boom",
     "nested, the same module": "in another join already",
-    "another order than listed": "in the order in which the loop uses them",
+    "another order than listed": "began a forward of 1 (Sequential), where a backward of 0 (Sequential) comes in the",
     "a forward without a backward": "a forward without a backward",
     "static graph, a rank without batches": "static_graph",
     **{

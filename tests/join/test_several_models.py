@@ -1,4 +1,7 @@
-"""Several DDP models in one loop of ``join.iterate``, in any order: the numbers of a single process."""
+"""Several DDP models in one loop, in any order: the numbers of a single process.
+
+In a plain loop on uneven inputs, an order that ranks without data cannot match is an error on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -91,9 +94,44 @@ def penalty(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
     gan.step_g(x, fake, mean)
 
 
-LOOPS = [pix2pix, generator_first, frozen, dcgan, several_critic_steps, penalty]
+def in_order_of_the_list(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    """Critic, generator; the critic is frozen in the step of the generator."""
+    with torch.no_grad():
+        fake = gan.nets[0](x.flip(1))
+    gan.step_d(x, fake, mean)
+    gan.nets[1].requires_grad_(False)
+    gan.step_g(x, gan.g(x.flip(1)), mean)
+    gan.nets[1].requires_grad_(True)
+
+
+def both_in_one_backward(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    gan.od.zero_grad()
+    gan.og.zero_grad()
+    mean(gan.d(x).square().sum() + gan.g(x).square().sum(), x).backward()
+    gan.od.step()
+    gan.og.step()
+
+
+def critic_alone_at_first(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
+    gan.steps += 1
+    (gan.step_d if gan.steps < 3 else lambda *args: in_order_of_the_list(gan, x, mean))(x, x.flip(1), mean)
+
+
+LOOPS = [
+    pix2pix,
+    generator_first,
+    frozen,
+    dcgan,
+    several_critic_steps,
+    penalty,
+    in_order_of_the_list,
+    both_in_one_backward,
+    critic_alone_at_first,
+]
 LENGTHS = [(2, 5), (4, 4), (0, 3)]
-ALL = [*itertools.product(range(len(LOOPS)), LENGTHS, ("planned", "counted"), ("g first", "d first"))]
+ORDERS = ("g first", "d first")
+ITERATED = [*itertools.product(range(len(LOOPS)), LENGTHS, ("planned", "counted"), ORDERS, [True])]
+PLAIN = [*itertools.product(range(len(LOOPS)), [*LENGTHS, (3, 4)], ("planned", "counted", "torch"), ORDERS, [False])]
 
 
 def data(rank: int, length: int) -> list[torch.Tensor]:
@@ -101,39 +139,67 @@ def data(rank: int, length: int) -> list[torch.Tensor]:
     return [torch.randn(4 + i % 2, 6, generator=generator, dtype=torch.float64) for i in range(length)]
 
 
-def one_process(loop: int, lengths: tuple[int, int]) -> torch.Tensor:
+def one_process(loop: int, lengths: tuple[int, int], iterates: bool) -> torch.Tensor:
     gan = Gan(lambda net: net)
     loaders = [data(rank, length) for rank, length in enumerate(lengths)]
     for i in range(max(lengths)):
-        x = torch.cat([loader[i] for loader in loaders if i < len(loader)])
-        LOOPS[loop](gan, x, lambda total, x: total / len(x))
+        each = [loader[i] for loader in loaders if i < len(loader)]
+        divisor = sum(map(len, each)) if iterates else 2 * len(each[0])
+        LOOPS[loop](gan, torch.cat(each), lambda total, _, divisor=divisor: total / divisor)
     return gan.flat()
 
 
 def joined(rank: int, world_size: int, cases: list[Any]) -> list[torch.Tensor | str]:
     found: list[torch.Tensor | str] = []
-    for loop, lengths, mode, order in cases:
+    for loop, lengths, mode, order, iterates in cases:
         gan = Gan(DistributedDataParallel)
         listed = [gan.d, gan.od, gan.g, gan.og] if order == "d first" else [gan.g, gan.og, gan.d, gan.od]
         try:
-            with stagereg.Join(listed, mode=mode, timeout=15) as join:
-                for x in join.iterate(data(rank, lengths[rank])):
-                    LOOPS[loop](gan, x, lambda total, x, join=join: join.mean(total, len(x)))
+            batches = data(rank, lengths[rank])
+            with stagereg.Join(listed, mode=mode, timeout=15, loader=None if iterates else batches) as join:
+                for x in join.iterate(batches) if iterates else batches:
+                    mean = join.mean if iterates else torch.div
+                    LOOPS[loop](gan, x, lambda total, x, mean=mean: mean(total, len(x)))
         except stagereg.StageregError as error:
-            return [*found, str(error)]
+            return [*found, str(error)]  # the group cannot be used any more
         found.append(gan.flat())
     return found
 
 
-QUICK = [ALL[i] for i in range(0, len(ALL), 7)]
+QUICK = [ITERATED[i] for i in range(0, len(ITERATED), 7)]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(ITERATED, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_models_run_in_any_order_and_any_number_of_times(cases: list[Any]) -> None:
     for found in run_ranks(joined, 2, args=(cases,), timeout_s=100):
         apart = {
             (LOOPS[case[0]].__name__, *case[1:]): own if isinstance(own, str) else float((own - right).abs().max())
-            for case, own, right in zip(cases, found, (one_process(*each[:2]) for each in cases), strict=False)
+            for case, own, right in zip(
+                cases, found, (one_process(*each[:2], iterates=True) for each in cases), strict=False
+            )
         }
         assert {case: each for case, each in apart.items() if isinstance(each, str) or each > EXACT} == {}
         assert len(found) == len(cases)
+
+
+CAUSES = [
+    "one backward of each model in each step, in the order of the list: 0 (Sequential), 2 (Sequential). Loop",
+    "after a step without a backward of 2 (Sequential)",
+    "did not step its optimizer after it",
+    "nothing in the list of joinables zeroes gradients as the loop does",
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 16 != 0)) for i, case in enumerate(PLAIN)], ids=str
+)
+def test_in_a_plain_loop_another_order_is_an_error_on_all_ranks_if_one_has_no_data(case: Any) -> None:
+    loop, (one, two), _, order, _ = case
+    outcomes = [found for (found,) in run_ranks(joined, 2, args=([case],), timeout_s=40)]
+    if isinstance(outcomes[0], str):
+        assert one != two, outcomes
+        assert any(cause in text for cause in CAUSES for text in outcomes), outcomes
+        assert LOOPS[loop] is not in_order_of_the_list or order == "g first"
+    else:
+        right = one_process(loop, (one, two), iterates=False)
+        assert max(float((own - right).abs().max()) for own in outcomes) < EXACT

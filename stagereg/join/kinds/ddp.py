@@ -1,15 +1,15 @@
 """``ddp``: a ``DistributedDataParallel`` module, in stagereg's ``Join`` or in torch's.
 
-On torch's wire DDP's own forward announces the rank. Where all ranks run stagereg's join, the joinable does that, and
-the divisor and the rank whose buffers count come from the join's membership. The hook's collectives are those of
-torch's own hook, in its order. Three things differ. The reduced gradients become those of the parameters; what a loop
-has added up without a reduction has its share in the next one; and a rank without data reports no parameters as used.
+In torch's ``Join`` DDP's own forward announces the rank; in stagereg's the joinable does. Off torch's wire, the divisor
+and the rank whose buffers count come from the join's membership. The hook's collectives are those of torch's own hook,
+in its order. Three things differ. The reduced gradients become those of the parameters; what a loop has added up
+without a reduction has its share in the next one; and a rank without data reports no parameters as used.
 It uses internals of ``DistributedDataParallel`` as they are in torch 2.13 (``nn/parallel/distributed.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.session import JoinSession
-from stagereg.kernel.shadow import TorchWire
+from stagereg.join.tracked import is_executed
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
 
@@ -138,7 +138,8 @@ class DdpJoinable(ReducingJoinable):
     # DDP's forward reads the first of these, and the others are methods of its class.
     replaced = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
     module: DistributedDataParallel
-    _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings")
+    _params: Sequence[torch.Tensor] = ()
+    _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings", "_params")
 
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         module = uncompiled(module)
@@ -157,7 +158,8 @@ class DdpJoinable(ReducingJoinable):
                 "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."
             )
         # The smallest gradient is the cheapest to look at, unless parameters may be left out of a step.
-        params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
+        self._params = list(ddp.parameters())
+        params = sorted((param for param in self._params if param.requires_grad), key=torch.numel)
         self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
         ddp.logger._set_uneven_input_join()  # type: ignore[union-attr]  # its logs tell of joins
@@ -192,32 +194,40 @@ class DdpJoinable(ReducingJoinable):
         """Whether the next backward reduces the gradients; not under ``no_sync``."""
         return bool(self.module.require_backward_grad_sync)
 
-    def on_step(self, is_announced: bool) -> None:
-        """Announce the step, except on torch's wire, where DDP's own forward does."""
-        membership, config = self.membership, self._join_config
-        training = torch.is_grad_enabled()
+    @property
+    def trains(self) -> bool:
+        """Whether some parameter is not frozen."""
+        return any(param.requires_grad for param in self._params)
+
+    def accumulates(self) -> bool:
+        """In a backward: whether it adds to gradients of the module, which starts the reduction."""
+        return any(param.requires_grad and is_executed(param) for param in self._params)
+
+    def on_step(self) -> None:
+        """Announce the step, except in torch's ``Join``, where DDP's own forward does."""
+        training = torch.is_grad_enabled() and self.trains
         self.reduces = training and self.will_reduce
         if self.session is None:
             return
-        loop = self.session.loop
-        iterates = loop is not None and loop.iterates  # then all ranks run the same lines, in any order
-        if config.is_first_joinable or (loop is not None and iterates and loop.awaits_step):
-            if not is_announced:
-                self.session.begin(self.reduces if training else None)
-        else:
-            leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
-            if leader is not self and leader.begun <= self.begun and not iterates:
-                raise JoinError(
-                    "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
-                    "answer the wrong one. List the joinables in the order in which the loop uses them, and run "
-                    "forwards that are no training steps under torch.no_grad()."
-                )
-        if membership is not None and training and config.throw_on_early_termination and self._rebuilds_buckets():
+        self.announce_step(self.reduces if training else None, throws_later=True)
+        if not training:
+            return
+        membership, ddp = self.session.membership, self.module
+        if (
+            membership is not None
+            and self._join_config.throw_on_early_termination
+            and self._rebuilds_buckets(self.begun)
+        ):
             # DDP's forward begins with a collective, in which ranks out of data do not take part.
             membership.raise_if_exhausted()
+        if membership is None or ddp.will_sync_module_buffers():
+            self.expect_forward()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have DDP's forward announce only a step of torch's wire."""
+        before = self.begun - (is_step and self.trains)  # steps; DDP does it in a forward of a frozen module too
+        if torch.is_grad_enabled() and self._rebuilds_buckets(before):
+            self.expect_forward()
         settings = vars(self.module)  # to set an attribute of a module takes long
         config = settings["_join_config"]
         # Whether the next step shares buffers is what a step sets, by whether it reduces, and no other forward.
@@ -226,7 +236,7 @@ class DdpJoinable(ReducingJoinable):
         self._forward_settings = {name: settings[name] for name in kept}
         if not is_step:
             settings.update(_join_config=config._replace(enable=False), require_forward_param_sync=False)
-        elif self.membership is not None:
+        elif self.session is not None:  # the step is announced
             settings["_join_config"] = config._replace(is_first_joinable=False)
 
     def after_forward(self, is_step: bool) -> None:
@@ -251,7 +261,7 @@ class DdpJoinable(ReducingJoinable):
         Where the active ranks divide, the sum is the divisor too: how many of them reduce.
         """
         if self.membership is None:
-            work = TorchWire(self.module.process_group, self.module.device).announce(self.will_reduce)
+            work = self.announce_reduction(self.will_reduce)
             if not self.divides_by_world:
                 self.module.reducer._set_forward_pass_work_handle(work, False)
 
@@ -273,12 +283,15 @@ class DdpJoinable(ReducingJoinable):
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.module.process_group)
         return int(lowest.item())
 
-    def _rebuilds_buckets(self) -> bool:
-        """Whether DDP arranges its buckets anew in this step, which it does once, and all ranks together."""
+    def _rebuilds_buckets(self, begun: int) -> bool:
+        """Whether DDP arranges its buckets anew in this forward, which it does once, and all ranks together.
+
+        ``begun``: how many steps of this module have begun before in this join.
+        """
         ddp = self.module
         if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
             return False  # it has, or never will
-        return self.begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
+        return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
 
 def _done_work(value: float) -> Any:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
 from stagereg.join.batches import Layout, emptied, emptied_or_error, fetch, publish
-from stagereg.join.joinable import BuiltInHook, JoinHook, notify, uncompiled
+from stagereg.join.broken import is_broken_operation
+from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable, local
-from stagereg.join.tracked import differentiable
-from stagereg.kernel.shadow import TorchWire
+from stagereg.join.tracked import differentiable, is_executed
 from stagereg.registry import register
 
 _ADVICE = (
@@ -48,6 +48,9 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
         joinable.shadow()
         as_left = joinable.will_reduce
         joinable.is_shadowing = True
+        frozen = [(param, param.requires_grad) for param, _ in joinable.trained]
+        for param, trains in joinable.trained:  # the loop may have frozen the module after its last step
+            param.requires_grad_(trains)
         try:
             with torch.enable_grad():
                 first, *others = joinable.empty_inputs()
@@ -64,6 +67,8 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
                     torch.autograd.backward(tensors, [torch.zeros_like(tensor) for tensor in tensors])
         finally:
             joinable.is_shadowing = False
+            for param, trains in frozen:
+                param.requires_grad_(trains)
             module.set_requires_gradient_sync(as_left)
         if joinable.reduced:
             joinable.shadowed()
@@ -80,9 +85,9 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
         module = self.joinable.module
         try:
             return differentiable(module(*args, **kwargs))
-        except JoinError:
-            raise
         except Exception as error:
+            if isinstance(error, JoinError) or is_broken_operation(error):
+                raise
             raise JoinError(
                 f"{type(module).__name__} cannot run on an empty batch, as a rank without data has to: "
                 f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0. {_ADVICE}"
@@ -125,6 +130,7 @@ class Fsdp2Joinable(ReducingJoinable):
         super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
         self.module = module
         self.is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
+        self.trained: list[tuple[torch.Tensor, bool]] = []  # each parameter, and whether the last step trained it
         self._example: Any = None
         if example is not None:
             args = example if isinstance(example, tuple) else (example,)
@@ -144,7 +150,7 @@ class Fsdp2Joinable(ReducingJoinable):
         """Stop watching, and leave the module as it was."""
         for group, factor, force in self._divisors:
             group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
-        self._divisors = []
+        self._divisors, self.trained = [], []
         super().detach()
 
     @property
@@ -160,12 +166,30 @@ class Fsdp2Joinable(ReducingJoinable):
             )
         return reduces != {False}
 
-    def on_step(self, is_announced: bool) -> None:
+    def on_step(self) -> None:
         """Announce the step, on a rank that has data."""
         if not self.is_shadowing:
             self.reduces = torch.is_grad_enabled() and self.will_reduce
-            if not is_announced:
-                notify(self, self.reduces if torch.is_grad_enabled() else None)
+            self.trained = [(param, param.requires_grad) for param in self.module.parameters()]
+            self.announce_step(self.reduces if torch.is_grad_enabled() else None)
+            self.expect_forward()
+
+    def accumulates(self) -> bool:
+        """In a backward: whether it adds to gradients of the module, which starts the reduction."""
+        whole = (
+            getattr(param, "_unsharded_param", None) for group in _groups(self.module) for param in group.fsdp_params
+        )
+        return any(param is not None and param.requires_grad and is_executed(param) for param in whole)
+
+    def on_other_backward(self) -> None:
+        """Refuse ``torch.autograd.grad`` in a plain loop, as it gathers parameters, which ranks without data cannot."""
+        session = self.session
+        if session is not None and not self.is_shadowing and (session.loop is None or not session.loop.iterates):
+            raise JoinError(
+                f"torch.autograd.grad ran through {type(self.module).__name__} in a plain loop. It gathers the sharded "
+                "parameters, and ranks without data do not know of it. Loop over join.iterate(loader), which runs the "
+                "loop's body on all ranks."
+            )
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep an empty version of what the module is called with in a step, and publish that of the first."""
@@ -185,7 +209,7 @@ class Fsdp2Joinable(ReducingJoinable):
             return
         membership = self.membership
         if membership is None:
-            work = TorchWire(self._group, self.join_device).announce(bool(self.reduces))
+            work = self.announce_reduction(bool(self.reduces))
             if not self.divides_by_world:
                 work.wait()
                 self.divide_by(int(work.get_future().value()[0].item()))

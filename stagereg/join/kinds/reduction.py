@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -27,6 +28,8 @@ from stagereg.errors import JoinError
 from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import resources_of, wait_for_keys
+from stagereg.kernel.membership import BY_NUMBER
+from stagereg.kernel.shadow import TorchWire
 
 
 class ReducingJoinable(TrackedJoinable):
@@ -42,7 +45,7 @@ class ReducingJoinable(TrackedJoinable):
     module: Any
     _of_one_join = (
         *TrackedJoinable._of_one_join,
-        *("reduced", "watched", "reduces", "is_unfinished", "has_stepped", "was_shadowed"),
+        *("reduced", "watched", "reduces", "is_unfinished", "has_stepped", "was_shadowed", "_steps"),
     )
 
     def watch(self) -> None:
@@ -55,7 +58,13 @@ class ReducingJoinable(TrackedJoinable):
     def attach(self, session: JoinSession) -> None:
         """Watch the optimizers in the list too."""
         super().attach(session)
-        self.handles = [*self.handles, register_optimizer_step_post_hook(self._on_optimizer_step)]
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+        @_disable_dynamo
+        def hook(optimizer: Optimizer, *_: Any) -> None:
+            self._on_optimizer_step(optimizer)
+
+        self.handles = [*self.handles, register_optimizer_step_post_hook(hook)]
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether a step depends on which ranks are active: through the divisor."""
@@ -68,20 +77,43 @@ class ReducingJoinable(TrackedJoinable):
             found = _policies[self.module] = ZeroGradPolicy(self.join_process_group)
         return found
 
+    def expect_forward(self) -> None:
+        """A forward with collectives begins. Raises: ``JoinError`` if ranks without data run others in its place."""
+        if self.session is not None and (order := self.session.order) is not None:
+            order.check(self)
+
     def on_backward(self) -> None:
         """A backward has begun, which is about to add to the gradients: look at what the loop has left there."""
         if self.reduces is None:
             return
+        if self.session is not None and (order := self.session.order) is not None:
+            order.backward_begins(self, self.reduces, self.gathers)
         policy = self.policy
         if self.watched and policy.step_begins:
             gradient = self._gradient()
-            policy.observe(gradient, gradient is None or self.has_stepped or not self._listed_optimizers())
+            policy.observe(gradient, self.has_stepped or not self._listed_optimizers())
             self.has_stepped = False
         if self.reduces and self.session is not None:
             self.session.count_reduction(self)
         policy.step_begins = self.reduces
         policy.steps += self.reduces
         self.is_unfinished, self.reduces, self.was_shadowed = not self.reduces, None, False
+
+    def announce_reduction(self, reduces: bool) -> dist.Work:
+        """On torch's wire: announce whether this step reduces gradients; the sum is on how many ranks.
+
+        Raises:
+            JoinError: it does on some rank, and not here, which waits for the others to know that.
+        """
+        work = TorchWire(self.join_process_group, self.join_device).announce(reduces)
+        if not reduces and self.session is not None:
+            work.wait()
+            if int(work.get_future().value()[0].item()):
+                raise JoinError(
+                    f"in step {self.session.steps}, this rank does not reduce its gradients, and another does "
+                    f"(no_sync). {BY_NUMBER}"
+                )
+        return work
 
     def shadow(self) -> None:
         """A step of the active ranks is about to be shadowed."""
@@ -111,8 +143,22 @@ class ReducingJoinable(TrackedJoinable):
         listed = () if self.session is None else self.session.joinables
         return [each.bare_optimizer for each in listed if each.bare_optimizer and each.needs_gradients_of() is self]
 
-    def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_optimizer_step(self, optimizer: Optimizer) -> None:
         self.has_stepped |= any(each is optimizer for each in self._listed_optimizers())
+        if optimizer not in self._steps:
+            own = set(self.module.parameters())
+            given = (param for group in optimizer.param_groups for param in group["params"])
+            self._steps[optimizer] = 0 if any(param in own for param in given) else -1
+        if self._steps[optimizer] >= 0:
+            self._steps[optimizer] += 1
+
+    def optimizer_steps(self) -> list[int]:
+        """Return how often optimizers of this module have stepped in this join, where ranks have to do that alike.
+
+        The parameters of a DDP module are made equal after the loop, so an optimizer without state may differ.
+        """
+        needed = (each for each, steps in self._steps.items() if steps > 0 and (self.gathers or _has_state(each)))
+        return sorted({self._steps[each] for each in needed})
 
     def _gradient(self) -> torch.Tensor | None:
         gradients = (param.grad for param in self.watched)
@@ -120,13 +166,13 @@ class ReducingJoinable(TrackedJoinable):
 
 
 Habit = Literal["drops", "zeroes", "carries", "accumulates"]
-"""What a loop does with gradients between steps; with ``accumulates`` it carries them over without a step between."""
+"""What a loop does with gradients between steps; ``accumulates``: it steps its optimizer after some backwards alone."""
 
 _ADVICE = "Accumulate under no_sync() (FSDP2: set_requires_gradient_sync(False)), or loop over join.iterate(loader)."
 _ACCUMULATES = (
-    "the loop carries gradients over from step to step without stepping its optimizer, but ranks without data step an "
-    "optimizer in the list after every step. List the function that counts steps, steps the optimizer and zeroes the "
-    f"gradients instead, and call it in the loop. {_ADVICE}"
+    "the loop reduced gradients in a backward and did not step its optimizer after it, but ranks without data step an "
+    "optimizer in the list after every such backward. Instead of the optimizer, list the function that decides when to "
+    f"step it and zeroes the gradients, and call that in the loop after each backward. {_ADVICE}"
 )
 _OTHERWISE = (
     "ranks with data began a step %s gradients of the steps before, and this rank, which has no more data, began it "
@@ -170,7 +216,7 @@ class ZeroGradPolicy:
     def observe(self, gradient: torch.Tensor | None, has_stepped: bool) -> None:
         """A step's backward is about to add to a gradient; the first one does not show what the loop does between."""
         carried = _is_nonzero(gradient)
-        if carried and self.steps:
+        if self.steps and (carried or not has_stepped):
             self.habit = "carries" if has_stepped and self.habit != "accumulates" else "accumulates"
         elif not carried and not self.carries:
             self.habit = "drops" if gradient is None else "zeroes"
@@ -221,6 +267,10 @@ class ZeroGradPolicy:
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
 """Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    return any(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
 
 
 def _is_nonzero(gradient: torch.Tensor | None) -> bool:
