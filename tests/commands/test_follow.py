@@ -217,7 +217,13 @@ def test_it_ends_by_the_step_that_was_asked_for(tmp_path: Path, job: Job) -> Non
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_follower_that_is_stopped_goes_on(tmp_path: Path, job: Job, number: signal.Signals, code: int) -> None:
     """The command gets the signal, and what it was at is run again; of a follower that was killed it lives on."""

@@ -101,6 +101,7 @@ def expect_each_sample_once_an_epoch(root: Path, lives: list[tuple[int, Kill]], 
     return undone
 
 
+@pytest.mark.slow
 def test_a_killed_run_sees_each_sample_once_an_epoch(tmp_path: Path) -> None:
     assert expect_each_sample_once_an_epoch(tmp_path, [(3, Kill(1, 11, "trained"))], 2, streams=False) == 1
 
