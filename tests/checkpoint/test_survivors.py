@@ -136,9 +136,7 @@ def restored(rank: int, world_size: int, root: str, how: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("how", "lost"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("ddp", 0), ("batch norm", 1)]
-)
+@pytest.mark.parametrize(("how", "lost"), [("ddp", 0), ("batch norm", 1)])
 def test_those_who_are_left_save_the_last_step_as_it_was(tmp_path: Path, how: str, lost: int) -> None:
     root = str(tmp_path / "kept")
     told = run_ranks(lose, 3, args=(root, how, (lost,), begin_next_step))

@@ -224,11 +224,8 @@ def test_a_run_that_comes_beyond_the_crash_has_nothing_counted(
             train(root, "tier+store", at=15)
     train(root, "tier+store", at=99, steps=17)
     assert capsys.readouterr().out.split()[-1] == "13t"
-    assert (
-        "tier/step-00000014" not in (tmp_path / "store" / NOTE).read_text()
-        if (tmp_path / "store" / NOTE).exists()
-        else True
-    )
+    note = tmp_path / "store" / NOTE
+    assert not note.exists() or "tier/step-00000014" not in note.read_text()
     cycles = Cycles(capsys, root, "tier+store", at=18)
     assert cycles.began[:6] == thrice("17t", "16t")
 

@@ -130,9 +130,7 @@ def test_old_checkpoints_are_deleted_also_without_links(
     assert "step 4 is saved" in caplog.text
 
 
-def test_a_rank_that_still_writes_leaves_nothing_of_a_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_rank_still_writes_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / ".step-00000001.12ab.tmp"
     left.mkdir()
     rmdir = os.rmdir
