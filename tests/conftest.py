@@ -8,6 +8,7 @@ have no deadline, which a busy machine misses.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from hydra.core.plugins import Plugins
 from hypothesis import settings
 
 from stagereg.registry import REGISTRY
+
+from .support.forks import ADDRESS, start_server
 
 settings.register_profile("same", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("quick", derandomize=True, print_blob=True, deadline=None, max_examples=50)
@@ -61,12 +64,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     REGISTRY.refresh()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores SIGINT, and the programs that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Looks for plugins once for each process. In the middle of a test that would replace the ones it works with.
     Plugins.instance()
+    if config.getoption("numprocesses", None) and ADDRESS not in os.environ:
+        start_server()
 
 
 def pytest_collection_finish() -> None:

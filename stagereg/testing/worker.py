@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -136,6 +137,7 @@ def await_all(milestone: str) -> None:
 
 def work(job: Assignment) -> None:
     """Run the assigned function in an initialised process group and write down how it went."""
+    gc.freeze()  # a collection would touch, and so copy, all that the server has imported
     os.setpgid(0, 0)
     _end_with_parent()
     _redirect(job.file("output"))

@@ -321,7 +321,7 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
     ("target", "result"),
     [
         ("nowhere.py", "There is no file nowhere.py"),
-        ("empty.py", "registers no plugin and has no contract"),
+        pytest.param("empty.py", "registers no plugin and has no contract", marks=pytest.mark.slow),
         ("pined_cached", "Did you mean 'pinned_cached'?"),
         ("stagr/x", "Did you mean 'stager'?"),
         ("a b", "is no installed package, module or component"),

@@ -216,9 +216,10 @@ def test_it_ends_by_the_step_that_was_asked_for(tmp_path: Path, job: Job) -> Non
         assert follower.wait(LIMIT_S) == 0
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGKILL, -9)]
-)
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in ((signal.SIGINT, 130), (signal.SIGUSR1, 75))]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9), *SLOW])
 def test_a_follower_that_is_stopped_goes_on(tmp_path: Path, job: Job, number: signal.Signals, code: int) -> None:
     """The command gets the signal, and what it was at is run again; of a follower that was killed it lives on."""
     root, pid = tmp_path / "run", tmp_path / "pid"

@@ -45,7 +45,7 @@ def stagereg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("act", "code"),
     [
         pytest.param("sys.exit(75)", 75, id="is preempted"),
-        pytest.param("os.kill(os.getpid(), 9)", 128 + 9, id="is killed"),
+        pytest.param("os.kill(os.getpid(), 9)", 128 + 9, id="is killed", marks=pytest.mark.slow),
     ],
 )
 def test_the_code_is_that_of_the_rank_that_ended_first(act: str, code: int, tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
 )
 def test_an_unknown_name_gets_the_nearest_and_what_to_write(app: Path, override: str, line: str) -> None:
     assert message_of(app, override).startswith(line)
+
+
+def test_an_unknown_name_at_the_top_gets_the_nearest(app: Path) -> None:
     at_the_top = message_of(app, "stagerr=blocking")
     assert "Did you mean 'stager'?" in at_the_top
     assert "hydra" not in at_the_top

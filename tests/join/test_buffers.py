@@ -57,7 +57,7 @@ def resumed(rank: int, world_size: int, root: Path, mode: str) -> dict[str, list
     return found
 
 
-@pytest.mark.parametrize("mode", ["planned", "counted"])
+@pytest.mark.parametrize("mode", ["planned", pytest.param("counted", marks=pytest.mark.slow)])
 def test_a_resumed_join_goes_on_with_the_buffers_of_the_one_before(tmp_path: Path, mode: str) -> None:
     found = run_ranks(resumed, 2, args=(tmp_path, mode))
     for each in found:

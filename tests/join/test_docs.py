@@ -104,7 +104,7 @@ def accumulate(rank: int, world: int, setup: str, section: str, sharded: bool) -
     return max((one - other).abs().max().item() for one, other in zip(whole, alone.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_accumulated_gradients_are_those_of_all_samples(kind: str) -> None:
     setup, *blocks = Page("join.md").of("python")
     (section,) = (block for block in blocks if "no_sync" in block)

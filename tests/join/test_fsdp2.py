@@ -35,9 +35,7 @@ def sharded(name: str, reshard: bool) -> Case:
     return replace(CASES[name], column="fsdp2", wrap=wrap, one_join=False)  # as torch's has to be
 
 
-@pytest.mark.parametrize(
-    "names", [NAMES[::2], pytest.param(NAMES[1::2], marks=pytest.mark.slow)], ids=["quick", "others"]
-)
+@pytest.mark.parametrize("names", [NAMES[::3], pytest.param(NAMES, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_every_rank_has_the_numbers_of_a_single_process(names: tuple[str, ...]) -> None:
     """Every case in one of the ways, so that every way meets several cases."""
     runs = {}

@@ -150,14 +150,12 @@ def cases(draw: st.DrawFn) -> Case:
 WITHOUT_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("library", "number"),
-    [("ours", 8)] + [pytest.param(library, 125, marks=pytest.mark.slow) for library in ("ours", "torch")],
-)
-def test_any_loop_has_the_numbers_of_a_single_process(library: str, number: int) -> None:
+@pytest.mark.parametrize("library", ["ours", "torch"])
+def test_any_loop_has_the_numbers_of_a_single_process(library: str) -> None:
     @given(case=cases())
-    @settings(max_examples=number, **WITHOUT_LIMITS)
+    @settings(max_examples=125, **WITHOUT_LIMITS)
     def check(case: Case) -> None:
         assert wrong({"any": (case, library)}, timeout_s=30) == {}
 

@@ -29,7 +29,7 @@ from ..support.forks import run_forked
 from ..support.watching import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-ROUTES = ["path path", "path url", "url path", "url url"]
+ROUTES = ["path url", "url path", *(pytest.param(each, marks=pytest.mark.slow) for each in ("path path", "url url"))]
 COPY = """
 import os, signal, sys
 import stagereg.checkpoint.store.failpoints as failpoints

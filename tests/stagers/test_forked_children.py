@@ -9,7 +9,7 @@ import pytest
 from ..support.forks import run_forked
 
 ROOT = Path(__file__).parents[2]
-STAGERS = ("pinned_cached", "overlapped", "blocking")
+STAGERS = (pytest.param("pinned_cached", marks=pytest.mark.slow), "overlapped", "blocking")
 
 # Programs of their own, which fork before torch has run any thread.
 BEGIN = """
@@ -170,7 +170,7 @@ def test_a_child_waits_for_no_copy_that_only_a_thread_of_its_parent_makes() -> N
     run(UNDER_WAY, "overlapped")
 
 
-@pytest.mark.parametrize("kind", ["pinned_cached", "overlapped"])
+@pytest.mark.parametrize("kind", [STAGERS[0], "overlapped"])
 def test_the_first_copy_after_a_fork_finds_its_memory_as_it_was(kind: str) -> None:
     pages = 2**21 * 4 // 4096  # a copy that the child had inherited would cost a fault for each of them
     assert int(run(FAULTS, kind)) < pages / 2, "the interpreter's own objects cost a few hundred"

@@ -92,7 +92,7 @@ def made(kind: str) -> AsyncStager:
     return MAKERS[kind]() if kind in TORCHS else MAKERS[kind](max_in_flight=3)
 
 
-QUICK = [(kind, 25) for kind in STAGERS if kind != "overlapped_late"]
+QUICK = [(kind, 25) for kind in ("blocking", "overlapped")]
 MANY = [pytest.param(kind, 60, marks=pytest.mark.slow) for kind in STAGERS + TORCHS]
 
 
@@ -126,7 +126,7 @@ def stage_again_and_again(kind: str, data: st.DataObject) -> None:
         assert_whole(staged, before)
 
 
-@pytest.mark.parametrize("kind", STAGERS + TORCHS)
+@pytest.mark.parametrize("kind", [*STAGERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in TORCHS)])
 @LIMITS
 @given(data=st.data())
 def test_memory_is_shared_exactly_where_the_source_shares_it(kind: str, data: st.DataObject) -> None:

@@ -1,5 +1,7 @@
 """Runs programs as ``python -c`` does, each in a fork of one process that has imported torch, which takes seconds.
 
+The workers of one pytest share the process, which imports when the first of them connects.
+
 A program ends as in any interpreter, with all that runs at the end of a process; torch computes on one thread. It must
 not ask whether a module has been imported; the names of the modules that this file imports are there.
 
@@ -11,6 +13,7 @@ id is in ``FORKED_BY``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -27,12 +30,12 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.checkpoint.checkpointer"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
 _IMPORTED += ["stagereg.launch.main", "stagereg.sweep.render", "matplotlib.backends.backend_svg", "jinja2"]
 _PYTHON = [sys.executable, str(Path(__file__))]
+ADDRESS = "STAGEREG_FORKS"
 
 
 def run_forked(
@@ -68,27 +71,56 @@ def run_forked(
         asked["forks_ranks"] = forks_ranks
         asked["environment"] = dict(os.environ if environment is None else environment)
         server = _server()
-        print(json.dumps(asked), file=server.stdin, flush=True)
-        pid = int(server.stdout.readline())
+        server.sendall(json.dumps(asked).encode() + b"\n")
+        lines = server.makefile("rb", buffering=0)  # which leaves the second line to select
+        pid = int(lines.readline())
         try:
-            if not select.select([server.stdout], [], [], timeout_s)[0]:
+            if not select.select([server], [], [], timeout_s)[0]:
                 printed = (file.read_bytes() for file in files[1:])
                 raise subprocess.TimeoutExpired(asked["arguments"], timeout_s, *printed)
         except BaseException:  # pytest's own limit too
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            server.stdout.readline()  # which the next program would take for its own
+            lines.readline()  # which the next program would take for its own
             raise
-        code = int(server.stdout.readline())
+        code = int(lines.readline())
         return subprocess.CompletedProcess(asked["arguments"], code, *(file.read_text() for file in files[1:]))
 
 
-@functools.cache
-def _server() -> Any:
-    """The process; it ends with this one, whose end closes the pipe."""
+def start_server() -> None:
+    """Start the process, which ends with this one; its address is in the environment, for workers too."""
     path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
-    environment, pipe = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-    return subprocess.Popen(_PYTHON, stdin=pipe, stdout=pipe, text=True, env=environment)
+    address = os.environ[ADDRESS] = f"stagereg-forks-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        subprocess.Popen(_PYTHON, stdin=listener, env=environment)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """The connection to a fork of the process, which ends with this one."""
+    if ADDRESS not in os.environ:
+        start_server()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{os.environ[ADDRESS]}")
+    return connection
+
+
+def _accept() -> None:
+    """Fork for each worker once all is imported; returns in the children, whose standard streams are the worker's."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    listener = socket.socket(fileno=0)
+    connection, _ = listener.accept()
+    for each in _IMPORTED:
+        importlib.import_module(each)
+    gc.freeze()  # a child would touch, and so copy, all of it when it collects garbage
+    while os.fork():
+        connection, _ = listener.accept()
+    with connection:
+        os.dup2(connection.fileno(), 1)
+    os.dup2(1, listener.detach())
 
 
 def _next_program() -> CodeType:
@@ -162,7 +194,5 @@ def _fork_server_of_ranks(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in _IMPORTED:
-        importlib.import_module(each)
-    gc.freeze()  # a child would touch, and so copy, all of it when it collects garbage
+    _accept()
     exec(_next_program())

@@ -28,10 +28,8 @@ QUICK = (
     mutants.SumContract,
     mutants.HookContract,
     joins.DdpContract,
-    joins.MetricsContract,
-    joins.ModuleContract,
 )
-COSTLY = (joins.Fsdp2Contract, joins.ZeroContract, joins.ActiveContract)
+COSTLY = (joins.MetricsContract, joins.ModuleContract, joins.Fsdp2Contract, joins.ZeroContract, joins.ActiveContract)
 CONTRACTS = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in COSTLY)]
 
 

@@ -132,12 +132,16 @@ class Directory:
         return ""
 
     def discard(self, path: str) -> None:
+        hidden = self._hidden(os.path.basename(path).removeprefix("."))
+        with contextlib.suppress(OSError):  # under another name, as a rank that still writes would go on in it
+            os.rename(path, hidden)
+            path = hidden
         discard(path)
 
     def tidy(self) -> Sequence[str]:
         left = [path for name in _NOTES if os.path.lexists(path := f"{self.root}/.{name}.tmp")]
         for path in left:
-            self.discard(path)
+            discard(path)
         return left
 
     def _hidden(self, name: str) -> str:

@@ -97,7 +97,9 @@ AT_ONCE = {"tier": ["13t", "12t"], "store": ["12s", "8s", "4s"], "tier+store": [
 LATER = {"tier": ["14t", "13t"], "store": ["12s", "8s", "4s"], "tier+store": ["14t", "13t", "12s", "8s", "4s"]}
 
 
-@pytest.mark.parametrize(("where", "how"), [("tier", "raise"), ("store", "nan"), ("tier+store", "raise")])
+@pytest.mark.parametrize(
+    ("where", "how"), [("tier", "raise"), ("store", "nan"), pytest.param("tier+store", "raise", marks=pytest.mark.slow)]
+)
 def test_a_run_that_dies_at_once_tries_each_copy_of_each_step_so_often_and_is_then_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, how: str
 ) -> None:
@@ -125,7 +127,7 @@ def resume(root: Path, where: str, path: str, how: str) -> None:
         die(how)
 
 
-@pytest.mark.parametrize("where", ["store", "tier+store"])
+@pytest.mark.parametrize("where", ["store", pytest.param("tier+store", marks=pytest.mark.slow)])
 def test_saving_again_what_was_there_before_the_crash_is_no_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
@@ -222,11 +224,8 @@ def test_a_run_that_comes_beyond_the_crash_has_nothing_counted(
             train(root, "tier+store", at=15)
     train(root, "tier+store", at=99, steps=17)
     assert capsys.readouterr().out.split()[-1] == "13t"
-    assert (
-        "tier/step-00000014" not in (tmp_path / "store" / NOTE).read_text()
-        if (tmp_path / "store" / NOTE).exists()
-        else True
-    )
+    note = tmp_path / "store" / NOTE
+    assert not note.exists() or "tier/step-00000014" not in note.read_text()
     cycles = Cycles(capsys, root, "tier+store", at=18)
     assert cycles.began[:6] == thrice("17t", "16t")
 

@@ -263,7 +263,7 @@ def train(rank: int, world: int, root: str, steps: int, kills: int | None, point
     return start
 
 
-@pytest.mark.parametrize(("kills", "point"), [(1, "load"), (0, "written")])
+@pytest.mark.parametrize(("kills", "point"), [(1, "load"), pytest.param(0, "written", marks=pytest.mark.slow)])
 def test_ranks_killed_before_the_commit_count(tmp_path: Path, kills: int, point: str) -> None:
     assert run_ranks(train, 2, args=(str(tmp_path), 2, None, "")) == [0, 0]
     for number in (1, 2, 3):

@@ -95,15 +95,15 @@ def exchange(rank: int, world_size: int, root: str, cases: Sequence[tuple[str, s
 
 
 QUICK = [
-    ("torch flat", "pp", "fsdp2"),
     ("torch nested", "tp", "zero"),
-    ("torchtitan", "plain", "pp4"),
+    ("torchtitan", "pp", "fsdp2"),
     ("lightning", "fsdp2", "plain"),
 ]
 OTHERS = [
     ("a recipe of torch", "ddp", "fsdp2"),
     ("torch nested", "fsdp2", "interleaved_each"),
     ("torchtitan", "pp", "tp_fsdp2"),
+    ("torchtitan", "plain", "pp4"),
 ]
 OTHERS += [("torch flat", "ddp", "plain"), ("torch flat", "fsdp2", "interleaved"), ("torchtitan", "fsdp2", "ddp")]
 

@@ -101,10 +101,6 @@ def expect_each_sample_once_an_epoch(root: Path, lives: list[tuple[int, Kill]], 
     return undone
 
 
-def test_a_killed_run_sees_each_sample_once_an_epoch(tmp_path: Path) -> None:
-    assert expect_each_sample_once_an_epoch(tmp_path, [(3, Kill(1, 11, "trained"))], 2, streams=False) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["epochs", "stream"])
 @pytest.mark.parametrize("seed", range(3))

@@ -63,6 +63,9 @@ def values(x: Any) -> list[torch.Tensor]:
     return [each if isinstance(each, torch.Tensor) else torch.tensor(each) for each in leaves if each is not None]
 
 
-@pytest.mark.parametrize(("default", "world"), [*((default, 1) for default in DEFAULTS), ("meta", 2)])
+SLOW = [pytest.param(each, 1, marks=pytest.mark.slow) for each in ("meta", "float64")]
+
+
+@pytest.mark.parametrize(("default", "world"), [*SLOW, ("bfloat16", 1), ("DoubleTensor", 1), ("meta", 2)])
 def test_a_state_comes_back_as_it_was_saved(default: str, world: int, tmp_path: Path) -> None:
     assert run_ranks(saves, world, args=(tmp_path, default), timeout_s=90) == [[]] * world

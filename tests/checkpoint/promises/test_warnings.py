@@ -167,9 +167,9 @@ OPEN = "checkpointer = stagereg.Checkpointer('c'); checkpointer.save(1, state)"
     [
         (OPEN, 0, 1),  # dropped
         (f"global checkpointer; {OPEN}", 0, 1),  # held to the end
-        (f"{OPEN}; checkpointer.close()", 0, 0),
+        pytest.param(f"{OPEN}; checkpointer.close()", 0, 0, marks=pytest.mark.slow),
         ("\n    with stagereg.Checkpointer('c') as checkpointer: checkpointer.save(1, state)", 0, 0),
-        (f"global checkpointer; {OPEN}; raise ValueError('of the program')", 1, 0),
+        pytest.param(f"global checkpointer; {OPEN}; raise ValueError('of the program')", 1, 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_that_does_not_close_its_checkpointer_is_told_at_its_end(

@@ -99,7 +99,10 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("index_copy_", "index_add_", "masked_fill_")]
+
+
+@pytest.mark.parametrize("write", ["embedding_renorm_", "e[i] = v", "clamp_ of .data", *SLOW])
 def test_a_program_that_writes_a_parameter_right_after_each_save_loses_no_save(write: str, tmp_path: Path) -> None:
     run = Run(writes_from=1000)
     with Checkpointer(str(tmp_path), every=1, keep=20) as checkpointer:

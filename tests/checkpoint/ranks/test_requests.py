@@ -72,8 +72,8 @@ def follow(rank: int, world_size: int, root: str, cases: list[tuple[str | None, 
     return {case: followed(rank, f"{root}/{case[0]}-{case[1]}", *case) for case in cases}
 
 
-WAYS = [(None, False), ("torch", True), ("planned", True)]
-OTHER_WAYS = [("counted", True), ("planned", False)]
+WAYS = [("torch", True), ("planned", True)]
+OTHER_WAYS = [(None, False), ("counted", True), ("planned", False)]
 
 
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(OTHER_WAYS, marks=pytest.mark.slow)], ids=["ways", "others"])

@@ -84,7 +84,7 @@ def share(
     return staged, [written(root, step, rank) for step in (1, 5)], [] if same else ["differs"]
 
 
-@pytest.mark.parametrize(("size", "wrapped"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("size", "wrapped"), [(2, False), pytest.param(4, True, marks=pytest.mark.slow)])
 def test_each_rank_writes_its_share_from_the_first_save_on_and_then_stages_no_more(
     tmp_path: Path, size: int, wrapped: bool
 ) -> None:

@@ -279,7 +279,7 @@ def same_state(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_whatever_changes_on_any_rank_every_checkpoint_has_it(tmp_path: Path, seed: int) -> None:
     for steps, wrong in run_ranks(changing, 3, args=(str(tmp_path / "x"), seed), timeout_s=120):
         assert len(steps) >= 6

@@ -117,7 +117,7 @@ def form(x: torch.Tensor) -> Any:
     return x.dtype, x.shape, x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("storage", [*STORAGES, "torch_dcp"])
+@pytest.mark.parametrize("storage", [*STORAGES, pytest.param("torch_dcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stager", KINDS)
 def test_a_checkpoint_is_of_its_step_while_training_goes_on(tmp_path: Path, storage: str, stager: str) -> None:
     state, saved = {**values(), **objects()}, {}

@@ -187,7 +187,7 @@ def test_ranks_with_another_kind_of_rule_all_raise(tmp_path: Path) -> None:
     ids=["command line", "chosen", "target"],
 )
 def test_a_config_chooses_a_rule(tmp_path: Path, overrides: list[str], app: str) -> None:
-    for more, every in ([], 7), (["checkpoint.keep.every=5"], 5), (["checkpoint.keep.every=null"], None):
+    for more, every in ([], 7), (["checkpoint.keep.every=null"], None):
         with stagereg.instantiate(composed(tmp_path, *overrides, *more, app=app).checkpoint) as checkpointer:
             rule = rule_of(checkpointer)
             assert type(rule) is OfSteps

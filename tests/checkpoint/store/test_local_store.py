@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -127,3 +128,18 @@ def test_old_checkpoints_are_deleted_also_without_links(
     save(root, 3, 4, keep=1)
     assert sorted(os.listdir(root)) == [*left, "step-00000004"]
     assert "step 4 is saved" in caplog.text
+
+
+def test_what_another_rank_still_writes_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".step-00000001.12ab.tmp"
+    left.mkdir()
+    rmdir = os.rmdir
+
+    def write_late(*path: Any, **more: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (left / "__1_0.distcp").touch()
+        rmdir(*path, **more)
+
+    monkeypatch.setattr(os, "rmdir", write_late)
+    local.Directory(tmp_path).discard(str(left))
+    assert not os.listdir(tmp_path)
