@@ -93,6 +93,6 @@ class ModelOrder:
         return JoinError(
             f"in step {self._step()} this rank {used}{then}. A rank that has no more data cannot match that: in a "
             "plain loop it runs one backward of each model in each step, in the order of the list: "
-            f"{', '.join(self._names)}. Loop over join.iterate(loader), which runs the loop's body on all ranks, so "
-            "any order is right."
+            f"{', '.join(self._names)}. Loop over join.iterate(loader), in any mode but torch: it runs the loop's "
+            "body on all ranks, so any order is right."
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,9 +135,17 @@ class TrackedJoinable(BuiltInJoinable):
     def on_backward(self) -> None:
         """A backward that adds to gradients of the module has reached an output of it; called once in it."""
 
-    def accumulates(self) -> bool:
+    def leaves(self) -> Iterable[torch.Tensor] | None:
+        """Return the tensors to whose gradients a backward adds; ``None``: those of any backward."""
+        return None
+
+    def _accumulates(self) -> bool:
         """In a backward: whether it adds to gradients of the module, as ``torch.autograd.grad`` does not."""
-        return True
+        if (found := self.leaves()) is None:
+            return True
+        leaves = [leaf for leaf in found if leaf.requires_grad]
+        # Within reentrant checkpointing a backward of its own adds to them, which this one runs.
+        return bool(leaves) and (any(map(_is_executed, leaves)) or not _is_reachable(leaves))
 
     def on_other_backward(self) -> None:
         """Any other backward has reached an output of the module."""
@@ -192,7 +200,7 @@ class TrackedJoinable(BuiltInJoinable):
                 self._is_open = False
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
-        if not self.accumulates():
+        if not self._accumulates():
             self.on_other_backward()
             return
         for handle in self._awaited:
@@ -224,12 +232,27 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def is_executed(param: torch.Tensor) -> bool:
-    """Whether the backward that runs adds to the gradient of a parameter that requires one."""
+def _is_executed(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs adds to the gradient of a leaf."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
-    except RuntimeError:  # torch.autograd.grad with this parameter as an input
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
+    except RuntimeError:  # torch.autograd.grad with this leaf as an input
         return False
+
+
+def _is_reachable(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether one of some leaves is in the graph below the node whose hook runs."""
+    wanted = {id(leaf) for leaf in leaves}
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        below = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= below
+        nodes += below
+    return False
 
 
 def _in_backward() -> bool:

@@ -220,7 +220,7 @@ class Gradients(stagereg.Joinable):
 
     def reduce(self, mine: float, reads: bool) -> None:
         membership = self.session.membership
-        loop, step = len(self.session.loops) - 1, membership.steps - 1
+        loop, step = len(self.session._loops) - 1, membership.steps - 1
         right = self._scenario.active_ranks(loop, step)
         if isinstance(membership, StoreMembership):
             right = ActiveRanks((), int(right.syncing > 0))

@@ -22,7 +22,6 @@ from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.session import JoinSession
-from stagereg.join.tracked import is_executed
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
 
@@ -199,9 +198,9 @@ class DdpJoinable(ReducingJoinable):
         """Whether some parameter is not frozen."""
         return any(param.requires_grad for param in self._params)
 
-    def accumulates(self) -> bool:
-        """In a backward: whether it adds to gradients of the module, which starts the reduction."""
-        return any(param.requires_grad and is_executed(param) for param in self._params)
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """Return the parameters."""
+        return self._params
 
     def on_step(self) -> None:
         """Announce the step, except in torch's ``Join``, where DDP's own forward does."""

@@ -24,7 +24,7 @@ from stagereg.join.batches import Layout, emptied, emptied_or_error, fetch, publ
 from stagereg.join.broken import is_broken_operation
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable, local
-from stagereg.join.tracked import differentiable, is_executed
+from stagereg.join.tracked import differentiable
 from stagereg.registry import register
 
 _ADVICE = (
@@ -174,12 +174,10 @@ class Fsdp2Joinable(ReducingJoinable):
             self.announce_step(self.reduces if torch.is_grad_enabled() else None)
             self.expect_forward()
 
-    def accumulates(self) -> bool:
-        """In a backward: whether it adds to gradients of the module, which starts the reduction."""
-        whole = (
-            getattr(param, "_unsharded_param", None) for group in _groups(self.module) for param in group.fsdp_params
-        )
-        return any(param is not None and param.requires_grad and is_executed(param) for param in whole)
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the whole parameters, which the forward has used."""
+        each = (param for group in _groups(self.module) for param in group.fsdp_params)
+        return [param._unsharded_param for param in each if hasattr(param, "_unsharded_param")]
 
     def on_other_backward(self) -> None:
         """Refuse ``torch.autograd.grad`` in a plain loop, as it gathers parameters, which ranks without data cannot."""

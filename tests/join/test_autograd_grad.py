@@ -1,0 +1,128 @@
+"""``torch.autograd.grad`` through a model is no step of it, and several steps on a batch are no batches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import stagereg
+from stagereg.testing import run_ranks
+
+from ..support.any_loop import Loop, RankRun, apart, data, one_process, train
+
+EXACT = 1e-12
+KINDS = ("penalty", "penalty last", "attack", "norms")
+LOOPS = [
+    Loop(lengths=lengths, grad=grad, iterates=iterates, mode=mode, listed="optimizer")
+    for grad, lengths in itertools.product(KINDS, [(2, 5), (4, 1), (0, 3)])
+    for iterates, mode in [(True, "planned"), (False, "planned"), (False, "counted"), (False, "torch")]
+]
+
+
+def train_all(rank: int, world_size: int, loops: list[Loop]) -> list[Any]:
+    return [train(rank, world_size, loop)[0] for loop in loops]
+
+
+@pytest.mark.parametrize("loops", [LOOPS[::5], pytest.param(LOOPS, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_a_gradient_that_is_asked_for_ends_no_step(loops: list[Loop]) -> None:
+    for found in run_ranks(train_all, 2, args=(loops,), timeout_s=100):
+        values = {
+            loop: each if isinstance(each, str) else apart(each, one_process(loop))
+            for loop, each in zip(loops, found, strict=True)
+        }
+        assert {loop: value for loop, value in values.items() if isinstance(value, str) or value > EXACT} == {}
+
+
+@pytest.mark.parametrize("grad", ["attack", "penalty"])
+def test_fsdp2_names_it_in_a_plain_loop(grad: str) -> None:
+    loop = Loop(column="fsdp2", grad=grad, iterates=False)
+    for text, seconds in run_ranks(train, 2, args=(loop,), timeout_s=60):
+        assert "torch.autograd.grad ran through FSDPSequential in a plain loop" in text
+        assert seconds < 10
+
+
+def stopped(rank: int, world_size: int, cases: list[tuple[Loop, int]]) -> list[tuple[int, str]]:
+    """After how many steps of an optimizer a join that throws has stopped, and its error."""
+    found = []
+    for loop, per_batch in cases:
+        run, batches, text = RankRun(loop), data(loop, rank, 0), ""
+        steps = 0
+        loader = None if loop.iterates else batches
+        join = stagereg.Join([run.models[0], run.optimizers[0]], True, True, mode=loop.mode, timeout=20, loader=loader)
+        try:
+            with join:
+                for x in join.iterate(batches) if loop.iterates else batches:
+                    for _ in range(per_batch):
+                        run.optimizers[0].zero_grad()
+                        run.models[0](x).sum().backward()
+                        run.optimizers[0].step()
+                        steps += 1
+        except stagereg.UnevenInputsError as error:
+            text = str(error)
+        found.append((steps, text))
+    return found
+
+
+def test_with_throw_steps_on_one_batch_are_not_compared_with_batches() -> None:
+    cases = [
+        (Loop(lengths=lengths, iterates=iterates, mode="counted"), per_batch)
+        for lengths, iterates, per_batch in itertools.product([(4, 6), (3, 3)], [True, False], [1, 2])
+    ]
+    for found in run_ranks(stopped, 2, args=(cases,), timeout_s=60):
+        for (loop, per_batch), (steps, text) in zip(cases, found, strict=True):
+            shortest = min(loop.lengths) * per_batch
+            assert steps == shortest, (loop, per_batch, text)
+            assert bool(text) == (loop.lengths == (4, 6))
+            assert not text or f"after {shortest} steps" in text or f"after step {shortest}." in text
+
+
+class Checkpointed(nn.Module):
+    """A net whose parameters get their gradients from a backward within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.net, x.requires_grad_(), use_reentrant=True)
+
+
+def checkpointed(rank: int, world_size: int, modes: list[str]) -> list[tuple[int, torch.Tensor]]:
+    found = []
+    for mode in modes:
+        model = DistributedDataParallel(Checkpointed())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        batches = data(Loop(iterates=False), rank, 0)
+        loader = None if mode == "torch" else batches
+        with stagereg.Join([model, optimizer], mode=mode, timeout=20, loader=loader) as join:
+            for x in batches:
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+            assert join._session is not None
+            steps = join._session.steps
+        found.append((steps, nn.utils.parameters_to_vector(model.parameters()).detach()))
+    return found
+
+
+def test_a_backward_within_the_backward_ends_a_step() -> None:
+    modes = ["planned", "counted", "torch"]
+    loaders = [data(Loop(iterates=False), rank, 0) for rank in (0, 1)]
+    net = Checkpointed().net
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for given in itertools.zip_longest(*loaders):
+        optimizer.zero_grad()
+        torch.stack([net(x).mean() / 2 for x in given if x is not None]).sum().backward()
+        optimizer.step()
+    right = nn.utils.parameters_to_vector(net.parameters()).detach()
+    for loader, found in zip(loaders, run_ranks(checkpointed, 2, args=(modes,), timeout_s=60), strict=True):
+        for steps, values in found:
+            assert steps == len(loader)
+            assert float((values - right).abs().max()) < EXACT
