@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.testing import run_ranks
@@ -70,7 +70,13 @@ def outcome(loop: Loop) -> str:
 
 
 @pytest.mark.timeout(300)
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])  # each takes long
 @given(LOOPS)
+@example({"iterates": False, "column": "fsdp2", "uses": (0, 0, 1), "lengths": (4, 1), "mode": "auto", "frozen": True})
+@example({"iterates": False, "k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "one_join": False})
+@example({"iterates": False, "k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "mode": "torch"})
+@example({"iterates": False, "uses": (0, 1, 0), "joint": True, "lengths": (3, 6), "listed": "optimizer"})
+@example({"iterates": False, "uses": (0, 0, 1), "k": 3, "no_sync": True, "mode": "torch", "listed": "optimizer"})
+@example({"iterates": False, "uses": (0, 1, 0), "reverse": True, "k": 2, "lengths": (1, 4), "mode": "auto"})
 def test_a_loop_is_exact_or_refused_by_its_cause(options: dict[str, Any]) -> None:
     event(outcome(Loop(**options)))

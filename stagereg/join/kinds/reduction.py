@@ -155,9 +155,11 @@ class ReducingJoinable(TrackedJoinable):
     def optimizer_steps(self) -> list[int]:
         """Return how often optimizers of this module have stepped in this join, where ranks have to do that alike.
 
-        The parameters of a DDP module are made equal after the loop, so an optimizer without state may differ.
+        Plain SGD has no state, and the parameters of a DDP module are made equal after the loop, so that may differ.
         """
-        needed = (each for each, steps in self._steps.items() if steps > 0 and (self.gathers or _has_state(each)))
+        needed = (
+            each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
+        )
         return sorted({self._steps[each] for each in needed})
 
     def _gradient(self) -> torch.Tensor | None:
@@ -269,8 +271,8 @@ _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKe
 """Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
 
 
-def _has_state(optimizer: Optimizer) -> bool:
-    return any(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
+def _is_plain_sgd(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
 
 
 def _is_nonzero(gradient: torch.Tensor | None) -> bool:
