@@ -61,7 +61,6 @@ class Joinable(ABC):
         reduces_gradients: whether ranks reduce the gradients of a model by it; what follows steps only where
             they were reduced.
         reduced: whether the step that was shadowed last ended with reduced gradients, if it does reduce some.
-        bare_optimizer: the bare optimizer that its hook steps after each reduced step, if it does.
         after: the joinable of the model whose gradients this one needs; ``None``: the nearest one listed before it.
         hook: makes its hook when called with the joinable; ``None``: the hook of its own kind.
         session: the join it is in, while stagereg's ``Join`` has it attached.
@@ -71,7 +70,6 @@ class Joinable(ABC):
     announces_itself: bool = False
     reduces_gradients: bool = False
     reduced: bool = True
-    bare_optimizer: Any = None
     after: Joinable | None = None
     module: nn.Module | None = None
     hook: Callable[..., JoinHook] | None = None

@@ -262,6 +262,7 @@ class JoinSession:
             return
         others_went_on = False
         try:
+            self.peers.progress = self.peers.progress._replace(waits=True)
             if self.loop is not None:
                 others_went_on = self.loop.membership.wait_for_next_step() is not None
             else:

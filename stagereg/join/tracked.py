@@ -60,19 +60,14 @@ class TrackedJoinable(BuiltInJoinable):
     def watch(self) -> None:
         """Begin to watch the module, which is not watched."""
         assert self.module is not None
-        before: Any = self._before
-        after: Any = self._after
-        if self.gathers:  # torch.compile of the module would compile them too; that of DDP leaves them out
 
-            def uncompiled(hook: Callable[..., None]) -> Any:
-                return _disable_dynamo(lambda *args: hook(*args))
+        def uncompiled(hook: Callable[..., None]) -> Any:  # torch.compile of the module would compile its hooks, too
+            return _disable_dynamo(lambda *args: hook(*args))
 
-            before, after = uncompiled(before), uncompiled(after)
         self.handles = [
-            self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(after, always_call=True),
+            self.module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(uncompiled(self._after), always_call=True),
         ]
-        self.leave_out_of_copies(self.module)
 
     def leave_out_of_copies(self, module: nn.Module) -> None:
         """Until :meth:`detach`, have ``copy.deepcopy`` and ``pickle`` copy a module as it is without the join."""

@@ -18,7 +18,6 @@ BOUND_S = 10.0
 CAUSES = (
     "one backward of each model in each step",  # another order of the models in a plain loop
     "after a step without a backward of",
-    "did not step its optimizer after it",
     "nothing in the list of joinables zeroes gradients as the loop does",
     "torch.autograd.grad ran through",
     "an optimizer did not step equally often on all ranks",  # a function that counts its calls leaves out no_sync

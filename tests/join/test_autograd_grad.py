@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import stagereg
 from stagereg.testing import run_ranks
 
 from ..support.any_loop import Loop, RankRun, apart, data, one_process, train
+from ..support.parallel import COLUMNS, full
 
 EXACT = 1e-12
 KINDS = ("penalty", "penalty last", "attack", "norms")
@@ -94,10 +94,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x.requires_grad_(), use_reentrant=True)
 
 
-def checkpointed(rank: int, world_size: int, modes: list[str]) -> list[tuple[int, torch.Tensor]]:
+def checkpointed(rank: int, world_size: int, ways: list[tuple[str, str]]) -> list[tuple[int, torch.Tensor]]:
     found = []
-    for mode in modes:
-        model = DistributedDataParallel(Checkpointed())
+    for column, mode in ways:
+        model = COLUMNS[column]().wrap(Checkpointed())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         batches = data(Loop(iterates=False), rank, 0)
         loader = None if mode == "torch" else batches
@@ -108,12 +108,12 @@ def checkpointed(rank: int, world_size: int, modes: list[str]) -> list[tuple[int
                 optimizer.step()
             assert join._session is not None
             steps = join._session.steps
-        found.append((steps, nn.utils.parameters_to_vector(model.parameters()).detach()))
+        found.append((steps, torch.cat([full(param.detach()).flatten() for param in model.parameters()])))
     return found
 
 
 def test_a_backward_within_the_backward_ends_a_step() -> None:
-    modes = ["planned", "counted", "torch"]
+    ways = list(itertools.product(["ddp", "fsdp2"], ["planned", "counted", "torch"]))
     loaders = [data(Loop(iterates=False), rank, 0) for rank in (0, 1)]
     net = Checkpointed().net
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
@@ -122,7 +122,7 @@ def test_a_backward_within_the_backward_ends_a_step() -> None:
         torch.stack([net(x).mean() / 2 for x in given if x is not None]).sum().backward()
         optimizer.step()
     right = nn.utils.parameters_to_vector(net.parameters()).detach()
-    for loader, found in zip(loaders, run_ranks(checkpointed, 2, args=(modes,), timeout_s=60), strict=True):
+    for loader, found in zip(loaders, run_ranks(checkpointed, 2, args=(ways,), timeout_s=60), strict=True):
         for steps, values in found:
             assert steps == len(loader)
             assert float((values - right).abs().max()) < EXACT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,9 +138,18 @@ def test_gradients_are_carried_over_as_in_one_process(loops: list[Loop]) -> None
 
 GUESSED = [
     # The optimizer in the list would step after every batch of the others.
-    (Loop(3, (1, 2), "ddp", False, "planned", False, listed="optimizer"), "did not step its optimizer"),
-    (Loop(2, (4, 5), "ddp", False, "torch", False, listed="optimizer"), "did not step its optimizer"),
-    (Loop(3, (2, 5), "fsdp2", False, "counted", False, listed="optimizer"), "did not step its optimizer"),
+    (
+        Loop(3, (1, 2), "ddp", False, "planned", False, listed="optimizer"),
+        "did not step equally often|began a step without gradients",
+    ),
+    (
+        Loop(2, (4, 5), "ddp", False, "torch", False, listed="optimizer"),
+        "did not step equally often|began a step without gradients",
+    ),
+    (
+        Loop(3, (2, 5), "fsdp2", False, "counted", False, listed="optimizer"),
+        "did not step equally often|began a step without gradients",
+    ),
     # The body zeroes, which a rank that has left it does not run.
     (Loop(2, (3, 6), "ddp", False, "planned", False, zeroes_in="body"), "began a step without gradients"),
     (Loop(2, (3, 6), "fsdp2", False, "torch", False, zeroes_in="body"), "began a step without gradients"),
@@ -159,4 +169,4 @@ def test_what_a_rank_without_data_cannot_know_is_an_error_on_all_ranks(loop: Loo
         assert max(difference(each, one_process(loop)) for each in outcomes) < EXACT
         return
     for error in outcomes:
-        assert text in error
+        assert re.search(text, error), error

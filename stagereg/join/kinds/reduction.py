@@ -40,12 +40,11 @@ class ReducingJoinable(TrackedJoinable):
     watched: Sequence[torch.Tensor] = ()  # the gradient of the first that has one shows what the loop does with them
     reduces: bool | None = None  # between a step's forward and its backward, whether that will reduce the gradients
     is_unfinished = False  # whether the last backward has not reduced them, so that they wait for the next one
-    has_stepped = False  # whether a bare optimizer in the list has stepped since the last step began
     was_shadowed = False  # whether the last step here was the hook's, so that the loop has not seen its gradients
     module: Any
     _of_one_join = (
         *TrackedJoinable._of_one_join,
-        *("reduced", "watched", "reduces", "is_unfinished", "has_stepped", "was_shadowed", "_steps"),
+        *("reduced", "watched", "reduces", "is_unfinished", "was_shadowed", "_steps"),
     )
 
     def watch(self) -> None:
@@ -90,9 +89,7 @@ class ReducingJoinable(TrackedJoinable):
             order.backward_begins(self, self.reduces, self.gathers)
         policy = self.policy
         if self.watched and policy.step_begins:
-            gradient = self._gradient()
-            policy.observe(gradient, self.has_stepped or not self._listed_optimizers())
-            self.has_stepped = False
+            policy.observe(self._gradient())
         if self.reduces and self.session is not None:
             self.session.count_reduction(self)
         policy.step_begins = self.reduces
@@ -129,22 +126,13 @@ class ReducingJoinable(TrackedJoinable):
         """A shadowed step has been reduced, with the gradients that this rank had accumulated.
 
         Raises:
-            JoinError: the active ranks began it with other gradients, or what follows in the list steps too often.
+            JoinError: the active ranks began it with other gradients.
         """
-        policy = self.policy
-        policy.confirm(is_whole=not self.is_unfinished)
-        if policy.habit == "accumulates" and self._listed_optimizers():
-            raise JoinError(_ACCUMULATES)
-        policy.step_begins, self.is_unfinished = True, False
-        policy.steps += 1
-
-    def _listed_optimizers(self) -> list[Any]:
-        """Return the bare optimizers in the list that need the gradients of this module."""
-        listed = () if self.session is None else self.session.joinables
-        return [each.bare_optimizer for each in listed if each.bare_optimizer and each.needs_gradients_of() is self]
+        self.policy.confirm(is_whole=not self.is_unfinished)
+        self.policy.step_begins, self.is_unfinished = True, False
+        self.policy.steps += 1
 
     def _on_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.has_stepped |= any(each is optimizer for each in self._listed_optimizers())
         if optimizer not in self._steps:
             own = set(self.module.parameters())
             given = (param for group in optimizer.param_groups for param in group["params"])
@@ -167,15 +155,10 @@ class ReducingJoinable(TrackedJoinable):
         return next((local(gradient) for gradient in gradients if gradient is not None), None)
 
 
-Habit = Literal["drops", "zeroes", "carries", "accumulates"]
-"""What a loop does with gradients between steps; ``accumulates``: it steps its optimizer after some backwards alone."""
+Habit = Literal["drops", "zeroes", "carries"]
+"""What a loop does with gradients between steps."""
 
 _ADVICE = "Accumulate under no_sync() (FSDP2: set_requires_gradient_sync(False)), or loop over join.iterate(loader)."
-_ACCUMULATES = (
-    "the loop reduced gradients in a backward and did not step its optimizer after it, but ranks without data step an "
-    "optimizer in the list after every such backward. Instead of the optimizer, list the function that decides when to "
-    f"step it and zeroes the gradients, and call that in the loop after each backward. {_ADVICE}"
-)
 _OTHERWISE = (
     "ranks with data began a step %s gradients of the steps before, and this rank, which has no more data, began it "
     "%s: nothing in the list of joinables zeroes gradients as the loop does. List one function that steps the "
@@ -201,7 +184,7 @@ class ZeroGradPolicy:
     @property
     def carries(self) -> bool:
         """Whether the loop has carried gradients over at least once."""
-        return self.habit in ("carries", "accumulates")
+        return self.habit == "carries"
 
     def enter(self) -> None:
         """A join has been entered."""
@@ -215,11 +198,11 @@ class ZeroGradPolicy:
         elif self.habit == "zeroes" and param.grad is not None:
             param.grad.zero_()
 
-    def observe(self, gradient: torch.Tensor | None, has_stepped: bool) -> None:
+    def observe(self, gradient: torch.Tensor | None) -> None:
         """A step's backward is about to add to a gradient; the first one does not show what the loop does between."""
         carried = _is_nonzero(gradient)
-        if self.steps and (carried or not has_stepped):
-            self.habit = "carries" if has_stepped and self.habit != "accumulates" else "accumulates"
+        if carried and self.steps:
+            self.habit = "carries"
         elif not carried and not self.carries:
             self.habit = "drops" if gradient is None else "zeroes"
         self._last = [*self._last[-1:], [self.joins, self.steps, carried]]

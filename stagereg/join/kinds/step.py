@@ -52,7 +52,6 @@ class StepJoinable(BuiltInJoinable):
     ) -> None:
         group, device = (None, "cpu") if after is None else (after.join_process_group, after.join_device)
         super().__init__(hook, group, device)
-        self.bare_optimizer = step if isinstance(step, Optimizer) else None
         self.step: Callable[[], object] = step.step if isinstance(step, (Optimizer, LRScheduler)) else step
         self.after = after
         _refuse_arguments(self.step)

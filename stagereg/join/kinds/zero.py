@@ -47,7 +47,7 @@ class ZeroJoinable(BuiltInJoinable):
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
         super().__init__(hook, optimizer.join_process_group, optimizer.join_device, optimizer)
-        self.optimizer = self.bare_optimizer = optimizer
+        self.optimizer = optimizer
         self.step = lambda: optimizer.step()  # looked up in each step: a scheduler replaces the method
         self.after = after
 
