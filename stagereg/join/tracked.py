@@ -68,6 +68,7 @@ class TrackedJoinable(BuiltInJoinable):
             self.module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(uncompiled(self._after), always_call=True),
         ]
+        self.leave_out_of_copies(self.module)
 
     def leave_out_of_copies(self, module: nn.Module) -> None:
         """Until :meth:`detach`, have ``copy.deepcopy`` and ``pickle`` copy a module as it is without the join."""

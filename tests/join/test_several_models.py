@@ -191,7 +191,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 16 != 0)) for i, case in enumerate(PLAIN)], ids=str
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 13 != 0)) for i, case in enumerate(PLAIN)], ids=str
 )
 def test_in_a_plain_loop_another_order_is_an_error_on_all_ranks_if_one_has_no_data(case: Any) -> None:
     loop, (one, two), _, order, _ = case
