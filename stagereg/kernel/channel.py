@@ -104,7 +104,10 @@ class ControlChannel:
         thread: of the channel alone, for jobs that wait on it.
         backend: a gloo backend, which ``destroy_process_group`` leaves alone. Its collectives have no time limit, since
             callers wait in turns of their own.
+        skips_reductions: whether this rank has been in a step that reduces no gradients, in any join.
     """
+
+    skips_reductions = False
 
     def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting) -> None:
         self.rank, self.size = group.rank(), group.size()

@@ -215,7 +215,7 @@ class StoreMembership(Membership):
         self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()
-        self._compares = False  # whether this rank reduces gradients in some steps only
+        self._skipped = False  # whether this rank did not reduce gradients in its last step
         self._shortest, self._longest = min(lengths), max(lengths)
         if throw and self._shortest < self._longest:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
@@ -239,14 +239,19 @@ class StoreMembership(Membership):
     def _begin(self, syncing: bool | None) -> None:
         self._active = ActiveRanks(syncing=int(syncing is not False))
         key, value = f"begun/{self.steps}", "0" if syncing is False else "1"
-        self._compares |= syncing is False
-        if not self._compares or syncing is None:
+        self._channel.skips_reductions |= syncing is False
+        if not self._channel.skips_reductions or syncing is None:
             self.store.set(key, value)
-        elif self.store.compare_set(key, "", value).decode() != value:
+            return
+        # Another rank that has never skipped one may overwrite this rank's value: look at the one before.
+        before = self.steps and self._skipped and self.store.get(f"begun/{self.steps - 1}") != b"0"
+        if before or self.store.compare_set(key, "", value).decode() != value:
+            reduces = syncing and not before
             raise JoinError(
-                f"in step {self.steps + 1}, this rank {'reduces' if syncing else 'does not reduce'} its gradients, and "
-                f"another {'does not' if syncing else 'does'} (no_sync). {BY_NUMBER}"
+                f"in step {self.steps + (not before)}, this rank {'reduces' if reduces else 'does not reduce'} its "
+                f"gradients, and another {'does not' if reduces else 'does'} (no_sync). {BY_NUMBER}"
             )
+        self._skipped = value == "0"
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
         if self._taken is None:

@@ -107,7 +107,7 @@ def in_order_of_the_list(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
 def both_in_one_backward(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
     gan.od.zero_grad()
     gan.og.zero_grad()
-    mean(gan.d(x).square().sum() + gan.g(x).square().sum(), x).backward()
+    mean(gan.d(x).square().sum() + gan.g(x).square().sum() + gan.d(x * 0.5).square().sum(), x).backward()
     gan.od.step()
     gan.og.step()
 
@@ -182,6 +182,11 @@ def test_models_run_in_any_order_and_any_number_of_times(cases: list[Any]) -> No
         assert len(found) == len(cases)
 
 
+CHOSEN = [
+    (LOOPS.index(generator_first), (2, 5), "counted", "d first", False),  # a rank leaves in the middle of a step
+    (LOOPS.index(generator_first), (2, 5), "torch", "d first", False),
+    (LOOPS.index(both_in_one_backward), (2, 5), "counted", "d first", False),
+]
 CAUSES = [
     "one backward of each model in each step, in the order of the list: 0 (Sequential), 2 (Sequential). Loop",
     "after a step without a backward of 2 (Sequential)",
@@ -191,7 +196,12 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 13 != 0)) for i, case in enumerate(PLAIN)], ids=str
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (i % 13 != 0 and case not in CHOSEN))
+        for i, case in enumerate(PLAIN)
+    ],
+    ids=str,
 )
 def test_in_a_plain_loop_another_order_is_an_error_on_all_ranks_if_one_has_no_data(case: Any) -> None:
     loop, (one, two), _, order, _ = case

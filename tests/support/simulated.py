@@ -211,6 +211,8 @@ class _ChannelState:
 class SimulatedChannel:
     """A ``stagereg.kernel.channel.ControlChannel``."""
 
+    skips_reductions = False
+
     def __init__(self, state: _ChannelState, rank: int) -> None:
         self.rank, self.size = rank, state.simulation.size
         self._state = state
