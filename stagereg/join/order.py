@@ -1,7 +1,7 @@
-"""In which order a rank uses the models of a join within a step, where ranks without data have to match it.
+"""The order in which a rank runs several models of a join within a step of a plain loop.
 
-In a plain loop a rank without data answers each step by the hooks of the joinables, in the order of the list: each
-model has one backward. A loop that uses its models in another order can go on only while all ranks have data.
+In each step of the other ranks, a rank without data runs the hooks of the joinables in the order of the list, with one
+backward per model. A loop that runs its models in another order works only while all ranks have data.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ class ModelOrder:
     """The order of the models in the steps of one rank with data, in a plain loop.
 
     Args:
-        models: the joinables that reduce gradients, by what messages call them, in the order of the list.
-        step: returns the number of the step that was announced last.
-        all_are_active: returns whether all ranks take part in that step; may wait for them.
+        models: the joinables that reduce gradients, in the order of the list; the keys are their names in messages.
+        step: returns the number of the last announced step.
+        all_are_active: returns whether all ranks take part in the last announced step; may wait for them.
     """
 
     def __init__(self, models: Mapping[str, Any], step: Callable[[], int], all_are_active: Callable[[], bool]) -> None:
         self.models = list(models.values())
         self._names = list(models)
         self._step, self._all_are_active = step, all_are_active
-        self._used: list[tuple[Any, bool]] = []  # each backward in this step, and whether it reduced gradients
-        self._reduces: bool | None = True  # as this rank has announced
-        self._is_open = False  # whether a step was announced that has not had a backward of each model
+        self._used: list[tuple[Any, bool]] = []  # model of each backward in this step, and whether it reduced gradients
+        self._reduces: bool | None = True  # whether this step was announced as one that reduces gradients
+        self._is_open = False  # whether some model has had no backward yet in the announced step
         self._matches = False  # whether a rank without data runs collectives of each model in this step
         self._graph_task = -1  # torch's number of the last backward
 
     def starts_step(self, model: Any) -> bool:
-        """Return whether a forward of this model belongs to a step that was not announced yet."""
+        """Return whether a forward of this model begins a step that no rank has announced."""
         return not self._is_open or any(model is used for used, _ in self._used)
 
     def step_begins(self, reduces: bool | None, matches: bool) -> None:
-        """A step is about to be announced, which ``reduces`` gradients, and in which ranks without data ``match``."""
+        """Begin a step that ``reduces`` gradients; ``matches``: ranks without data run collectives of each model."""
         self.end_step("began another step")
         self._is_open, self._reduces = True, reduces
         self._matches = matches or any(each.gathers for each in self.models)
 
     def end_step(self, then: str) -> None:
-        """No other backward belongs to the step. Raises: ``JoinError`` if a rank without data waits for one."""
+        """End the step. Raises: ``JoinError`` if a rank without data waits for a backward that did not come."""
         if self.lacks and not self._all_are_active():
             raise self.refusal(then)
         self._used, self._is_open = [], False
 
     @property
     def lacks(self) -> str:
-        """The models that have had no backward in this step, if others have had one."""
+        """The models without a backward in this step, if another model had a backward."""
         is_partial = self._is_open and self._matches and self._used
         return ", ".join(self._names[len(self._used) :]) if is_partial else ""
 
     def check(self, model: Any, call: str = "forward") -> None:
-        """A collective of this model is about to run.
+        """Check the turn of a model whose collective is about to run.
 
-        Raises: ``JoinError`` if it is not this model's turn, and some rank has no data in this step.
+        Raises: ``JoinError`` if another model is next in the list, and some rank has no data in this step.
         """
         turn = self.models[len(self._used)] if self._is_open else None
         if model is not turn:
@@ -66,11 +66,11 @@ class ModelOrder:
             self._refuse_if_uneven(f"began a {call} of {self._name(model)}{instead}")
 
     def backward_begins(self, model: Any, reduces: bool, gathers: bool) -> None:
-        """A backward begins, which ``reduces`` gradients, or gathers parameters. Raises as :meth:`check` does."""
+        """Record a backward that ``reduces`` gradients or ``gathers`` parameters. Raises: see :meth:`check`."""
         before, self._graph_task = self._graph_task, torch._C._current_graph_task_id()
         if reduces != self._reduces:
             self._refuse_if_uneven(f"began a backward of {self._name(model)}{'' if reduces else ' under no_sync'}")
-        elif reduces and self._graph_task == before:  # torch reduces them in an order of its own
+        elif reduces and self._graph_task == before:  # torch chooses the order of the reductions in one backward
             self._refuse_if_uneven(f"reduced gradients of {self._name(model)} in the same backward")
         elif reduces or gathers:
             self.check(model, "backward")
@@ -85,14 +85,14 @@ class ModelOrder:
             raise self.refusal(then)
 
     def refusal(self, then: str) -> JoinError:
-        """Return what is wrong with this step, which ended as ``then`` says."""
+        """Return the error for this step; ``then`` describes the last call of this rank."""
         used = "".join(
             f"ran a backward of {self._name(model)}{'' if reduces else ' under no_sync'}, then "
             for model, reduces in self._used
         )
         return JoinError(
-            f"in step {self._step()} this rank {used}{then}. A rank that has no more data cannot match that: in a "
-            "plain loop it runs one backward of each model in each step, in the order of the list: "
-            f"{', '.join(self._names)}. Loop over join.iterate(loader), in any mode but torch: it runs the loop's "
-            "body on all ranks, so any order is right."
+            f"in step {self._step()} this rank {used}{then}. A rank without data cannot match this order: in a plain "
+            "loop it runs one backward of each model in each step, in the order of the list: "
+            f"{', '.join(self._names)}. Loop over join.iterate(loader), in any mode but torch: all ranks then run the "
+            "loop's body, in any order."
         )

@@ -48,9 +48,9 @@ class Peers:
         self.wire, self.group, self._steps = wire, wire.group, steps
         self.progress = Progress()
         self.responder: Responder | None = None
-        self.announced: Any = None  # the work by which this rank has announced the last step on torch's wire
+        self.announced: Any = None  # work of this rank's last announcement on torch's wire
         self.follows = self.failed = False
-        self.keys = ["options", "entered", "lacking", "all left"]  # that the join leaves in the store
+        self.keys = ["options", "entered", "lacking", "all left"]  # keys of the join in the store
         self.name = resources_of(self.group).next_name("join")
         self.detector = FailureDetector(
             self.group,
@@ -82,9 +82,9 @@ class Peers:
                 raise error
 
     def differing(self, name: str, value: Mapping[str, Any]) -> list[Any]:
-        """Compare JSON values of all ranks; waits for the others. Returns two that differ, each with its rank, or none.
+        """Compare JSON values of all ranks. Returns two values that differ, each with its rank, or an empty list.
 
-        Ranks on torch's wire that run torch's ``Join`` are left out.
+        Waits for the other ranks. Ranks that run torch's ``Join`` do not take part.
         """
         first, count, known, differs = keys = [f"{name}/{each}" for each in ("first", "count", "known", "differs")]
         self.keys += keys

@@ -28,10 +28,10 @@ E = TypeVar("E", bound=BaseException)
 _log = logging.getLogger(__name__)
 
 _STEPS = (
-    "an optimizer did not step equally often on all ranks of this join, so its state differs from now on: %s. A rank "
-    "without data calls each optimizer and function in the list once after each backward that reduces gradients. List "
-    "the optimizer, or one function that steps it, and call that in the loop after exactly these backwards (not under "
-    "no_sync). Or loop over join.iterate(loader)."
+    "an optimizer did not step equally often on all ranks of this join, so its state differs between ranks: %s. A rank "
+    "without data calls each listed optimizer and function once after each backward that reduces gradients. List the "
+    "optimizer, or one function that steps the optimizer, and call it in the loop after exactly these backwards (not "
+    "under no_sync). Or loop over join.iterate(loader)."
 )
 
 _LOOK_S = 0.001
@@ -53,7 +53,7 @@ class JoinSession:
         self.loop: Loop | None = None
         self._loops: list[Loop] = []
         self._suspended = False
-        self._order: ModelOrder | None = None  # of several models
+        self._order: ModelOrder | None = None  # None with one model
         if terms.several_models:
             self._order = ModelOrder(models, lambda: self.steps, self._all_are_active)
         self._is_early = False  # whether the step of this batch was announced by an evaluation
@@ -138,10 +138,10 @@ class JoinSession:
         return self.loop is not None and self.loop.iterates
 
     def starts_step(self, joinable: Any, trains: bool) -> bool:
-        """Whether a forward of a module, after the backward of the one before, is the first of a step of the join.
+        """Return whether a forward begins a step of the join; the module's previous forward has had its backward.
 
-        In a loop that runs its body on all ranks that is the first forward on a batch, whether it ``trains`` or not,
-        and each later one of the first joinable that trains.
+        If all ranks run the loop's body, the first forward on a batch begins a step, with or without ``trains``. Each
+        later training forward of the first joinable begins another step.
         """
         is_first = joinable is self.joinables[0]
         if self.loop is not None and self.loop.iterates:
@@ -156,11 +156,11 @@ class JoinSession:
 
     @property
     def order(self) -> ModelOrder | None:
-        """What a rank with data holds its models to; ``None`` with one model, or if all ranks run the loop's body."""
+        """The order of the models; ``None`` with one model, or if all ranks run the loop's body."""
         return None if self._iterates else self._order
 
     def _all_are_active(self) -> bool:
-        """Whether no rank is without data in the step that was announced last; may wait for the others."""
+        """Return whether all ranks have data in the last announced step; may wait for the other ranks."""
         if (membership := self.membership) is not None:
             return len(membership.read().ranks) == self.peers.group.size()
         if (work := self.peers.announced) is None:  # no step yet
@@ -240,13 +240,13 @@ class JoinSession:
             hook.post_hook(was_last)
 
     def _compare_optimizer_steps(self) -> None:
-        """Raise if an optimizer has not stepped equally often on all ranks; all raise."""
+        """Raise on all ranks if an optimizer did not step equally often on all ranks."""
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
         if not own or not (found := self.peers.differing("optimizer steps", own)):
             return
         (one, rank), (other, other_rank) = found
         text = "; ".join(
-            f"that of {name} {_and(one[name])} times on rank {rank}, {_and(other[name])} times on rank {other_rank}"
+            f"the optimizer of {name}: {_and(one[name])} on rank {rank}, {_and(other[name])} on rank {other_rank}"
             for name in own
             if one[name] != other[name]
         )
@@ -255,7 +255,7 @@ class JoinSession:
         _log.warning(_STEPS, text)
 
     def _leave_step(self, order: ModelOrder) -> None:
-        """This rank leaves a plain loop with several models: if its last step lacks some, all have to leave there."""
+        """Leave a plain loop. Raises: ``JoinError`` if the last step is partial and other ranks continue."""
         lacks, refusal, store = order.lacks, order.refusal("left the loop"), self.peers.store
         order.end_step("left the loop")
         if not lacks:
@@ -332,7 +332,7 @@ def _is_foreign(error: BaseException) -> bool:
 
 
 def _and(counts: Sequence[int]) -> str:
-    return " and ".join(map(str, counts)) or "0"
+    return " and ".join(map(str, counts or [0])) + " steps"
 
 
 def _delete(store: Any, keys: Sequence[str]) -> None:

@@ -108,15 +108,15 @@ class TrackedJoinable(BuiltInJoinable):
 
     @property
     def trains(self) -> bool:
-        """Whether a forward with a graph is for a step of this module."""
+        """Whether a forward that builds a graph belongs to a step of this module."""
         return True
 
     def on_step(self) -> None:
-        """A step of this module begins, before its forward does anything."""
+        """Begin a step of this module, before its forward runs."""
         self.announce_step(True)
 
     def announce_step(self, reduces: bool | None, throws_later: bool = False) -> None:
-        """Announce a step, if the one that begins is not part of one that was announced."""
+        """Announce a step of the join, unless this forward belongs to an announced step."""
         if self.session is None:
             notify(self, reduces)
         elif self.session.starts_step(self, torch.is_grad_enabled() and self.trains):
@@ -129,22 +129,22 @@ class TrackedJoinable(BuiltInJoinable):
         """A forward has ended, or has raised."""
 
     def on_backward(self) -> None:
-        """A backward that adds to gradients of the module has reached an output of it; called once in it."""
+        """Handle a backward that adds to gradients of the module; called once per backward, at an output."""
 
     def leaves(self) -> Iterable[torch.Tensor] | None:
-        """Return the tensors to whose gradients a backward adds; ``None``: those of any backward."""
+        """Return the tensors whose gradients a step's backward adds to; ``None``: any backward ends a step."""
         return None
 
     def _accumulates(self) -> bool:
-        """In a backward: whether it adds to gradients of the module, as ``torch.autograd.grad`` does not."""
+        """Return, within a backward, whether it adds to gradients of the module; ``torch.autograd.grad`` does not."""
         if (found := self.leaves()) is None:
             return True
         leaves = [leaf for leaf in found if leaf.requires_grad]
-        # Within reentrant checkpointing a backward of its own adds to them, which this one runs.
+        # Reentrant checkpointing adds to the gradients in an inner backward, whose graph the outer one does not have.
         return bool(leaves) and (any(map(_is_executed, leaves)) or not _is_reachable(leaves))
 
     def on_other_backward(self) -> None:
-        """Any other backward has reached an output of the module."""
+        """Handle a backward that adds to no gradient of the module, at an output."""
 
     def _state_without_join(self, module: Any) -> Any:
         kind: Any = type(module)
@@ -229,7 +229,7 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def _is_executed(leaf: torch.Tensor) -> bool:
-    """Whether the backward that runs adds to the gradient of a leaf."""
+    """Return whether the current backward adds to the gradient of a leaf."""
     try:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
     except RuntimeError:  # torch.autograd.grad with this leaf as an input
@@ -237,7 +237,7 @@ def _is_executed(leaf: torch.Tensor) -> bool:
 
 
 def _is_reachable(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether one of some leaves is in the graph below the node whose hook runs."""
+    """Return whether the graph below the current node has one of some leaves."""
     wanted = {id(leaf) for leaf in leaves}
     nodes: list[Any] = [torch._C._current_autograd_node()]
     seen = set(nodes)

@@ -163,7 +163,7 @@ class AllReduceMembership(Membership):
 
     def _begin(self, syncing: bool | None) -> None:
         self._look_back()
-        has_more = self._length is not None and self.steps + 1 < self._length  # of a step or more for each batch
+        has_more = self._length is not None and self.steps + 1 < self._length  # a batch has at least one step
         presence = _MORE if has_more else _UNSURE
         self._add(presence, syncing)
 
@@ -189,7 +189,7 @@ class AllReduceMembership(Membership):
         self._sure = all(presence == _MORE for presence in self._values[:-1])
 
     def _stop(self, begun: int = 0) -> None:
-        """Raise if some ranks, and not all, had no data in the last sum; of the steps, ``begun`` are not taken then."""
+        """Raise if only some ranks had data in the last sum. Then ``begun`` of the counted steps are not taken."""
         gone = [rank for rank, each in enumerate(self._values[:-1]) if each == _ABSENT]
         if len(gone) == self._size:
             return
@@ -243,7 +243,7 @@ class StoreMembership(Membership):
         if not self._channel.skips_reductions or syncing is None:
             self.store.set(key, value)
             return
-        # Another rank that has never skipped one may overwrite this rank's value: look at the one before.
+        # A rank that has never skipped a reduction may overwrite this rank's value, so check the previous value.
         before = self.steps and self._skipped and self.store.get(f"begun/{self.steps - 1}") != b"0"
         if before or self.store.compare_set(key, "", value).decode() != value:
             reduces = syncing and not before

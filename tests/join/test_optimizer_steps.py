@@ -89,7 +89,7 @@ def test_an_optimizer_that_is_not_listed_is_warned_of() -> None:
         for error, (warning,) in found.values():
             assert not error
             assert "an optimizer did not step equally often on all ranks" in warning
-            assert "times on rank" in warning
+            assert "steps on rank" in warning
 
 
 def test_a_listed_one_that_differs_is_an_error_on_all_ranks() -> None:

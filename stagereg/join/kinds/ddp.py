@@ -283,9 +283,9 @@ class DdpJoinable(ReducingJoinable):
         return int(lowest.item())
 
     def _rebuilds_buckets(self, begun: int) -> bool:
-        """Whether DDP arranges its buckets anew in this forward, which it does once, and all ranks together.
+        """Return whether DDP rebuilds its buckets in this forward: once, and on all ranks together.
 
-        ``begun``: how many steps of this module have begun before in this join.
+        ``begun``: the number of previous steps of this module in this join.
         """
         ddp = self.module
         if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):

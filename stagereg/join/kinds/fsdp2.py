@@ -49,7 +49,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
         as_left = joinable.will_reduce
         joinable.is_shadowing = True
         frozen = [(param, param.requires_grad) for param, _ in joinable.trained]
-        for param, trains in joinable.trained:  # the loop may have frozen the module after its last step
+        for param, trains in joinable.trained:  # The loop may have frozen the module after its last step.
             param.requires_grad_(trains)
         try:
             with torch.enable_grad():
@@ -130,7 +130,7 @@ class Fsdp2Joinable(ReducingJoinable):
         super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
         self.module = module
         self.is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
-        self.trained: list[tuple[torch.Tensor, bool]] = []  # each parameter, and whether the last step trained it
+        self.trained: list[tuple[torch.Tensor, bool]] = []  # parameters, and whether the last step trained them
         self._example: Any = None
         if example is not None:
             args = example if isinstance(example, tuple) else (example,)
@@ -180,13 +180,13 @@ class Fsdp2Joinable(ReducingJoinable):
         return [param._unsharded_param for param in each if hasattr(param, "_unsharded_param")]
 
     def on_other_backward(self) -> None:
-        """Refuse ``torch.autograd.grad`` in a plain loop, as it gathers parameters, which ranks without data cannot."""
+        """Refuse ``torch.autograd.grad`` in a plain loop: it gathers parameters from all ranks."""
         session = self.session
         if session is not None and not self.is_shadowing and (session.loop is None or not session.loop.iterates):
             raise JoinError(
                 f"torch.autograd.grad ran through {type(self.module).__name__} in a plain loop. It gathers the sharded "
-                "parameters, and ranks without data do not know of it. Loop over join.iterate(loader), which runs the "
-                "loop's body on all ranks."
+                "parameters, and ranks without data do not take part. Loop over join.iterate(loader), in any mode but "
+                "torch: all ranks then run the loop's body."
             )
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ class ReducingJoinable(TrackedJoinable):
         return found
 
     def expect_forward(self) -> None:
-        """A forward with collectives begins. Raises: ``JoinError`` if ranks without data run others in its place."""
+        """Check a forward with collectives. Raises: ``JoinError`` if ranks without data run another collective."""
         if self.session is not None and (order := self.session.order) is not None:
             order.check(self)
 
@@ -97,10 +97,12 @@ class ReducingJoinable(TrackedJoinable):
         self.is_unfinished, self.reduces, self.was_shadowed = not self.reduces, None, False
 
     def announce_reduction(self, reduces: bool) -> dist.Work:
-        """On torch's wire: announce whether this step reduces gradients; the sum is on how many ranks.
+        """Announce on torch's wire whether this step reduces gradients. The sum is the number of ranks that do.
+
+        A rank that does not reduce gradients waits for the sum.
 
         Raises:
-            JoinError: it does on some rank, and not here, which waits for the others to know that.
+            JoinError: another rank reduces gradients in this step, and this rank does not.
         """
         work = TorchWire(self.join_process_group, self.join_device).announce(reduces)
         if not reduces and self.session is not None:
@@ -141,9 +143,10 @@ class ReducingJoinable(TrackedJoinable):
             self._steps[optimizer] += 1
 
     def optimizer_steps(self) -> list[int]:
-        """Return how often optimizers of this module have stepped in this join, where ranks have to do that alike.
+        """Return how often optimizers of this module have stepped in this join; all ranks should return the same.
 
-        Plain SGD has no state, and the parameters of a DDP module are made equal after the loop, so that may differ.
+        Without SGD on a DDP module if it has no momentum: it has no state, and the parameters are made equal after the
+        loop.
         """
         needed = (
             each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
