@@ -209,7 +209,7 @@ def test_in_a_plain_loop_another_order_is_an_error_on_all_ranks_if_one_has_no_da
     if isinstance(outcomes[0], str):
         assert one != two, outcomes
         assert any(cause in text for cause in CAUSES for text in outcomes), outcomes
-        assert LOOPS[loop] is not in_order_of_the_list or order == "g first"
+        assert LOOPS[loop] is not in_order_of_the_list or order == "g first" or not one  # DDP rebuilds its buckets
     else:
         right = one_process(loop, (one, two), iterates=False)
         assert max(float((own - right).abs().max()) for own in outcomes) < EXACT
