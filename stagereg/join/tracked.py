@@ -139,9 +139,11 @@ class TrackedJoinable(BuiltInJoinable):
         """Return, within a backward, whether it adds to gradients of the module; ``torch.autograd.grad`` does not."""
         if (found := self.leaves()) is None:
             return True
-        leaves = [leaf for leaf in found if leaf.requires_grad]
+        if any(leaf.requires_grad and _is_executed(leaf) for leaf in found):
+            return True
         # Reentrant checkpointing adds to the gradients in an inner backward, whose graph the outer one does not have.
-        return bool(leaves) and (any(map(_is_executed, leaves)) or not _is_reachable(leaves))
+        leaves = [leaf for leaf in self.leaves() or () if leaf.requires_grad]
+        return bool(leaves) and not _is_reachable(leaves)
 
     def on_other_backward(self) -> None:
         """Handle a backward that adds to no gradient of the module, at an output."""

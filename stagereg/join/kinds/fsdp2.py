@@ -10,7 +10,7 @@ The internals of FSDP2 used here are those of torch 2.13 (``distributed/fsdp/_fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -136,10 +136,11 @@ class Fsdp2Joinable(ReducingJoinable):
             args = example if isinstance(example, tuple) else (example,)
             self._example = emptied(dict(enumerate(args)), Layout(fields=True)), {}
         self._divisors: list[tuple[Any, Any, bool]] = []
+        self._params: list[torch.Tensor] = []
 
     def watch(self) -> None:
         """Have the module's forward announce through the join."""
-        groups = _groups(self.module)
+        groups, self._params = _groups(self.module), list(self.module.parameters())
         self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
         # The smallest shard that says something of the loop's policy; a rank may have nothing but empty ones.
         shards = [shard for shard in _shards(self.module) if shard.requires_grad and local(shard).numel()]
@@ -170,14 +171,14 @@ class Fsdp2Joinable(ReducingJoinable):
         """Announce the step, on a rank that has data."""
         if not self.is_shadowing:
             self.reduces = torch.is_grad_enabled() and self.will_reduce
-            self.trained = [(param, param.requires_grad) for param in self.module.parameters()]
+            self.trained = [(param, param.requires_grad) for param in self._params]
             self.announce_step(self.reduces if torch.is_grad_enabled() else None)
             self.expect_forward()
 
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> Iterable[torch.Tensor]:
         """Return the whole parameters, which the forward has used."""
         each = (param for group in _groups(self.module) for param in group.fsdp_params)
-        return [param._unsharded_param for param in each if hasattr(param, "_unsharded_param")]
+        return (param._unsharded_param for param in each if hasattr(param, "_unsharded_param"))
 
     def on_other_backward(self) -> None:
         """Refuse ``torch.autograd.grad`` in a plain loop: it gathers parameters from all ranks."""
