@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stagereg.testing import run_ranks
 
-from ..support.any_loop import Loop, apart, one_process, train
+from ..support.any_loop import Loop, apart, one_process, train_several
+from ..support.examples import examples
 
 EXACT = 1e-6
 BOUND_S = 10.0
@@ -48,34 +49,51 @@ OPTIONS: dict[str, list[Any]] = {
 LOOPS = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 
-def outcome(loop: Loop) -> str:
-    """Hold one loop against the promise; return what came of it."""
-    if loop.column == "fsdp2" and "penalty" in loop.grad:  # torch's FSDP2 has no right second derivatives
+def possible(options: dict[str, Any]) -> Loop:
+    loop = Loop(**options)
+    if loop.column == "fsdp2" and "penalty" in loop.grad:  # torch's FSDP2 computes wrong second derivatives
         loop = replace(loop, grad="attack")
-    if loop.iterates and loop.mode == "torch":  # which is for plain loops
-        loop = replace(loop, mode=None)
-    found = run_ranks(train, 2, args=(loop,), timeout_s=60)
+    return replace(loop, mode=None) if loop.iterates and loop.mode == "torch" else loop  # torch's is for plain loops
+
+
+def outcome(loop: Loop, found: list[tuple[Any, float]]) -> str:
+    """Hold the results of all ranks against the promise; return the kind of the result."""
     errors = [each for each, _ in found if isinstance(each, str)]
     if not errors:
         right = one_process(loop)
-        assert max(apart(each, right) for each, _ in found) < EXACT
+        assert max(apart(each, right) for each, _ in found) < EXACT, loop
         return "exact"
-    assert len(errors) == 2, errors
-    assert max(seconds for _, seconds in found) < BOUND_S * (3 if loop.compiled else 1), (found, errors)
+    assert len(errors) == 2, (loop, errors)
+    assert max(seconds for _, seconds in found) < BOUND_S * (3 if loop.compiled else 1), (loop, found)
     causes = [cause for cause in CAUSES if any(cause in error for error in errors)]
-    assert causes, errors
-    assert not loop.iterates, errors
+    assert causes, (loop, errors)
+    assert not loop.iterates, (loop, errors)
     return causes[0]
 
 
+EXAMPLES = [
+    {"column": "fsdp2", "uses": (0, 0, 1), "lengths": (4, 1), "mode": "auto", "frozen": True},
+    {"k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "one_join": False},
+    {"k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "mode": "torch"},
+    {"uses": (0, 1, 0), "joint": True, "lengths": (3, 6), "listed": "optimizer"},
+    {"uses": (0, 0, 1), "k": 3, "no_sync": True, "mode": "torch", "listed": "optimizer"},
+    {"uses": (0, 1, 0), "reverse": True, "k": 2, "lengths": (1, 4), "mode": "auto"},
+]
+
+
 @pytest.mark.timeout(300)
-@settings(suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])  # each takes long
-@given(LOOPS)
-@example({"iterates": False, "column": "fsdp2", "uses": (0, 0, 1), "lengths": (4, 1), "mode": "auto", "frozen": True})
-@example({"iterates": False, "k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "one_join": False})
-@example({"iterates": False, "k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "mode": "torch"})
-@example({"iterates": False, "uses": (0, 1, 0), "joint": True, "lengths": (3, 6), "listed": "optimizer"})
-@example({"iterates": False, "uses": (0, 0, 1), "k": 3, "no_sync": True, "mode": "torch", "listed": "optimizer"})
-@example({"iterates": False, "uses": (0, 1, 0), "reverse": True, "k": 2, "lengths": (1, 4), "mode": "auto"})
-def test_a_loop_is_exact_or_refused_by_its_cause(options: dict[str, Any]) -> None:
-    event(outcome(Loop(**options)))
+@settings(  # 50 loops in `make test`, in lists that ranks start for once as long as there is no error; no shrinking
+    max_examples=examples(20),
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate],
+)
+@given(st.lists(LOOPS, min_size=5, max_size=5))
+@example([{"iterates": False, **each} for each in EXAMPLES])
+def test_a_loop_is_exact_or_refused_by_its_cause(several: list[dict[str, Any]]) -> None:
+    loops = list(map(possible, several))
+    while loops:
+        every = run_ranks(train_several, 2, args=(loops,), timeout_s=100)
+        for loop, *found in zip(loops, *every, strict=False):
+            event(outcome(loop, found))
+        assert len(every[0]) == len(every[1])
+        loops = loops[len(every[0]) :]

@@ -218,5 +218,13 @@ def train(rank: int, world_size: int, loop: Loop) -> tuple[Any, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
 
 
+def train_several(rank: int, world_size: int, loops: list[Loop]) -> list[tuple[Any, float]]:
+    """As :func:`train`, one loop after another; until the first error, after which no rank can train."""
+    found: list[tuple[Any, float]] = []
+    while len(found) < len(loops) and not any(isinstance(each, str) for each, _ in found):
+        found.append(train(rank, world_size, loops[len(found)]))
+    return found
+
+
 def apart(found: dict[str, Any], right: dict[str, Any]) -> float:
     return max(difference(found[name], each) for name, each in right.items())
