@@ -50,8 +50,9 @@ class Progress(NamedTuple):
         if least > (other._over if over >= other.steps else other.unreduced):
             return (
                 f"has reduced no gradients in a step up to {other.steps} in which others did: its forward built a "
-                "graph that was thrown away. Run forwards that are no training steps under torch.no_grad(), and decide "
-                "about no_sync() by the number of the step"
+                "graph that was thrown away. Run a backward for each training forward: output.sum() * 0, if a batch "
+                "has no loss. Run other forwards under torch.no_grad(), and decide about no_sync() by the number of "
+                "the step"
             )
         return ""
 

@@ -214,10 +214,13 @@ class JoinSession:
     def finish(self) -> None:
         """This rank has left its loop with nothing wrong: take part until no rank has data any more."""
         passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # by all ranks together
-        if not passed and any(joinable.has_unfinished_step for joinable in self.joinables):
+        names = {id(model): name for name, model in self._models.items()}
+        unfinished = [names.get(id(each), type(each).__name__) for each in self.joinables if each.has_unfinished_step]
+        if unfinished and not passed:
             raise JoinError(
-                "this rank leaves the join after a forward without a backward, and the others wait for its gradients. "
-                "Run forwards that are no training steps under torch.no_grad()."
+                f"this rank leaves the join after a forward without a backward: of {', '.join(unfinished)}. The other "
+                "ranks wait for its gradients. Run forwards without a training step under torch.no_grad(). If only "
+                "torch.autograd.grad uses the graph of that forward, take the model off the list of joinables."
             )
         if (order := self.order) is not None:
             self._leave_step(order)

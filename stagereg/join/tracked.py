@@ -36,8 +36,10 @@ class TrackedJoinable(BuiltInJoinable):
     replaced: tuple[str, ...] = ()  # attributes of the module that the joinable sets while it watches
     seen_at: Sequence[torch.Tensor] = ()  # parameters, where a backward is seen that goes by no tensor of the output
     _copyable: Sequence[nn.Module] = ()  # modules whose copies leave the hooks out
-    _awaited: Sequence[Any] = ()  # handles of the hooks at which the backward will be seen
+    _awaited: Sequence[Any] = ()  # handles of hooks on parameters, until the backward begins
+    _outputs: Sequence[Any] = ()  # handles of hooks on outputs, until the next step begins
     _is_open = False  # whether a step has begun of which no backward has run
+    _has_ended = True  # whether the last backward has ended
     _of_one_join: tuple[str, ...] = (
         "begun",
         "in_step",
@@ -46,7 +48,9 @@ class TrackedJoinable(BuiltInJoinable):
         "seen_at",
         "_copyable",
         "_awaited",
+        "_outputs",
         "_is_open",
+        "_has_ended",
     )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -77,8 +81,7 @@ class TrackedJoinable(BuiltInJoinable):
 
     def detach(self) -> None:
         """Stop watching."""
-        for handle in self.handles:
-            handle.remove()
+        self._forget((*self.handles, *self._awaited, *self._outputs))
         for module in self._copyable:
             vars(module).pop("__getstate__", None)
         for name in self._of_one_join:
@@ -113,9 +116,9 @@ class TrackedJoinable(BuiltInJoinable):
 
     def on_step(self) -> None:
         """Begin a step of this module, before its forward runs."""
-        self.announce_step(True)
+        self._announce_step(True)
 
-    def announce_step(self, reduces: bool | None, throws_later: bool = False) -> None:
+    def _announce_step(self, reduces: bool | None, throws_later: bool = False) -> None:
         """Announce a step of the join, unless this forward belongs to an announced step."""
         if self.session is None:
             notify(self, reduces)
@@ -145,7 +148,10 @@ class TrackedJoinable(BuiltInJoinable):
         leaves = [leaf for leaf in self.leaves() or () if leaf.requires_grad]
         return bool(leaves) and not _is_reachable(leaves)
 
-    def on_other_backward(self) -> None:
+    def _on_second_backward(self) -> None:
+        """Handle another backward through the outputs of a step, that adds to gradients of the module again."""
+
+    def _on_other_backward(self) -> None:
         """Handle a backward that adds to no gradient of the module, at an output."""
 
     def _state_without_join(self, module: Any) -> Any:
@@ -176,6 +182,9 @@ class TrackedJoinable(BuiltInJoinable):
         was_open, begins = self._is_open, awaited or (training and not self._is_open)
         if begins:
             self.on_step()  # if it raises, no step has begun
+            if training:
+                self._forget(self._outputs)
+                self._outputs = ()
             self.begun += training
             self._is_open = training
         # Of a loop that is an evaluation as a whole, each forward is a step's own.
@@ -192,18 +201,31 @@ class TrackedJoinable(BuiltInJoinable):
         if torch.is_grad_enabled():
             outputs = differentiable(output)  # and a parameter, for a loss of an empty batch that is 0 * parameters
             trained = [param for param in self.seen_at[: 1 if outputs else None] if param.requires_grad]
-            tensors = [*outputs, *trained]
-            self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in tensors)]
-            if not tensors:  # no backward can be seen
+            self._outputs = [*self._outputs, *(_hook_first(tensor, self._on_gradient) for tensor in outputs)]
+            self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in trained)]
+            if not outputs and not trained:  # no backward can be seen
                 self._is_open = False
+
+    @staticmethod
+    def _forget(handles: Iterable[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+
+    def _end_backward(self) -> None:
+        self._has_ended = True
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
         if not self._accumulates():
-            self.on_other_backward()
+            self._on_other_backward()
             return
-        for handle in self._awaited:
-            handle.remove()
-        self._awaited, self._is_open = (), False
+        self._forget(self._awaited)
+        self._awaited = ()
+        if not self._is_open:
+            if self._has_ended:
+                self._on_second_backward()
+            return
+        self._is_open = self._has_ended = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.gathers and self.session is not None:
             self.session.peers.count_backward()
         self.on_backward()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import stagereg
@@ -126,3 +127,69 @@ def test_a_backward_within_the_backward_ends_a_step() -> None:
         for steps, values in found:
             assert steps == len(loader)
             assert float((values - right).abs().max()) < EXACT
+
+
+def misused(rank: int, world_size: int, what: str, way: str) -> str:
+    """The error of a join in which gradients would stay those of one rank."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    column = "fsdp2" if "FSDP2" in what else "ddp"
+    model = COLUMNS[column]().wrap(net, **({"static_graph": True} if "static" in what else {}))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    batches = data(Loop(lengths=(2, 4), iterates=False), rank, 0)
+    loader = batches if way in ("planned", "counted") else None
+    try:
+        with stagereg.Join(
+            [model, optimizer], mode=None if way == "iterate" else way, timeout=20, loader=loader
+        ) as join:
+            for x in join.iterate(batches) if way == "iterate" else batches:
+                optimizer.zero_grad()
+                loss = model(x).sum()
+                if "two forwards" in what:
+                    other = model(x * 2).sum()
+                if "static" in what:
+                    torch.autograd.grad(loss, net[0].weight, retain_graph=True)
+                loss.backward(retain_graph="retained" in what)
+                if "retained" in what:
+                    loss.backward()
+                if "two forwards" in what:
+                    other.backward()
+                if "module itself" in what and len(x):
+                    net(x).sum().backward()
+                optimizer.step()
+    except stagereg.StageregError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "way", "text"),
+    [
+        ("retained", "iterate", "a second backward ran through a forward of Sequential"),
+        ("retained", "planned", "a second backward ran through a forward of Sequential"),
+        ("two forwards", "iterate", "a second backward ran through a forward of Sequential"),
+        ("two forwards", "torch", "a second backward ran through a forward of Sequential"),
+        ("static", "iterate", "with static_graph=True before its first training step"),
+        ("static", "torch", "with static_graph=True before its first training step"),
+        ("FSDP2, retained", "counted", "a second backward after one forward ran through FSDPSequential"),
+        ("FSDP2, retained", "iterate", ""),
+        ("module itself", "planned", ""),
+    ],
+)
+def test_gradients_of_one_rank_are_not_added_to_those_of_all(what: str, way: str, text: str) -> None:
+    for found in run_ranks(misused, 2, args=(what, way), timeout_s=60):
+        assert text in found
+        assert bool(text) == bool(found)
+
+
+def closing(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    try:
+        stagereg.Join([model, torch.optim.LBFGS(model.parameters())])
+    except stagereg.StageregError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_with_a_closure_is_refused_with_the_way_that_works() -> None:
+    assert all("Leave the optimizer out of the list" in each for each in run_ranks(closing, 2, timeout_s=60))

@@ -202,13 +202,32 @@ class DdpJoinable(ReducingJoinable):
         """Return the parameters."""
         return self._params
 
+    def _on_second_backward(self) -> None:
+        """Refuse to add gradients of this rank alone to reduced ones."""
+        if self.session is not None and self.policy.step_begins and self.will_reduce:
+            raise JoinError(
+                f"a second backward ran through a forward of {type(self.module.module).__name__}. DDP reduces the "
+                "gradients in the first backward after a forward only, so the second backward adds gradients of this "
+                "rank alone. Add the losses up and run one backward, or run a forward before each backward."
+            )
+
+    def _on_other_backward(self) -> None:
+        """Refuse ``torch.autograd.grad`` before the first backward of a static graph."""
+        ddp = self.module
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            raise JoinError(
+                f"torch.autograd.grad, or another backward that adds to no gradient of {type(ddp.module).__name__}, "
+                "ran through a DDP module with static_graph=True before its first training step. DDP would then reduce "
+                "no gradients in any step. Build the DDP module with static_graph=False."
+            )
+
     def on_step(self) -> None:
         """Announce the step, except in torch's ``Join``, where DDP's own forward does."""
         training = torch.is_grad_enabled() and self.trains
         self.reduces = training and self.will_reduce
         if self.session is None:
             return
-        self.announce_step(self.reduces if training else None, throws_later=True)
+        self._announce_step(self.reduces if training else None, throws_later=True)
         if not training:
             return
         membership, ddp = self.session.membership, self.module

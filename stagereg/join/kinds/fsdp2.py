@@ -172,7 +172,7 @@ class Fsdp2Joinable(ReducingJoinable):
         if not self.is_shadowing:
             self.reduces = torch.is_grad_enabled() and self.will_reduce
             self.trained = [(param, param.requires_grad) for param in self._params]
-            self.announce_step(self.reduces if torch.is_grad_enabled() else None)
+            self._announce_step(self.reduces if torch.is_grad_enabled() else None)
             self.expect_forward()
 
     def leaves(self) -> Iterable[torch.Tensor]:
@@ -180,14 +180,21 @@ class Fsdp2Joinable(ReducingJoinable):
         each = (param for group in _groups(self.module) for param in group.fsdp_params)
         return (param._unsharded_param for param in each if hasattr(param, "_unsharded_param"))
 
-    def on_other_backward(self) -> None:
+    def _on_other_backward(self) -> None:
         """Refuse ``torch.autograd.grad`` in a plain loop: it gathers parameters from all ranks."""
+        self._refuse_in_plain_loop("torch.autograd.grad")
+
+    def _on_second_backward(self) -> None:
+        """Refuse a second backward in a plain loop: it has collectives of its own."""
+        self._refuse_in_plain_loop("a second backward after one forward")
+
+    def _refuse_in_plain_loop(self, what: str) -> None:
         session = self.session
         if session is not None and not self.is_shadowing and (session.loop is None or not session.loop.iterates):
             raise JoinError(
-                f"torch.autograd.grad ran through {type(self.module).__name__} in a plain loop. It gathers the sharded "
-                "parameters, and ranks without data do not take part. Loop over join.iterate(loader), in any mode but "
-                "torch: all ranks then run the loop's body."
+                f"{what} ran through {type(self.module).__name__} in a plain loop. It gathers the sharded parameters, "
+                "and ranks without data do not take part. Loop over join.iterate(loader), in any mode but torch: all "
+                "ranks then run the loop's body."
             )
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

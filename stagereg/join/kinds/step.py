@@ -69,6 +69,12 @@ def _refuse_arguments(step: Callable[..., object]) -> None:
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
     needs = [p.name for p in named if p.default is p.empty]
     if needs:
+        if needs == ["closure"]:
+            raise JoinError(
+                "an optimizer that needs a closure cannot be listed: the closure runs the model, and ranks without "
+                "data have no batch for it. Leave the optimizer out of the list, loop over join.iterate(loader), and "
+                "compute the loss in the closure with join.mean, so that all ranks call the closure equally often."
+            )
         name = getattr(step, "__qualname__", repr(step))
         raise JoinError(
             f"joined ranks would call {name}() without arguments, but it needs {', '.join(needs)}. Put a function that "
