@@ -78,6 +78,7 @@ EXAMPLES = [
     {"uses": (0, 1, 0), "joint": True, "lengths": (3, 6), "listed": "optimizer"},
     {"uses": (0, 0, 1), "k": 3, "no_sync": True, "mode": "torch", "listed": "optimizer"},
     {"uses": (0, 1, 0), "reverse": True, "k": 2, "lengths": (1, 4), "mode": "auto"},
+    {"uses": (0, 1), "k": 3, "no_sync": True, "column": "fsdp2", "epochs": 2, "one_join": False, "mode": "auto"},
 ]
 
 

@@ -85,6 +85,8 @@ class ReducingJoinable(TrackedJoinable):
         """A backward has begun, which is about to add to the gradients: look at what the loop has left there."""
         if self.reduces is None:
             return
+        if self.gathers and not self.reduces and self.membership is not None:
+            self.membership.read()  # Raises if another rank reduces gradients; the ranks have met in the forward.
         if self.session is not None and (order := self.session.order) is not None:
             order.backward_begins(self, self.reduces, self.gathers)
         policy = self.policy
