@@ -69,7 +69,6 @@ class Peers:
 
     def expect_alike(self, options: Mapping[str, Any]) -> None:
         """Compare what all ranks are to have entered with. Raises: ``JoinError`` if another rank has other options."""
-        self.store.add("entered", 1)
         own = json.dumps(options, default=str)
         others = json.loads(self.store.compare_set("options", "", own))
         for name, value in json.loads(own).items():
@@ -81,10 +80,10 @@ class Peers:
                 self.detector.report(error)
                 raise error
 
-    def differing(self, name: str, value: Mapping[str, Any]) -> list[Any]:
-        """Compare JSON values of all ranks. Returns two values that differ, each with its rank, or an empty list.
+    def differing(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
+        """Compare JSON values of so many ranks. Returns two that differ, each with its rank, or an empty list.
 
-        Waits for the other ranks. Ranks that run torch's ``Join`` do not take part.
+        Waits for the other ranks.
         """
         first, count, known, differs = keys = [f"{name}/{each}" for each in ("first", "count", "known", "differs")]
         self.keys += keys
@@ -92,7 +91,7 @@ class Peers:
         others = json.loads(self.store.compare_set(first, "", json.dumps(own)))
         if others[0] != value:
             self.store.set(differs, json.dumps([others, own]))
-        if self.store.add(count, 1) == self.store.add("entered", 0):
+        if self.store.add(count, 1) == ranks:
             self.store.set(known, "")
         self.wait(lambda seconds: wait_for_keys(self.store, [known], seconds), "the end of the join")
         return json.loads(self.store.get(differs)) if self.store.check([differs]) else []

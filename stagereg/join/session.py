@@ -103,6 +103,7 @@ class JoinSession:
         self.peers.expect_alike(options)
         mode, foreign = self.terms.mode, self.terms.foreign
         if mode == "torch" or (mode is None and loader is None) or (foreign and mode in (None, "auto")):
+            self.peers.store.add("entered", 1)
             return
         if foreign or mode != "planned" or loader is not None:  # else there has to be a join.iterate
             self.enter_loop(loader)
@@ -237,15 +238,24 @@ class JoinSession:
                 self.shadow_step()
             was_last = not self._followed
             self.peers.end_loop()
-        if not self.all_took_every_step:
+        if self._models and not self._is_even:
             self._compare_optimizer_steps()
         for hook in self.hooks:
             hook.post_hook(was_last)
 
+    @property
+    def _is_even(self) -> bool:
+        """Once no rank has data: whether all are known to have had data in every step; the same on all ranks."""
+        if self.loop is not None or self.terms.foreign:
+            return self.all_took_every_step
+        return not self._followed and self._all_are_active()
+
     def _compare_optimizer_steps(self) -> None:
         """Raise on all ranks if an optimizer did not step equally often on all ranks."""
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
-        if not own or not (found := self.peers.differing("optimizer steps", own)):
+        # On torch's wire, ranks that run torch's Join do not take part.
+        ranks = self.peers.group.size() if self.loop is not None else self.peers.store.add("entered", 0)
+        if not (found := self.peers.differing("optimizer steps", own, ranks)):
             return
         (one, rank), (other, other_rank) = found
         text = "; ".join(
