@@ -242,6 +242,7 @@ class StoreMembership(Membership):
         self._channel.skips_reductions |= syncing is False
         if not self._channel.skips_reductions or syncing is None:
             self.store.set(key, value)
+            self._skipped = False
             return
         # A rank that has never skipped a reduction may overwrite this rank's value, so check the previous value.
         before = self.steps and self._skipped and self.store.get(f"begun/{self.steps - 1}") != b"0"

@@ -72,6 +72,7 @@ def outcome(loop: Loop, found: list[tuple[Any, float]]) -> str:
 
 
 EXAMPLES = [
+    {"iterates": True, "k": 2, "no_sync": True, "uses": (0, 0), "forward": "no_grad", "lengths": (3, 6), "mode": None},
     {"column": "fsdp2", "uses": (0, 0, 1), "lengths": (4, 1), "mode": "auto", "frozen": True},
     {"k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "one_join": False},
     {"k": 2, "no_sync": True, "listed": "optimizer", "epochs": 2, "mode": "torch"},
