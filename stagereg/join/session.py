@@ -53,7 +53,7 @@ class JoinSession:
         self.loop: Loop | None = None
         self._loops: list[Loop] = []
         self._suspended = False
-        self._order: ModelOrder | None = None  # None with one model
+        self._order: ModelOrder | None = None  # not needed for a single model
         if terms.several_models:
             self._order = ModelOrder(models, lambda: self.steps, self._all_are_active)
         self._is_early = False  # whether the step of this batch was announced by an evaluation

@@ -44,9 +44,10 @@ def one(rank: int, what: str, way: str) -> tuple[str, list[str]]:
             optimizer.step()
 
     listed = [model]
-    if "not listed" not in what:
+    if "not listed" not in what or what.startswith("a second"):
         listed += [every_second if "counts its calls" in what else optimizer]
-    batches = [torch.ones(2, 4) for _ in range(LENGTHS[rank])]
+    second = torch.optim.Adam([model.module.bias]) if what == "a second, not listed" else None
+    batches = [torch.ones(2, 4) for _ in range(LENGTHS[rank] if second is None else 5 * (rank > 0))]
     loader = batches if way in ("planned", "counted") else None
     handler, text = Warnings(), ""
     logging.getLogger("stagereg").addHandler(handler)
@@ -65,6 +66,8 @@ def one(rank: int, what: str, way: str) -> tuple[str, list[str]]:
                     every_second()
                 elif reduces:
                     optimizer.step()
+                if second is not None:
+                    second.step()
                 if "twice" in what or ("only with data" in what and len(x)):
                     optimizer.step()
     except stagereg.StageregError as error:
@@ -97,6 +100,7 @@ def test_a_listed_one_that_differs_is_an_error_on_all_ranks() -> None:
         ("counts its calls, under no_sync", "planned"),
         ("counts its calls, under no_sync", "torch"),
         ("twice", "counted"),
+        ("a second, not listed", "planned"),
         ("only with data", "iterate"),
     ]
     for what, way in cases:

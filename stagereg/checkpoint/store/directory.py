@@ -133,7 +133,7 @@ class Directory:
 
     def discard(self, path: str) -> None:
         hidden = self._hidden(os.path.basename(path).removeprefix("."))
-        with contextlib.suppress(OSError):  # under another name, as a rank that still writes would go on in it
+        with contextlib.suppress(OSError):  # a rank that still writes would create files under the old name
             os.rename(path, hidden)
             path = hidden
         discard(path)

@@ -150,10 +150,11 @@ class ReducingJoinable(TrackedJoinable):
         Without SGD on a DDP module if it has no momentum: it has no state, and the parameters are made equal after the
         loop.
         """
-        needed = (
+        needed = [
             each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
-        )
-        return sorted({self._steps[each] for each in needed})
+        ]
+        inner = {id(getattr(each, "optim", None)) for each in needed}  # of ZeRO, which a rank without a shard lacks
+        return sorted(self._steps[each] for each in needed if id(each) not in inner)
 
     def _gradient(self) -> torch.Tensor | None:
         gradients = (param.grad for param in self.watched)
