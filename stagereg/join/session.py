@@ -221,7 +221,8 @@ class JoinSession:
             raise JoinError(
                 f"this rank leaves the join after a forward without a backward: of {', '.join(unfinished)}. The other "
                 "ranks wait for its gradients. Run forwards without a training step under torch.no_grad(). If only "
-                "torch.autograd.grad uses the graph of that forward, take the model off the list of joinables."
+                "torch.autograd.grad uses the graph of that forward, loop over join.iterate(loader), or take the model "
+                "off the list of joinables if the list has others."
             )
         if (order := self.order) is not None:
             self._leave_step(order)
