@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from stagereg.registry import REGISTRY
 
-from .support.forks import ADDRESS, start_server
+from .support.forks import ADDRESS, share_server_of_ranks, start_server
 
 settings.register_profile("same", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("quick", derandomize=True, print_blob=True, deadline=None, max_examples=50)
@@ -70,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Looks for plugins once for each process. In the middle of a test that would replace the ones it works with.
     Plugins.instance()
+    if config.getoption("numprocesses", None) or ADDRESS in os.environ:
+        share_server_of_ranks()
     if config.getoption("numprocesses", None) and ADDRESS not in os.environ:
         start_server()
 

@@ -161,20 +161,24 @@ class _Rank:
 
 
 def _start(job: Assignment) -> _Rank:
-    context = get_context("forkserver")
+    start_server()
+    process = get_context("forkserver").Process(target=work, args=(job,), name=f"rank {job.rank}")
+    process.start()
+    assert process.pid is not None
+    return _Rank(job, process, process.pid)
+
+
+def start_server() -> None:
+    """Start the process from which ranks are forked, if it does not run yet."""
     # Modules of tests import a runner, and children of multiprocessing their caller's main one; code of other packages
     # is not run before a rank asks for it.
     runners = {"pytest", "hypothesis"} & sys.modules.keys()
     own = sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
-    context.set_forkserver_preload([*_PRELOAD, *own, *sorted(runners)])
+    get_context("forkserver").set_forkserver_preload([*_PRELOAD, *own, *sorted(runners)])
     # What the server imports is then what is imported here, whatever lies in its working directory.
     here = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
     with mock.patch.dict(os.environ, {**_ONE_THREAD, **here}):
         forkserver.ensure_running()
-    process = context.Process(target=work, args=(job,), name=f"rank {job.rank}")
-    process.start()
-    assert process.pid is not None
-    return _Rank(job, process, process.pid)
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:

@@ -30,12 +30,14 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.checkpoint.checkpointer"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
 _IMPORTED += ["stagereg.launch.main", "stagereg.sweep.render", "matplotlib.backends.backend_svg", "jinja2"]
 _PYTHON = [sys.executable, str(Path(__file__))]
 ADDRESS = "STAGEREG_FORKS"
+_RANKS = "STAGEREG_FORKS_OF_RANKS"
 
 
 def run_forked(
@@ -96,6 +98,24 @@ def start_server() -> None:
         listener.listen()
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         subprocess.Popen(_PYTHON, stdin=listener, env=environment)
+
+
+def share_server_of_ranks() -> None:
+    """Start the process from which ``run_ranks`` forks ranks, which takes seconds; in a worker, use the runner's."""
+    from multiprocessing import forkserver
+
+    from stagereg.testing import ranks
+
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if hasattr(server, "_forkserver_authkey"):  # Python 3.14
+        return
+    if ADDRESS not in os.environ:
+        ranks.start_server()
+        os.environ[_RANKS] = server._forkserver_address
+    elif _RANKS in os.environ:
+        server._forkserver_address = os.environ[_RANKS]
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = forkserver.ensure_running = lambda: None
 
 
 @functools.cache
