@@ -289,7 +289,7 @@ def _sources() -> dict[str, _Source]:
 def _classes() -> dict[str, tuple[list[str], str]]:
     """The classes of errors of the project: their bases among them, and what they say of themselves."""
     if not _errors:
-        classes = [n for s in _sources().values() for n in ast.walk(s.tree) if isinstance(n, ast.ClassDef)]
+        classes = [n for s in _sources().values() for n in s.tree.body if isinstance(n, ast.ClassDef)]
         known = {"StageregError"}
         while more := {c.name for c in classes if known & {ast.unparse(base) for base in c.bases}} - known:
             known |= more
