@@ -206,12 +206,13 @@ def results(items: Sequence[WriteItem], rank: int) -> list[WriteResult]:
     return found
 
 
-def contents(entries: dict[str, Any], buffers: Any, objects: Any) -> dict[Kind, EntryContents]:
+def contents(entries: dict[str, Any], buffers: Any, objects: Any, known: Any = ()) -> dict[Kind, EntryContents]:
     """As ``comparing.contents``, without bytes to take checksums of."""
     found: dict[Kind, EntryContents] = {}
     for name in ("model", "optimizer"):
         for path, x in walk(entries[name], name):
-            part = comparing._part(x, str(path)) if isinstance(x, torch.Tensor) else None
+            is_compared = isinstance(x, torch.Tensor) and ".".join(map(str, path)) not in known
+            part = comparing._part(x, str(path)) if is_compared else None
             if part is not None:
                 local, parts = x.to_local() if isinstance(x, DTensor) else x, comparing._parts_of(x)
                 each = found.setdefault((name, parts == 1), EntryContents([], []))
