@@ -18,8 +18,8 @@ from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
+from stagereg.stagers.hooks import FREES
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.method_hooks import FREES
 from stagereg.stagers.running_copies import CopyFuture, RunningCopies
 from stagereg.stagers.step_observer import Place, StepObserver
 
@@ -91,7 +91,7 @@ class OverlappedStager(HostStager):
         self._verify = verify
         self._copies = RunningCopies()
         self._guard = WriteGuard(self._copies.finish_before_write)
-        self._stop_watching_storages = FREES.add(self, self._copies.finish_before_free)
+        self._stop_watching_storages = FREES.add(self._copies.finish_before_free)
         self._observer = StepObserver()
         self._renew()
         _stagers.add(self)

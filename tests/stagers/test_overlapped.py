@@ -34,8 +34,8 @@ from stagereg.kernel.layout import plan_layout
 from stagereg.kernel.transfer import Batch
 from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.device_sources import DeviceSources
+from stagereg.stagers.hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.stagers.overlapped import OverlappedStager
-from stagereg.stagers.step_hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.testing import run_ranks
 
 from ..support.states import assert_same
