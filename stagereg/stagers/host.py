@@ -25,8 +25,6 @@ class HostStager(AsyncStager):
             second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy from host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
-        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
-            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
