@@ -76,7 +76,7 @@ class SampleCounter:
         if last is not self.given:  # otherwise a further call on the same batch
             before = last
         self._calls[call] = before, self.given
-        since = Given(*(now - then for now, then in zip(self.given, before, strict=True)))
+        since = Given._make(now - then for now, then in zip(self.given, before, strict=True))
         if not since.empty or not n or over != "samples":
             return n
         # A constant n of a single batch is as large as all samples so far, but its sum is zero on an empty batch.

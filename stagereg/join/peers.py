@@ -107,10 +107,6 @@ class Peers:
             met = control_channel(self.group, "forward", self.detector.wait).add([0.0])
             self.wait(met.ready, "a forward under no_grad")
 
-    def count_backward(self) -> None:
-        """A backward runs, of a module whose forwards have collectives."""
-        self.progress = self.progress.mark()
-
     def follow(self) -> None:
         """Do what ranks in the loop have done, if this one has left it."""
         if self.follows:

@@ -133,11 +133,6 @@ class JoinSession:
             _ = self.loop.membership
         return self.loop
 
-    @property
-    def _iterates(self) -> bool:
-        """Whether the loop runs its body on all ranks, so that they make the same calls in any order."""
-        return self.loop is not None and self.loop.iterates
-
     def starts_step(self, joinable: Any, trains: bool) -> bool:
         """Return whether a forward begins a step of the join; the module's previous forward has had its backward.
 
@@ -158,7 +153,7 @@ class JoinSession:
     @property
     def order(self) -> ModelOrder | None:
         """The order of the models; ``None`` with one model, or if all ranks run the loop's body."""
-        return None if self._iterates else self._order
+        return None if self.loop is not None and self.loop.iterates else self._order
 
     def _all_are_active(self) -> bool:
         """Return whether all ranks have data in the last announced step; may wait for the other ranks."""

@@ -138,7 +138,6 @@ class DdpJoinable(ReducingJoinable):
     replaced = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
     module: DistributedDataParallel
     _params: Sequence[torch.Tensor] = ()
-    _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings", "_params")
 
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         module = uncompiled(module)
