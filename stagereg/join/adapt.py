@@ -98,14 +98,14 @@ def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
     return joinables
 
 
-def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None) -> Any:
+def common_group(joinables: Sequence[Joinable]) -> Any:
     """Return the process group of the joinables. Raises: ``JoinError`` if they have different ones."""
     groups: list[Any] = [
         joinable.join_process_group or dist.group.WORLD for joinable in joinables if not joinable.has_no_collectives
     ]
     if any(group != groups[0] for group in groups):
         raise JoinError("Using join context manager with multiple process groups")
-    return groups[0] if given is None else given
+    return groups[0]
 
 
 def type_name(joinable: Joinable) -> str:

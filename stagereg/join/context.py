@@ -70,7 +70,6 @@ class Join:
         timeout: seconds after which a rank that does not answer, or does not come to a step, is an error on all others;
             on entering, half an hour. It must be longer than any step: it is the process group's timeout meanwhile.
         average: what :meth:`mean` is a mean over, if a call does not say: ``"samples"``, ``"world"`` or ``"active"``.
-        process_group: the ranks that train together; ``None``: the joinables' own.
         **kwargs: handed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
     Attributes:
@@ -106,7 +105,6 @@ class Join:
         loader: Any = None,
         timeout: float = 60.0,
         average: str = "samples",
-        process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
         named = _named(joinables)
@@ -126,7 +124,7 @@ class Join:
         self._average = one_of("join.average", average, get_args(Average))
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._group = common_group(self._joinables, process_group)
+        self._group = common_group(self._joinables)
         self._enable = enable and self._group is not None  # without a group there is no other rank
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []

@@ -170,16 +170,13 @@ class BuiltInJoinable(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of its collectives."""
         return self._device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group of its collectives."""
         return self._group or dist.group.WORLD
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own."""
         return self.make_hook(self.own_hook)
 
 

@@ -80,7 +80,7 @@ class Peers:
                 self.detector.report(error)
                 raise error
 
-    def differing(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
+    def find_difference(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
         """Compare JSON values of so many ranks. Returns two that differ, each with its rank, or an empty list.
 
         Waits for the other ranks.

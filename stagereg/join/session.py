@@ -175,7 +175,7 @@ class JoinSession:
         """
         membership = self.membership
         if (order := self.order) is not None:
-            order.step_begins(reduces, matches=bool(reduces) or self.loop is None)
+            order.step_begins(reduces, is_followed=bool(reduces) or self.loop is None)
         if membership is not None and self.loop is not None:
             self.loop.begin(membership, reduces)
         elif self.terms.mode == "planned":
@@ -251,7 +251,7 @@ class JoinSession:
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
         # On torch's wire, ranks that run torch's Join do not take part.
         ranks = self.peers.group.size() if self.loop is not None else self.peers.store.add("entered", 0)
-        if not (found := self.peers.differing("optimizer steps", own, ranks)):
+        if not (found := self.peers.find_difference("optimizer steps", own, ranks)):
             return
         (one, rank), (other, other_rank) = found
         text = "; ".join(
@@ -265,9 +265,9 @@ class JoinSession:
 
     def _leave_step(self, order: ModelOrder) -> None:
         """Leave a plain loop. Raises: ``JoinError`` if the last step is partial and other ranks continue."""
-        lacks, refusal, store = order.lacks, order.refusal("left the loop"), self.peers.store
+        missing, refusal, store = order.missing, order.refusal("left the loop"), self.peers.store
         order.end_step("left the loop")
-        if not lacks:
+        if not missing:
             return
         others_went_on = False
         try:
@@ -277,7 +277,7 @@ class JoinSession:
             else:
                 if store.add("lacking", 1) == self.peers.group.size():
                     store.set("all left", "")
-                what = f"the end of the loop, after a step without a backward of {lacks}"
+                what = f"the end of the loop, after a step without a backward of {missing}"
                 self.peers.wait(lambda seconds: wait_for_keys(store, ["all left"], seconds), what)
         except PeerFailedError as error:
             raise refusal from error

@@ -40,12 +40,10 @@ class PendingCopy:
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
-        """The tensors to copy."""
         return self.spec.tensors
 
     @property
     def address(self) -> int:
-        """Address of the first byte of the memory."""
         return self.lease.block.address
 
     def hold(self, regions: Sequence[Region]) -> None:

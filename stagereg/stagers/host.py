@@ -50,11 +50,9 @@ class HostStager(AsyncStager):
         return copied
 
     def expect_release(self) -> None:
-        """Wait longer for this reader, which promises to release each copy, see :class:`.ReleasesCopies`."""
         self._copier.pool.readers_release = True
 
     def release(self, staged: Any) -> None:
-        """End the reader's use of a copy and empty it, see :class:`.ReleasesCopies`."""
         self._copier.pool.release(staged)
 
     def close(self) -> None:

@@ -126,7 +126,6 @@ class Fsdp2Joinable(ReducingJoinable):
         self._params: list[torch.Tensor] = []
 
     def watch(self) -> None:
-        """Have the module's forward announce through the join."""
         groups, self._params = _groups(self.module), list(self.module.parameters())
         self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
         # The smallest shard that says something of the loop's policy; a rank may have nothing but empty ones.
@@ -135,7 +134,6 @@ class Fsdp2Joinable(ReducingJoinable):
         super().watch()
 
     def detach(self) -> None:
-        """Stop watching, and leave the module as it was."""
         for group, factor, force in self._divisors:
             group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
         super().detach()

@@ -44,7 +44,6 @@ class ReducingJoinable(TrackedJoinable):
     module: Any
 
     def watch(self) -> None:
-        """Begin to watch the module and its gradients."""
         super().watch()
         self.policy.joins += 1
         self.policy.steps = 0
@@ -52,7 +51,6 @@ class ReducingJoinable(TrackedJoinable):
             self.policy.set_active(True)
 
     def attach(self, session: JoinSession) -> None:
-        """Watch the optimizers in the list too."""
         super().attach(session)
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -63,7 +61,6 @@ class ReducingJoinable(TrackedJoinable):
         self.handles = [*self.handles, register_optimizer_step_post_hook(hook)]
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        """Whether a step depends on which ranks are active: through the divisor."""
         return not divide_by_initial_world_size
 
     @property
