@@ -302,7 +302,8 @@ class JoinSession:
             if cause is not None:
                 raise _add_note(cause) from (None if isinstance(cause, UnevenInputsError) else error)
         self.peers.detector.report(error)
-        if membership is not None and membership.empty and _is_foreign(error):
+        is_foreign = isinstance(error, Exception) and not isinstance(error, StageregError)
+        if membership is not None and membership.empty and is_foreign:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
                 "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means; "
@@ -333,11 +334,6 @@ def _add_note(error: E) -> E:
     if isinstance(error, UnevenInputsError):
         error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
     return error
-
-
-def _is_foreign(error: BaseException) -> bool:
-    """Whether it may be of code that does not bear an empty batch."""
-    return isinstance(error, Exception) and not isinstance(error, StageregError)
 
 
 def _and(counts: Sequence[int]) -> str:

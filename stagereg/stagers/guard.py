@@ -67,7 +67,10 @@ class WriteGuard:
             optimizer
             for optimizer in list(self._optimizers)
             if optimizer not in self._captured
-            and (optimizer in self._watched or (is_known(optimizer) and not _can_be_captured(optimizer)))
+            and (
+                optimizer in self._watched
+                or (is_known(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups))
+            )
         ]
         found = [x for optimizer in announced for x in written_by(optimizer)]
         addresses = [*map(torch.Tensor.data_ptr, found)]
@@ -80,11 +83,6 @@ class WriteGuard:
         """Call back no more. Twice is harmless."""
         for remove in self._removes:
             remove()
-
-
-def _can_be_captured(optimizer: Optimizer) -> bool:
-    """Whether the step may be in a CUDA graph, for which torch wants the option ``capturable``."""
-    return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def written_by(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -25,8 +25,6 @@ class HostStager(AsyncStager):
             second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy from host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
     """
 
     _synchronize_after_execute = False

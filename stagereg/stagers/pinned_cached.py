@@ -22,7 +22,6 @@ class PinnedCachedStager(HostStager):
         wait_s: float = 60.0,
         threads: int = 2,
         pin: bool | None = None,
-        type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
-        super().__init__(HostCopier(pool, threads, type_check))
+        super().__init__(HostCopier(pool, threads))
