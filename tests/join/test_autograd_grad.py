@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import stagereg
@@ -171,16 +170,3 @@ def test_gradients_of_one_rank_are_not_added_to_those_of_all(what: str, way: str
     for found in run_ranks(misused, 2, args=(what, way), timeout_s=60):
         assert text in found
         assert bool(text) == bool(found)
-
-
-def closing(rank: int, world_size: int) -> str:
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    try:
-        stagereg.Join([model, torch.optim.LBFGS(model.parameters())])
-    except stagereg.StageregError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_with_a_closure_is_refused_with_the_way_that_works() -> None:
-    assert all("Leave the optimizer out of the list" in each for each in run_ranks(closing, 2, timeout_s=60))

@@ -24,8 +24,8 @@ def fake() -> torch.Tensor:
         return torch.empty(3)
 
 
-def freed(x: torch.Tensor) -> torch.Tensor:
-    x.untyped_storage().resize_(0)
+def freed(x: torch.Tensor, left: int = 0) -> torch.Tensor:
+    x.untyped_storage().resize_(left)
     return x
 
 
@@ -48,6 +48,7 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "lazy": lambda: torch.nn.LazyLinear(3).weight,
     "fake": fake,
     "freed": lambda: freed(torch.ones(100)),
+    "shrunk": lambda: freed(torch.ones(100), 396),
     "freed parameter": lambda: freed(torch.nn.Parameter(torch.ones(100))),
     "freed conjugate": lambda: freed(torch.ones(100, dtype=torch.complex64).conj()),
     "freed column": lambda: freed(torch.ones(100, 100)[:, 3]),
