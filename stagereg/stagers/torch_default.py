@@ -16,9 +16,10 @@ from stagereg.stagers.async_stager import AsyncStager, StateDict
 class TorchDefaultStager(AsyncStager):
     """torch's ``DefaultStager``, unchanged; only what is refused, and when, is as with the other stagers.
 
-    It breaks promises of ``AsyncStager`` (torch 2.13). The next ``stage`` overwrites a copy that is still being written,
-    and no error is raised: wait for the write first. With ``use_async_staging``, training must not write until the
-    future is done. A view costs its whole storage. A tensor resized in place (``resize_``) is an ``AssertionError``.
+    It breaks promises of ``AsyncStager`` (torch 2.13). The next ``stage`` overwrites a copy that is still being
+    written, and no error is raised: wait for the write first. With ``use_async_staging``, training must not write until
+    the future is done. A view costs its whole storage. A tensor resized in place (``resize_``) is an
+    ``AssertionError``.
 
     Args:
         use_pinned_memory: page-lock the copies; None means where an accelerator is available.
