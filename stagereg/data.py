@@ -1,13 +1,9 @@
 """The position in the data: what is one, and a sampler whose position any number of ranks continues.
 
-:class:`ResumableSampler` deals the samples of an epoch to ranks as torch's ``DistributedSampler`` does, and counts what
-the training loop was given, not what the workers of a loader have fetched ahead. The order of an epoch follows from the
-seed and the epoch alone. Rank ``r`` of ``n`` gets every ``n``-th sample of it, from the ``r``-th on, so what ranks have
-consumed is one number for each: the first so many of its own. Another number of ranks is dealt what is left of the
-order, in the order, and so on; all that is saved are these numbers, for each time that the epoch was dealt.
-
-Iterable datasets have no order that could be dealt anew: what they return keeps a position of its own, for as many
-ranks. An object is taken for such a position (:func:`is_position`) if it can be iterated over.
+The order of an epoch follows from the seed and the epoch alone. Rank ``r`` of ``n`` gets every ``n``-th sample of it,
+from the ``r``-th on, so the samples that a rank has consumed are one number. Another number of ranks is dealt the rest
+of the order. The state has these numbers, for each time that the epoch was dealt. Iterable datasets have no order that
+could be dealt again: they keep a position of their own (:func:`is_position`), for as many ranks.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
         return ModuleJoinable(thing, hook=hook)
     if isinstance(thing, (Optimizer, LRScheduler)) or (callable(thing) and not isinstance(thing, nn.Module)):
         return StepJoinable(thing, hook=hook)
-    if isinstance(thing, nn.Module) and runs_alone():
+    # A launcher of several ranks sets the variable.
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if isinstance(thing, nn.Module) and ranks == 1:
         return ModuleJoinable(thing, hook=hook)
     raise JoinError(
         f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
@@ -77,13 +79,6 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
         "DistributedDataParallel first; one that runs its collectives itself is stagereg.build('joinable', 'module', "
         "module=...), for join.iterate."
     )
-
-
-def runs_alone() -> bool:
-    """Return whether the program runs as one process, so that a module needs no ``DistributedDataParallel``."""
-    if dist.is_initialized():
-        return dist.get_world_size() == 1
-    return os.environ.get("WORLD_SIZE", "1") == "1"  # a launcher of several ranks sets it
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
@@ -98,14 +93,14 @@ def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
     return joinables
 
 
-def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None) -> Any:
+def common_group(joinables: Sequence[Joinable]) -> Any:
     """Return the process group of the joinables. Raises: ``JoinError`` if they have different ones."""
     groups: list[Any] = [
         joinable.join_process_group or dist.group.WORLD for joinable in joinables if not joinable.has_no_collectives
     ]
     if any(group != groups[0] for group in groups):
         raise JoinError("Using join context manager with multiple process groups")
-    return groups[0] if given is None else given
+    return groups[0]
 
 
 def type_name(joinable: Joinable) -> str:

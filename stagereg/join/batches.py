@@ -128,14 +128,14 @@ def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None
         if (
             not is_empty
             and isinstance(layout.batch_dim, Mapping)
-            and (unknown := {*layout.batch_dim} - {*_keys(batch)})
+            and (unknown := {*layout.batch_dim} - {key for each in _walk(batch) for key in parts_of(each)})
         ):
             raise JoinError(
                 f"batch_dim of join.iterate names {', '.join(map(repr, unknown))}, and the batch has no such key."
             )
         if not is_empty and layout.is_list_of_samples(batch):
             return type(batch)()
-        if not (is_empty or any(map(_is_opaque, _leaves(batch))) or _can_be_cut(batch, layout)):
+        if not (is_empty or any(map(_is_opaque, _walk(batch))) or _can_be_cut(batch, layout)):
             raise _refusal(batch, "", "it holds no tensor or array")
         return _emptied(batch, "", None, layout, is_empty)
     except JoinError:
@@ -155,7 +155,8 @@ def has_no_samples(batch: Any) -> bool:
     tensors = [tensor for tensor in _tensors(batch) if tensor.ndim]
     if tensors:
         return all(0 in tensor.shape for tensor in tensors)
-    return isinstance(batch, (*_MAPPINGS, list, tuple)) and not any(True for _ in _leaves(batch))
+    containers = (*_MAPPINGS, list, tuple)
+    return isinstance(batch, containers) and all(parts_of(x) or isinstance(x, containers) for x in _walk(batch))
 
 
 def emptied_or_error(batch: Any, layout: Layout = _BY_FIRST) -> Any:
@@ -246,34 +247,24 @@ def _is_opaque(thing: Any) -> bool:
     return isinstance(thing, PackedSequence) or not (_is_list(thing) or parts_of(thing) or hasattr(thing, "_fields"))
 
 
-def _leaves(thing: Any) -> Iterator[Any]:
-    """All items in a container that are not containers."""
-    parts = parts_of(thing)
-    if not parts and (isinstance(thing, PackedSequence) or not isinstance(thing, (*_MAPPINGS, list, tuple))):
-        yield thing
-    for part in parts.values():
-        yield from _leaves(part)
+def _walk(thing: Any) -> Iterator[Any]:
+    """A thing, and everything in it at any depth."""
+    yield thing
+    for part in parts_of(thing).values():
+        yield from _walk(part)
 
 
 def _tensors(thing: Any) -> Iterable[Any]:
     """Every tensor and array in a container, and the data of every PackedSequence."""
-    for leaf in _leaves(thing):
-        if isinstance(leaf, PackedSequence):
-            yield leaf.data
-        elif _is_tensor(leaf):
-            yield leaf
-
-
-def _keys(thing: Any) -> Iterator[Any]:
-    for key, part in parts_of(thing).items():
-        yield key
-        yield from _keys(part)
+    for each in _walk(thing):
+        if isinstance(each, PackedSequence):
+            yield each.data
+        elif _is_tensor(each):
+            yield each
 
 
 def _holds_tensors(thing: Any) -> bool:
-    if _is_tensor(thing) or isinstance(thing, PackedSequence) or _is_registered(thing):
-        return True
-    return any(map(_holds_tensors, parts_of(thing).values()))
+    return any(_is_tensor(each) or isinstance(each, PackedSequence) or _is_registered(each) for each in _walk(thing))
 
 
 def _can_be_cut(thing: Any, layout: Layout) -> bool:

@@ -60,17 +60,14 @@ class Join:
             torch's wire.
         enable: False makes the context do nothing, for inputs known to be even.
         throw_on_early_termination: when a rank runs out of data, raise on all ranks at the same step.
-        mode: how ranks know who still has data. ``"planned"``: the lengths are exchanged on entry, and no step has a
-            collective for it. ``"counted"``: one asynchronous all-reduce a step. ``"auto"``: planned where every rank's
-            loader has a length, else counted. ``"torch"``: torch's wire, for jobs in which some ranks run torch's
-            ``Join``. ``None``: torch's wire in a plain loop, and as ``"auto"`` with ``loader`` or :meth:`iterate`.
-            Where a step depends on who is active (a divisor of active ranks, buffers that DDP shares), planned counts
-            too.
+        mode: how ranks know who still has data. ``"planned"``: by the lengths of loaders, without a collective in a
+            step. ``"counted"``: by one asynchronous all-reduce a step; planned counts too if a step depends on who is
+            active. ``"auto"``: planned if every loader has a length, otherwise counted. ``"torch"``: as torch's
+            ``Join``. ``None``: torch's wire in a plain loop, and ``"auto"`` with ``loader`` or :meth:`iterate`.
         loader: for a plain loop, what it loops over; only its length is used.
         timeout: seconds after which a rank that does not answer, or does not come to a step, is an error on all others;
             on entering, half an hour. It must be longer than any step: it is the process group's timeout meanwhile.
         average: what :meth:`mean` is a mean over, if a call does not say: ``"samples"``, ``"world"`` or ``"active"``.
-        process_group: the ranks that train together; ``None``: the joinables' own.
         **kwargs: handed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
     Attributes:
@@ -106,7 +103,6 @@ class Join:
         loader: Any = None,
         timeout: float = 60.0,
         average: str = "samples",
-        process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
         named = _named(joinables)
@@ -126,7 +122,7 @@ class Join:
         self._average = one_of("join.average", average, get_args(Average))
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._group = common_group(self._joinables, process_group)
+        self._group = common_group(self._joinables)
         self._enable = enable and self._group is not None  # without a group there is no other rank
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []
@@ -192,12 +188,10 @@ class Join:
     ) -> Iterator[Any]:
         """Loop over a loader, with as many steps on every rank as the longest one has.
 
-        The body runs on ranks without data too, on an empty batch: ``batch[:0]``, nested structures included. So
-        whatever it does with other ranks is matched. Only what it does *with* the samples must bear that there are
-        none: add losses up (``reduction="sum"``) and give them to :meth:`mean`, and use ``x.flatten(1)``, not
-        ``x.view(len(x), -1)``. A batch that the body skips, by ``continue`` before the model's forward, is no step.
-
-        A rank that leaves the loop alone, by ``break``, goes on as in a plain loop, by the joinables' hooks.
+        The body runs on ranks without data too, on an empty batch: ``batch[:0]``, nested structures included. Add
+        losses up (``reduction="sum"``) and give them to :meth:`mean`, and use ``x.flatten(1)``, not
+        ``x.view(len(x), -1)``. A batch that the body skips, by ``continue`` before the model's forward, is not a step.
+        After a ``break`` on one rank alone, the hooks of the joinables take part, as in a plain loop.
 
         Args:
             loader: this rank's batches; with a length on all ranks, they are exchanged once and no step counts.
@@ -323,7 +317,7 @@ class Join:
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
         given = self._counter.given
-        counts = {"samples": given.samples} if given.batches and given.samples is not None else {}
+        counts = {"samples": given.samples} if given.batches and not math.isnan(given.samples) else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
             if not self._session.terms.foreign:  # whose steps are announced elsewhere

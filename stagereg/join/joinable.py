@@ -128,15 +128,11 @@ class Joinable(ABC):
 
     def is_due(self) -> bool:
         """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
-        model = self.needs_gradients_of()
+        model = self.after
+        if model is None and self.session is not None:
+            listed = self.session.joinables
+            model = next((each for each in reversed(listed[: listed.index(self)]) if each.reduces_gradients), None)
         return model is None or model.reduced
-
-    def needs_gradients_of(self) -> Joinable | None:
-        """Return the joinable of the model whose gradients this one needs, if it needs some."""
-        if self.after is not None or self.session is None:
-            return self.after
-        listed = self.session.joinables
-        return next((each for each in reversed(listed[: listed.index(self)]) if each.reduces_gradients), None)
 
 
 class BuiltInJoinable(Joinable):
@@ -174,16 +170,13 @@ class BuiltInJoinable(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of its collectives."""
         return self._device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group of its collectives."""
         return self._group or dist.group.WORLD
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own."""
         return self.make_hook(self.own_hook)
 
 

@@ -100,7 +100,7 @@ class Loop:
                 planned = StoreMembership(self._channel, lengths, self.store, terms.throw, peers.wait)
                 if not (terms.needs_active_ranks or (terms.several_models and not self.iterates)):
                     return planned
-        return AllReduceMembership(self._channel, terms.throw, peers.wait, self._length)
+        return AllReduceMembership(self._channel, terms.throw, peers.wait)
 
     def begin(self, membership: Membership, reduces: bool | None) -> None:
         """A step begins on this rank."""
@@ -147,7 +147,11 @@ class Loop:
         empty, index = None, Index(self._loader)
         try:
             if example is not None and self._channel.size > 1:
-                empty = _empty_example(example, layout)
+                try:
+                    empty = emptied(example, layout)
+                except JoinError as error:
+                    text = f"join.iterate(loader, example=...) got an example with samples, and {error}"
+                    raise JoinError(text) from error
             for i, batch in enumerate(self._loader):
                 if i == 0 and example is None and self._channel.size > 1:
                     self._empty = emptied_or_error(batch, layout)  # before the body can change it
@@ -211,10 +215,3 @@ class Loop:
         """This rank's share of the keys that the loop leaves in the store."""
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
-
-
-def _empty_example(example: Any, layout: Layout) -> Any:
-    try:
-        return emptied(example, layout)
-    except JoinError as error:
-        raise JoinError(f"join.iterate(loader, example=...) got an example with samples, and {error}") from error

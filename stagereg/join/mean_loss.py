@@ -26,13 +26,11 @@ class MeanLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss_sum: torch.Tensor, value: float, scale: float) -> torch.Tensor:
-        """Return the value, of the loss's shape, dtype and device."""
         ctx.scale = scale
         return torch.full_like(loss_sum, value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradient of ``loss_sum``."""
         return grads[0] * ctx.scale, None, None
 
 

@@ -30,29 +30,29 @@ class ModelOrder:
         self._used: list[tuple[Any, bool]] = []  # model of each backward in this step, and whether it reduced gradients
         self._reduces: bool | None = True  # whether this step was announced as one that reduces gradients
         self._is_open = False  # whether some model has had no backward yet in the announced step
-        self._matches = False  # whether a rank without data runs collectives of each model in this step
+        self._is_followed = False  # whether a rank without data runs collectives of each model in this step
         self._graph_task = -1  # torch's number of the last backward
 
     def starts_step(self, model: Any) -> bool:
         """Return whether a forward of this model begins a step that no rank has announced."""
         return not self._is_open or any(model is used for used, _ in self._used)
 
-    def step_begins(self, reduces: bool | None, matches: bool) -> None:
-        """Begin a step that ``reduces`` gradients; ``matches``: ranks without data run collectives of each model."""
+    def step_begins(self, reduces: bool | None, is_followed: bool) -> None:
+        """Begin a step. ``is_followed``: ranks without data run collectives of each model in the step."""
         self.end_step("began another step")
         self._is_open, self._reduces = True, reduces
-        self._matches = matches or any(each.gathers for each in self.models)
+        self._is_followed = is_followed or any(each.gathers for each in self.models)
 
     def end_step(self, then: str) -> None:
         """End the step. Raises: ``JoinError`` if a rank without data waits for a backward that did not come."""
-        if self.lacks and not self._all_are_active():
+        if self.missing and not self._all_are_active():
             raise self.refusal(then)
         self._used, self._is_open = [], False
 
     @property
-    def lacks(self) -> str:
+    def missing(self) -> str:
         """The models without a backward in this step, if another model had a backward."""
-        is_partial = self._is_open and self._matches and self._used
+        is_partial = self._is_open and self._is_followed and self._used
         return ", ".join(self._names[len(self._used) :]) if is_partial else ""
 
     def check(self, model: Any, call: str = "forward") -> None:

@@ -80,7 +80,7 @@ class Peers:
                 self.detector.report(error)
                 raise error
 
-    def differing(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
+    def find_difference(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
         """Compare JSON values of so many ranks. Returns two that differ, each with its rank, or an empty list.
 
         Waits for the other ranks.
@@ -106,10 +106,6 @@ class Peers:
         if gathers and not trains and self.group.size() > 1:
             met = control_channel(self.group, "forward", self.detector.wait).add([0.0])
             self.wait(met.ready, "a forward under no_grad")
-
-    def count_backward(self) -> None:
-        """A backward runs, of a module whose forwards have collectives."""
-        self.progress = self.progress.mark()
 
     def follow(self) -> None:
         """Do what ranks in the loop have done, if this one has left it."""

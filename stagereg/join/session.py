@@ -133,11 +133,6 @@ class JoinSession:
             _ = self.loop.membership
         return self.loop
 
-    @property
-    def _iterates(self) -> bool:
-        """Whether the loop runs its body on all ranks, so that they make the same calls in any order."""
-        return self.loop is not None and self.loop.iterates
-
     def starts_step(self, joinable: Any, trains: bool) -> bool:
         """Return whether a forward begins a step of the join; the module's previous forward has had its backward.
 
@@ -158,7 +153,7 @@ class JoinSession:
     @property
     def order(self) -> ModelOrder | None:
         """The order of the models; ``None`` with one model, or if all ranks run the loop's body."""
-        return None if self._iterates else self._order
+        return None if self.loop is not None and self.loop.iterates else self._order
 
     def _all_are_active(self) -> bool:
         """Return whether all ranks have data in the last announced step; may wait for the other ranks."""
@@ -180,7 +175,7 @@ class JoinSession:
         """
         membership = self.membership
         if (order := self.order) is not None:
-            order.step_begins(reduces, matches=bool(reduces) or self.loop is None)
+            order.step_begins(reduces, is_followed=bool(reduces) or self.loop is None)
         if membership is not None and self.loop is not None:
             self.loop.begin(membership, reduces)
         elif self.terms.mode == "planned":
@@ -256,7 +251,7 @@ class JoinSession:
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
         # On torch's wire, ranks that run torch's Join do not take part.
         ranks = self.peers.group.size() if self.loop is not None else self.peers.store.add("entered", 0)
-        if not (found := self.peers.differing("optimizer steps", own, ranks)):
+        if not (found := self.peers.find_difference("optimizer steps", own, ranks)):
             return
         (one, rank), (other, other_rank) = found
         text = "; ".join(
@@ -270,9 +265,9 @@ class JoinSession:
 
     def _leave_step(self, order: ModelOrder) -> None:
         """Leave a plain loop. Raises: ``JoinError`` if the last step is partial and other ranks continue."""
-        lacks, refusal, store = order.lacks, order.refusal("left the loop"), self.peers.store
+        missing, refusal, store = order.missing, order.refusal("left the loop"), self.peers.store
         order.end_step("left the loop")
-        if not lacks:
+        if not missing:
             return
         others_went_on = False
         try:
@@ -282,7 +277,7 @@ class JoinSession:
             else:
                 if store.add("lacking", 1) == self.peers.group.size():
                     store.set("all left", "")
-                what = f"the end of the loop, after a step without a backward of {lacks}"
+                what = f"the end of the loop, after a step without a backward of {missing}"
                 self.peers.wait(lambda seconds: wait_for_keys(store, ["all left"], seconds), what)
         except PeerFailedError as error:
             raise refusal from error
@@ -307,7 +302,8 @@ class JoinSession:
             if cause is not None:
                 raise _add_note(cause) from (None if isinstance(cause, UnevenInputsError) else error)
         self.peers.detector.report(error)
-        if membership is not None and membership.empty and _is_foreign(error):
+        is_foreign = isinstance(error, Exception) and not isinstance(error, StageregError)
+        if membership is not None and membership.empty and is_foreign:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
                 "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means; "
@@ -338,11 +334,6 @@ def _add_note(error: E) -> E:
     if isinstance(error, UnevenInputsError):
         error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
     return error
-
-
-def _is_foreign(error: BaseException) -> bool:
-    """Whether it may be of code that does not bear an empty batch."""
-    return isinstance(error, Exception) and not isinstance(error, StageregError)
 
 
 def _and(counts: Sequence[int]) -> str:

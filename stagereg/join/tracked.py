@@ -40,22 +40,12 @@ class TrackedJoinable(BuiltInJoinable):
     _outputs: Sequence[Any] = ()  # handles of hooks on outputs, until the next step begins
     _is_open = False  # whether a step has begun of which no backward has run
     _has_ended = True  # whether the last backward has ended
-    _of_one_join: tuple[str, ...] = (
-        "begun",
-        "in_step",
-        "divides_by_world",
-        "handles",
-        "seen_at",
-        "_copyable",
-        "_awaited",
-        "_outputs",
-        "_is_open",
-        "_has_ended",
-    )
+    _outside: dict[str, Any] | None = None  # in a join: this object's attributes as they were before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
         self.detach()  # which torch's ``Join`` does not
+        self._outside = dict(vars(self))
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         hook = super().join_hook(**kwargs)
         self.watch()
@@ -80,12 +70,13 @@ class TrackedJoinable(BuiltInJoinable):
         vars(module)["__getstate__"] = functools.partial(self._state_without_join, module)
 
     def detach(self) -> None:
-        """Stop watching."""
+        """Stop watching. This object has the attributes of the time before the join again."""
         self._forget((*self.handles, *self._awaited, *self._outputs))
         for module in self._copyable:
             vars(module).pop("__getstate__", None)
-        for name in self._of_one_join:
-            vars(self).pop(name, None)
+        if (outside := self._outside) is not None:
+            vars(self).clear()
+            vars(self).update(outside)
         super().detach()
 
     @property
@@ -227,7 +218,7 @@ class TrackedJoinable(BuiltInJoinable):
         self._is_open = self._has_ended = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.gathers and self.session is not None:
-            self.session.peers.count_backward()
+            self.session.peers.progress = self.session.peers.progress.mark()
         self.on_backward()
 
 

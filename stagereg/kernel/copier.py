@@ -5,9 +5,8 @@ go or keeps the plan it has (``layout``), leases memory (``memory``) and has the
 by a few threads, an accelerator's on a stream of its own, which waits for the work already queued by the caller and
 makes the caller's stream wait for nothing.
 
-When :meth:`HostCopier.copy` returns, no later write to the source shows in the copy, which stays as it is until the
-last tensor of it is gone. A plan is used again only if addresses, shapes, dtypes and strides are as they were.
-A stager that copies in another order takes a :class:`PendingCopy`.
+A plan is used again only if addresses, shapes, dtypes and strides are as they were. A stager that copies in another
+order takes a :class:`PendingCopy`.
 """
 
 from __future__ import annotations
@@ -40,12 +39,10 @@ class PendingCopy:
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
-        """The tensors to copy."""
         return self.spec.tensors
 
     @property
     def address(self) -> int:
-        """Address of the first byte of the memory."""
         return self.lease.block.address
 
     def hold(self, regions: Sequence[Region]) -> None:

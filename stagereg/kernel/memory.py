@@ -24,7 +24,7 @@ import math
 import os
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -172,7 +172,6 @@ class Pool:
         pin: page-lock; None means where an accelerator is available. Where that cannot be, pageable memory is used and
             logged once.
         threads: threads that touch new pages.
-        reserve: bytes of a first block that is made at once, in the background; 0 for none.
 
     Attributes:
         readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
@@ -185,7 +184,6 @@ class Pool:
         keep: bool = True,
         pin: bool | None = None,
         threads: int = 2,
-        reserve: int = 0,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"stager.max_in_flight must be at least 1, not {max_in_flight}")
@@ -207,14 +205,6 @@ class Pool:
         self._closed = False
         self._in_use: weakref.WeakSet[Lease] = weakref.WeakSet()  # those that were released included
         _pools.add(self)
-        self._reserve = reserve
-        self._reserved: Future[Block] | None = None
-        if reserve:
-            background = ThreadPoolExecutor(1, thread_name_prefix="stagereg-copy-reserve")
-            if there:  # a new thread starts on device 0
-                background.submit(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
-            self._reserved = background.submit(self._make, reserve)
-            background.shutdown(wait=False)
 
     @property
     def in_flight(self) -> int:
@@ -236,9 +226,6 @@ class Pool:
 
     def _block(self, nbytes: int) -> Block:
         """Return a block that is not in use: the smallest kept one that is large enough, or a new one."""
-        if self._reserved is not None:
-            reserved, self._reserved = self._reserved, None
-            self._free.append(reserved.result())
         if nbytes > self._expected:
             self._expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
@@ -269,7 +256,6 @@ class Pool:
     def close(self) -> None:
         """Free what is kept. Memory still in use lives until its readers let go. Closing twice is harmless."""
         self._closed = True
-        self._reserved = None
         self._free.clear()
 
     def inherit_copies(self, inherited: bool) -> None:
@@ -281,7 +267,7 @@ class Pool:
     def renew(self) -> None:
         """Forget all blocks and copies: this is a forked child, and they belong to its parent."""
         self._out, self._copies, self._in_use = weakref.WeakSet(), weakref.WeakValueDictionary(), weakref.WeakSet()
-        self._free, self._reserved = [], None
+        self._free = []
 
     def _wait(self) -> None:
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
@@ -309,7 +295,7 @@ class Pool:
 
     def _trim(self) -> None:
         """Free the blocks that are more than may be kept, the smallest first."""
-        most = max(self._reserve, self.max_in_flight * _whole_pages(self._expected))
+        most = self.max_in_flight * _whole_pages(self._expected)
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
 

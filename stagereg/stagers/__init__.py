@@ -2,7 +2,7 @@
 
 ``async_stager`` has the protocol; ``host`` the body of those that copy before they return (``blocking``,
 ``pinned_cached``). ``overlapped`` copies later (``deferred_copy``); ``guard`` finds what only an optimizer writes and
-calls before each write, ``method_hooks`` before methods of torch, and ``step_observer`` finds other writes.
+calls before each write, ``hooks`` before methods of torch, and ``step_observer`` finds other writes.
 ``device_sources`` finds writes on accelerators.
 ``torch_default`` is torch's own.
 """

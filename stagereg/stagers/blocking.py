@@ -12,11 +12,9 @@ from stagereg.stagers.host import HostStager
 class BlockingStager(HostStager):
     """Copies into fresh memory on every call and keeps none."""
 
-    def __init__(
-        self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2, type_check: bool = False
-    ) -> None:
+    def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
-        super().__init__(HostCopier(pool, threads, type_check))
+        super().__init__(HostCopier(pool, threads))
 
 
 class BlockingAsyncStager(HostStager):
@@ -28,7 +26,8 @@ class BlockingAsyncStager(HostStager):
 
     Args:
         cache_staged_state_dict: keep memory for the next call, page-locked where an accelerator is there.
-        type_check: as of :class:`.HostStager`.
+        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
+            is deep-copied.
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:

@@ -1,20 +1,17 @@
 """A copy that is made while its source is not written: begun in one call, finished at the latest before the next write.
 
-A :class:`CopySplit` says which regions of a layout are copied at once and which later. A :class:`DeferredCopy` copies
-the latter in pieces that any thread may take: a background thread takes them one after the other, and a thread that is
-about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those that are left, and returns when all are
-copied (copy before overwrite). Regions on an accelerator are copied on a side stream, which waits from the beginning
-for the work that was queued before. Its copies, at some microseconds each, are queued by whichever thread comes first.
-A writer's stream waits for them; the writer waits no longer than until they are queued.
+A :class:`DeferredCopy` consists of pieces that any thread may take: a background thread takes one after the other, and
+a thread that is about to write takes the pieces that are left (copy before overwrite). Regions on an accelerator are
+copied on a side stream, which waits for the work that was queued before. Whichever thread comes first queues these
+copies. A writer's stream waits for the copies, and the writer until they are queued.
 
 Writes without that call are found by two things, both cheap. The version counters of the tensors, which most in-place
 operations of torch move. And samples of the bytes, taken at the beginning and compared with the same points of the
 *copy*: a write that bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a
 whole tensor. On request, a checksum of every byte (CRC-32) is compared instead of the counters of host memory.
 
-torch moves a counter only when the operation has returned. An operation that is running when the copy ends may have
-written a part of it, and has moved no counter yet. So the counters are read a second time, at a moment at which the
-training thread runs no operation: :meth:`DeferredCopy.fence`. Until then the copy is complete, and not *confirmed*.
+torch moves a counter only when the operation has returned. So the counters are read a second time, at a moment at which
+the training thread runs no operation: :meth:`DeferredCopy.fence`. Until then the copy is complete, and not *confirmed*.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.kernel.state_dict import flatten
-from stagereg.stagers.method_hooks import LOADS
-from stagereg.stagers.step_hooks import BEFORE_STEPS
+from stagereg.stagers.hooks import BEFORE_STEPS, LOADS
 
 
 class WriteGuard:
@@ -36,21 +35,19 @@ class WriteGuard:
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._addresses: list[int] = []  # of the tensors that were looked at last
         self._owned: dict[tuple[int, int], int] = {}
-        seen, captured, reference = self._optimizers, self._captured, weakref.WeakMethod(before_write)
+        self._before_write = weakref.WeakMethod(before_write)
+        self._removes = BEFORE_STEPS.add(self._before_step), LOADS.add(self._before_load)
 
-        def call() -> None:
-            method = reference()
-            if method is not None:
-                method()
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured.add(optimizer)  # nothing is written now, and later by each replay, without a call
+        else:
+            self._optimizers.add(optimizer)
+            self._before_load(None)
 
-        def before_step(optimizer: Optimizer) -> None:
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                captured.add(optimizer)  # nothing is written now, and later by each replay, without a call
-                return
-            seen.add(optimizer)
-            call()
-
-        self._removes = BEFORE_STEPS.add(self, before_step), LOADS.add(self, lambda _: call())
+    def _before_load(self, _: object) -> None:
+        if (before_write := self._before_write()) is not None:
+            before_write()
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has not stepped yet, and whose step no CUDA graph has."""
@@ -70,7 +67,10 @@ class WriteGuard:
             optimizer
             for optimizer in list(self._optimizers)
             if optimizer not in self._captured
-            and (optimizer in self._watched or (is_known(optimizer) and not _can_be_captured(optimizer)))
+            and (
+                optimizer in self._watched
+                or (is_known(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups))
+            )
         ]
         found = [x for optimizer in announced for x in written_by(optimizer)]
         addresses = [*map(torch.Tensor.data_ptr, found)]
@@ -83,11 +83,6 @@ class WriteGuard:
         """Call back no more. Twice is harmless."""
         for remove in self._removes:
             remove()
-
-
-def _can_be_captured(optimizer: Optimizer) -> bool:
-    """Whether the step may be in a CUDA graph, for which torch wants the option ``capturable``."""
-    return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def written_by(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -25,10 +25,6 @@ class HostStager(AsyncStager):
             second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy from host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
-        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
-            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
     """
 
     _synchronize_after_execute = False
@@ -52,11 +48,9 @@ class HostStager(AsyncStager):
         return copied
 
     def expect_release(self) -> None:
-        """Wait longer for this reader, which promises to release each copy, see :class:`.ReleasesCopies`."""
         self._copier.pool.readers_release = True
 
     def release(self, staged: Any) -> None:
-        """End the reader's use of a copy and empty it, see :class:`.ReleasesCopies`."""
         self._copier.pool.release(staged)
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
+from stagereg.stagers.hooks import FREES
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.method_hooks import FREES
 from stagereg.stagers.running_copies import CopyFuture, RunningCopies
 from stagereg.stagers.step_observer import Place, StepObserver
 
@@ -28,44 +28,29 @@ from stagereg.stagers.step_observer import Place, StepObserver
 class OverlappedStager(HostStager):
     """Copies parameters and optimizer state in the background, during the next forward and backward passes.
 
-    ``stage`` returns a future right away. Tensors that only a torch optimizer writes (its parameters that require
-    gradients, and its state) are copied by a background thread; just before an optimizer steps, a module loads a state
-    dict, or a storage is freed, resized or moved to shared memory, the thread that is about to do so copies what is
-    still missing and then continues. Everything else, such as buffers that a forward pass writes, averages of the
-    weights, scalars and the state of unknown optimizers, is copied before ``stage`` returns. An optimizer is known once
-    it has stepped twice since this stager was made, or has been given to :meth:`watch`; so the first ``stage`` of a run
-    that has not trained yet copies all of it at once.
+    ``stage`` returns a future right away. A background thread copies the tensors that only a torch optimizer writes:
+    its parameters that require gradients, and its state. Just before an optimizer steps, a module loads a state dict,
+    or a storage is freed, resized or moved to shared memory, the thread that is about to do so copies the rest first.
+    Everything else is copied before ``stage`` returns, such as buffers, averages of the weights and the state of
+    unknown optimizers. An optimizer is known once it has stepped twice since this stager was made, or has been given to
+    :meth:`watch`.
 
-    Some programs write parameters between two steps: ``nn.Embedding(max_norm=...)`` in its forward pass, a WGAN that
-    clamps its weights. Such tensors are copied before ``stage`` returns, too, once they are known:
+    Tensors that something writes between two steps are copied before ``stage`` returns too, once they are known:
     :meth:`copy_at_once` was given them, or they were written between the first steps of their optimizer, or while an
     earlier copy was under way.
 
-    A source that is written while it is copied is found, and its copy is never handed out as good: the future, or
-    otherwise the next call, raises a :class:`.WrittenWhileStagedError` that names the entry. The next ``stage`` copies
-    everything at once. The stager finds:
-
-    - All in-place operations that move torch's version counter. torch moves a counter when an operation has returned,
-      so the counters are read again when no operation of the training thread can be running: at the next step of an
-      optimizer, or at the next call of the stager on the thread that called ``stage``. The future is done then. Without
-      such a moment the future is done after 0.5 s in which no counter moved, or after as long as the copy has taken,
-      if that is more. This leaves one gap: an operation that runs for longer than that, was running when the copy
-      ended, and belongs to a loop that neither steps nor calls. Operations of other threads that run when an optimizer
-      steps are not seen either.
-    - Of the writes that move no counter (``tensor.data``, numpy, gloo collectives) those that write a whole tensor, or
-      its ends. It does not find a write to a small part of a large tensor by such a side door (``weight.data[i] = v``)
-      within the milliseconds of the copy. ``verify=True`` finds that too, in host memory. On accelerators every such
-      write to a tensor of 256 KiB or more is found, by digests that the device computes before and after the copy;
-      smaller tensors, up to 64 MiB of them, are copied on the device before ``stage`` returns.
-    - Storages that were freed or resized without the methods of ``torch.Tensor`` and ``torch.UntypedStorage``, if their
-      address or size has changed. A storage that a tensor only exchanges for another one (``tensor.data = other``,
-      ``swap_tensors``) is copied as it was; ``set_`` moves the version counter.
+    A copy is never handed out as good if the stager finds a write to its source: the future, or otherwise the next
+    call, raises a :class:`.WrittenWhileStagedError` that names the entry, and the next ``stage`` copies everything at
+    once. The page about checkpoints lists the writes that the stager finds. The future is done when the version
+    counters have been read at a moment without an operation of the training thread: the next step of an optimizer, the
+    next call of the stager on the thread that called ``stage``, or otherwise 0.5 s, or as long as the copy has taken,
+    without a change.
 
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
-    Tensors of an optimizer that was captured in a CUDA graph are copied at once, since nothing announces a replay. A
-    graph may have been captured before the stager was made, so this goes for every optimizer with ``capturable=True``,
-    which torch wants for that, unless it was given to :meth:`watch`. SGD and other optimizers that have no such option
-    are captured without it: make the stager before that, or do not step them outside the graph.
+    Digests find writes to tensors of 256 KiB or more. Smaller tensors, up to 64 MiB of them, are copied on the device
+    before ``stage`` returns. Tensors of an optimizer that may be in a CUDA graph (``capturable=True``, unless given to
+    :meth:`watch`) are copied at once, since nothing announces a replay. SGD is captured without that option: make the
+    stager before the capture.
 
     Args:
         threads: threads that copy what is copied at once, the caller's among them.
@@ -82,16 +67,14 @@ class OverlappedStager(HostStager):
         wait_s: float = 60.0,
         threads: int = 2,
         pin: bool | None = None,
-        reserve_gb: float = 0.0,
         verify: bool = False,
-        type_check: bool = False,
     ) -> None:
-        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=int(reserve_gb * 2**30))
-        super().__init__(HostCopier(pool, threads, type_check))
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
+        super().__init__(HostCopier(pool, threads))
         self._verify = verify
         self._copies = RunningCopies()
         self._guard = WriteGuard(self._copies.finish_before_write)
-        self._stop_watching_storages = FREES.add(self, self._copies.finish_before_free)
+        self._stop_watching_storages = FREES.add(self._copies.finish_before_free)
         self._observer = StepObserver()
         self._renew()
         _stagers.add(self)

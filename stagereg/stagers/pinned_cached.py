@@ -22,9 +22,6 @@ class PinnedCachedStager(HostStager):
         wait_s: float = 60.0,
         threads: int = 2,
         pin: bool | None = None,
-        reserve_gb: float = 0.0,
-        type_check: bool = False,
     ) -> None:
-        reserve = int(reserve_gb * 2**30)
-        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve)
-        super().__init__(HostCopier(pool, threads, type_check))
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
+        super().__init__(HostCopier(pool, threads))

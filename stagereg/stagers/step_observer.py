@@ -13,15 +13,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.stagers.deferred_copy import SAMPLE_BYTES, sample_offsets, sampler
 from stagereg.stagers.guard import written_by
-from stagereg.stagers.method_hooks import LOADS
-from stagereg.stagers.step_hooks import AFTER_STEPS, BEFORE_STEPS
+from stagereg.stagers.hooks import AFTER_STEPS, BEFORE_STEPS, LOADS
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +27,20 @@ _INTERVALS = 32  # between two steps that are observed, after that a write is fo
 _LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
 
 Place = tuple[int, int]  # device index and address
+
+
+def _looks(method: Callable[[StepObserver, Optimizer], None]) -> Callable[[StepObserver, Optimizer], None]:
+    """Have a method of an observer end no step by an error: the method only looks."""
+
+    @functools.wraps(method)
+    def look(observer: StepObserver, optimizer: Optimizer) -> None:
+        try:
+            method(observer, optimizer)
+        except Exception:
+            observer._before = None
+            _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
+
+    return look
 
 
 class StepObserver:
@@ -46,12 +58,10 @@ class StepObserver:
         self._stepping: set[int] = set()
         self._intervals = 0
         self._before: _Moment | None = None
-        call = functools.partial(_call, weakref.ref(self))
-
-        self._removes: list[Callable[[], object]] = [
-            BEFORE_STEPS.add(self, lambda optimizer: call(StepObserver._before_step, optimizer)),
-            AFTER_STEPS.add(self, lambda optimizer: call(StepObserver._after_step, optimizer)),
-            LOADS.add(self, lambda _: call(StepObserver._before_load)),
+        self._removes = [
+            BEFORE_STEPS.add(self._before_step),
+            AFTER_STEPS.add(self._after_step),
+            LOADS.add(self._before_load),
         ]
 
     def has_observed(self, optimizer: Optimizer) -> bool:
@@ -80,9 +90,10 @@ class StepObserver:
 
     # Steps may be nested, as ZeroRedundancyOptimizer has an optimizer inside: an interval is one without any step.
 
-    def _before_load(self) -> None:
+    def _before_load(self, _: object) -> None:
         self._before = None
 
+    @_looks
     def _before_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepping:  # its last step has raised
             self._stepping.clear()
@@ -95,22 +106,12 @@ class StepObserver:
             self._intervals += 1
         self._stepping.add(id(optimizer))
 
+    @_looks
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping.discard(id(optimizer))
         self._known.add(optimizer)
         if not self._stepping and (self._intervals < _INTERVALS or any(x not in self._observed for x in self._known)):
             self._before = _Moment(list(self._known))
-
-
-def _call(reference: weakref.ref[StepObserver], method: Callable[..., None], *args: Any) -> None:
-    """Call a method of an observer, if there still is one. It only looks, so an error must not end a step."""
-    observer = reference()
-    try:
-        if observer is not None:
-            method(observer, *args)
-    except Exception:
-        observer._before = None  # type: ignore[union-attr]
-        _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
 
 
 def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

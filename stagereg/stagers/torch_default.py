@@ -16,13 +16,10 @@ from stagereg.stagers.async_stager import AsyncStager, StateDict
 class TorchDefaultStager(AsyncStager):
     """torch's ``DefaultStager``, unchanged; only what is refused, and when, is as with the other stagers.
 
-    It breaks promises of ``AsyncStager`` (torch 2.13), and nothing is repaired here:
-
-    - *In flight.* Each source storage has one copy, which the next ``stage`` overwrites. A checkpoint still being
-      written then holds a mixture of two steps, and no error is raised. Wait for the write before the next ``stage``.
-    - *Isolation.* With ``use_async_staging``, training must not write until the future is done; nothing holds it back.
-    - *Fidelity.* A view costs its whole storage: of a 40-byte view of 4 MiB, 4 MiB are copied.
-    - *Change.* A tensor resized in place (``resize_``) is an ``AssertionError``.
+    It breaks promises of ``AsyncStager`` (torch 2.13). The next ``stage`` overwrites a copy that is still being
+    written, and no error is raised: wait for the write first. With ``use_async_staging``, training must not write until
+    the future is done. A view costs its whole storage. A tensor resized in place (``resize_``) is an
+    ``AssertionError``.
 
     Args:
         use_pinned_memory: page-lock the copies; None means where an accelerator is available.

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.any_loop import Loop, RankRun, apart, data, one_process, train
+from ..support.any_loop import Loop, RankRun, assert_exact, data, train
 from ..support.parallel import COLUMNS, full
 
 EXACT = 1e-12
@@ -26,18 +25,9 @@ LOOPS = [
 ]
 
 
-def train_all(rank: int, world_size: int, loops: list[Loop]) -> list[Any]:
-    return [train(rank, world_size, loop)[0] for loop in loops]
-
-
 @pytest.mark.parametrize("loops", [LOOPS[::5], pytest.param(LOOPS, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_a_gradient_that_is_asked_for_ends_no_step(loops: list[Loop]) -> None:
-    for found in run_ranks(train_all, 2, args=(loops,), timeout_s=100):
-        values = {
-            loop: each if isinstance(each, str) else apart(each, one_process(loop))
-            for loop, each in zip(loops, found, strict=True)
-        }
-        assert {loop: value for loop, value in values.items() if isinstance(value, str) or value > EXACT} == {}
+    assert_exact(loops, EXACT)
 
 
 @pytest.mark.parametrize("grad", ["attack", "penalty"])
@@ -180,16 +170,3 @@ def test_gradients_of_one_rank_are_not_added_to_those_of_all(what: str, way: str
     for found in run_ranks(misused, 2, args=(what, way), timeout_s=60):
         assert text in found
         assert bool(text) == bool(found)
-
-
-def closing(rank: int, world_size: int) -> str:
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    try:
-        stagereg.Join([model, torch.optim.LBFGS(model.parameters())])
-    except stagereg.StageregError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_with_a_closure_is_refused_with_the_way_that_works() -> None:
-    assert all("Leave the optimizer out of the list" in each for each in run_ranks(closing, 2, timeout_s=60))

@@ -67,28 +67,6 @@ def test_a_resumed_join_goes_on_with_the_buffers_of_the_one_before(tmp_path: Pat
     assert found[0]["even"][1] == 4.0  # of rank 0's last batch, as without a join
 
 
-def frozen(rank: int, world_size: int) -> list[float]:
-    """A discriminator that a generator's step goes through, frozen for that time."""
-    torch.manual_seed(0)
-    one, other = DistributedDataParallel(nn.Linear(2, 1)), DistributedDataParallel(nn.Linear(2, 2))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, other)]
-    with stagereg.Join([one, other, *optimizers]) as join:
-        for x in join.iterate([torch.ones(4, 2)] * (4 if rank == 0 else 2)):
-            one(x).sum().backward()
-            one.requires_grad_(False)
-            one(other(x)).sum().backward()
-            one.requires_grad_(True)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    return [value for each in (one, other) for param in each.parameters() for value in param.flatten().tolist()]
-
-
-def test_a_model_may_be_frozen_for_the_step_of_another() -> None:
-    one, other = run_ranks(frozen, 2)
-    assert one == other
-
-
 def two_models(rank: int, world_size: int) -> str:
     """Rank 0 throws a forward of the first model away, between the steps of the two."""
     one, other = DistributedDataParallel(nn.Linear(2, 1)), DistributedDataParallel(nn.Linear(2, 1))

@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"must be a list, as in Join\(\[model, optimizer\]\), not a Linear",
     ),
     "None": (lambda: stagereg.Join(None), "must be a list"),
-    "LBFGS": (lambda: stagereg.Join([LBFGS([nn.Parameter(torch.zeros(1))])]), "an optimizer that needs a closure"),
+    "LBFGS": (lambda: stagereg.Join([LBFGS([nn.Parameter(torch.zeros(1))])]), "Leave the optimizer out of the list"),
     "a schedule that needs a metric": (lambda: stagereg.Join([ReduceLROnPlateau(sgd())]), "it needs metrics"),
     "a function with an argument": (lambda: stagereg.Join([lambda loss: None]), "it needs loss"),
     "no time": (lambda: optioned(timeout=0), "join.timeout must be a number of seconds above 0"),

@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from stagereg.testing import run_ranks
 
@@ -112,51 +110,3 @@ def test_compressed_gradients_are_near_and_replicas_equal() -> None:
     apart = wrong({name: (case, "ours") for name, case in compressed.items()})
     for name in compressed:
         assert apart[0, name] == apart[1, name] < 2e-3, name
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    lengths = tuple(draw(st.lists(st.integers(0, 6), min_size=2, max_size=4)))
-    unused = draw(st.booleans())
-    wrap = {"gradient_as_bucket_view": draw(st.booleans())}
-    if draw(st.booleans()):
-        wrap["bucket_cap_mb"] = 1e-5
-    if unused:
-        wrap["find_unused_parameters"] = True
-    zero = draw(st.sampled_from(["none", "zeros", "never"]))
-    accumulate = 1 if unused else draw(st.integers(1, 3))
-    # A rank that has no batch in an epoch cannot know whether what an accumulation left over was zeroed at its start.
-    leftovers = accumulate > 1 and 0 in lengths
-    # Of a share that was added to gradients carried along, only the sum is known.
-    mixed_up = accumulate > 1 and zero == "never"
-    # One step does not show whether the next would have begun with its gradients.
-    untold = zero == "never" and max(lengths) < 2 * accumulate
-    return Case(
-        lengths=lengths,
-        epochs=1 if leftovers or untold else draw(st.integers(1, 3)),
-        one_join=draw(st.booleans()),
-        net="branches" if unused else "mlp",
-        optimizer="sgd" if unused else draw(st.sampled_from(["sgd", "adam", "adagrad"])),
-        column=draw(st.sampled_from(["ddp", "zero"])),
-        zero=zero,
-        when=draw(st.sampled_from(["start", "between", "end"])),
-        last=draw(st.sampled_from(["optimizer", "scheduler", "function"])),
-        divide=mixed_up or draw(st.booleans()),
-        accumulate=accumulate,
-        wrap=wrap,
-    )
-
-
-WITHOUT_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("library", ["ours", "torch"])
-def test_any_loop_has_the_numbers_of_a_single_process(library: str) -> None:
-    @given(case=cases())
-    @settings(max_examples=125, **WITHOUT_LIMITS)
-    def check(case: Case) -> None:
-        assert wrong({"any": (case, library)}, timeout_s=30) == {}
-
-    check()

@@ -217,8 +217,6 @@ class TestPageLocking:
             "accelerator.is_available": lambda: True,
             "cuda.cudart": lambda: fake,
             "cuda.current_device": fake.current_device,
-            "accelerator.current_device_index": fake.current_device,
-            "accelerator.set_device_index": fake.set_device,
             "cuda.device": fake.device,
             "zeros": fake.zeros,
         }.items():
@@ -255,9 +253,8 @@ class TestPageLocking:
         gc.collect()
         assert cuda.unlocked_on == []
 
-    @pytest.mark.parametrize("reserve", [0, 4096])
-    def test_a_pool_keeps_its_memory_locked_until_it_closes(self, reserve: int, cuda: FakeCuda) -> None:
-        pool = Pool(reserve=reserve)
+    def test_a_pool_keeps_its_memory_locked_until_it_closes(self, cuda: FakeCuda) -> None:
+        pool = Pool()
         for _ in range(3):
             tensor_over(borrow(pool, 64)).view(torch.uint8).fill_(7)
             assert [*cuda.locked.values()] == [(4096, 3)]

@@ -17,6 +17,7 @@ import torch
 import stagereg.kernel.copier as copier_module
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier
+from stagereg.kernel.layout import signature
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import flatten
 
@@ -33,6 +34,15 @@ def test_an_error_keeps_its_cause() -> None:
     with pytest.raises(StagingError) as caught:
         flatten({"a": [(i for i in ())]})
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_signature_differs_when_only_the_storage_has_shrunk() -> None:
+    x = torch.ones(100)
+    x.untyped_storage().resize_(200)
+    x.untyped_storage().resize_(400)
+    whole = signature([x])
+    x.untyped_storage().resize_(200)
+    assert signature([x]) != whole
 
 
 def remembered(state: Any) -> HostCopier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -12,8 +13,12 @@ import pytest
 
 import stagereg.kernel.memory as memory
 from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.stagers.deferred_copy import DeferredCopy
+from stagereg.stagers.overlapped import OverlappedStager
 
 from ..support.states import KINDS, build, settled
+
+WAIT_S = 30.0
 
 
 class Settled(AsyncStager):
@@ -86,3 +91,33 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(memory.Pool, "_wait", record)
     monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 30.0)
     return seen
+
+
+@contextlib.contextmanager
+def held_back(**options: Any) -> Iterator[tuple[OverlappedStager, threading.Event]]:
+    """A stager, and the event that its background copies wait for."""
+    gate, run = threading.Event(), DeferredCopy.run
+
+    def held(late: DeferredCopy) -> list[int]:
+        assert gate.wait(WAIT_S)
+        return run(late)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeferredCopy, "run", held)
+        stager = OverlappedStager(**options)
+        try:
+            yield stager, gate
+        finally:
+            gate.set()
+            stager.close()
+
+
+@pytest.fixture
+def late() -> Iterator[tuple[OverlappedStager, threading.Event]]:
+    with held_back() as both:
+        yield both
+
+
+@pytest.fixture
+def gate(late) -> threading.Event:
+    return late[1]

@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -34,48 +34,17 @@ from stagereg.kernel.layout import plan_layout
 from stagereg.kernel.transfer import Batch
 from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.device_sources import DeviceSources
+from stagereg.stagers.hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.stagers.overlapped import OverlappedStager
-from stagereg.stagers.step_hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.testing import run_ranks
 
 from ..support.states import assert_same
-
-WAIT_S = 30.0
-
-
-@contextlib.contextmanager
-def held_back(**options: Any) -> Iterator[tuple[OverlappedStager, threading.Event]]:
-    """A stager, and the event that its background copies wait for."""
-    gate, run = threading.Event(), DeferredCopy.run
-
-    def held(late: DeferredCopy) -> list[int]:
-        assert gate.wait(WAIT_S)
-        return run(late)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredCopy, "run", held)
-        stager = OverlappedStager(**options)
-        try:
-            yield stager, gate
-        finally:
-            gate.set()
-            stager.close()
-
-
-@pytest.fixture
-def late() -> Iterator[tuple[OverlappedStager, threading.Event]]:
-    with held_back() as both:
-        yield both
+from .conftest import WAIT_S, held_back
 
 
 @pytest.fixture
 def stager(late) -> OverlappedStager:
     return late[0]
-
-
-@pytest.fixture
-def gate(late) -> threading.Event:
-    return late[1]
 
 
 class Net(torch.nn.Module):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from stagereg.errors import StagerClosedError, StagingError
 
@@ -57,14 +55,3 @@ def test_use_after_close_is_an_error() -> None:
     stager.synchronize_staging()
     with pytest.raises(StagerClosedError, match="closed; build a new one"):
         stager.stage({"w": torch.ones(3)})
-
-
-@pytest.mark.parametrize("options", [{}, {"use_async_staging": True}, {"use_shared_memory": True}])
-def test_async_save_takes_it(tmp_path: Any, options: dict[str, bool]) -> None:
-    stager = build(**options)
-    response = dcp.async_save({"w": torch.full((50,), 3.0)}, checkpoint_id=tmp_path / "a", async_stager=stager)
-    getattr(response, "upload_completion", response).result(timeout=60)
-    template = {"w": torch.zeros(50)}
-    dcp.load(template, checkpoint_id=tmp_path / "a")
-    assert template["w"].eq(3).all()
-    stager.close()

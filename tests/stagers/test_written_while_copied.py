@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,33 +12,16 @@ import torch
 
 import stagereg.stagers.deferred_copy as deferred_copy
 from stagereg.errors import WrittenWhileStagedError
-from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.overlapped import OverlappedStager
 
-WAIT_S = 30.0
+from .conftest import WAIT_S
+
 ROWS, WIDTH = 1000, 64
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The event that background copies wait for before they begin."""
-    gate, run = threading.Event(), DeferredCopy.run
-
-    def held(copy: DeferredCopy) -> list[int]:
-        assert gate.wait(WAIT_S)
-        return run(copy)
-
-    monkeypatch.setattr(DeferredCopy, "run", held)
-    yield gate
-    gate.set()
-
-
-@pytest.fixture
-def stager(gate: threading.Event) -> Iterator[OverlappedStager]:
-    stager = OverlappedStager()
-    yield stager
-    gate.set()
-    stager.close()
+def stager(late: tuple[OverlappedStager, threading.Event]) -> OverlappedStager:
+    return late[0]
 
 
 class Weight:
@@ -139,19 +122,18 @@ WRITES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_between_two_early_steps_is_known_in_the_first_copy(write: str) -> None:
-    stager = OverlappedStager()
-    try:
-        weight = Weight(stager)
-        for _ in range(2):
-            with torch.no_grad():
-                WRITES[write](weight.parameter)
-            weight.step()
-        assert all(written_later(stager, weight, WRITES[write]) for _ in range(3))
-        assert stager._split is not None
-        assert stager._split[1].members, "the momentum is still copied later"
-    finally:
-        stager.close()
+def test_a_write_between_two_early_steps_is_known_in_the_first_copy(
+    write: str, gate: threading.Event, stager: OverlappedStager
+) -> None:
+    gate.set()
+    weight = Weight(stager)
+    for _ in range(2):
+        with torch.no_grad():
+            WRITES[write](weight.parameter)
+        weight.step()
+    assert all(written_later(stager, weight, WRITES[write]) for _ in range(3))
+    assert stager._split is not None
+    assert stager._split[1].members, "the momentum is still copied later"
 
 
 def test_a_write_that_a_copy_meets_is_known_in_the_next_one(gate: threading.Event, stager: OverlappedStager) -> None:

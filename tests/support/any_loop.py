@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import stagereg
+from stagereg.testing import run_ranks
 
 from .parallel import COLUMNS
 from .reference import batch, difference
@@ -39,7 +40,9 @@ class Loop:
     k: int = 1  # steps of an optimizer come after so many batches
     no_sync: bool = False  # ... and only the last of them reduces gradients
     listed: str = "function"  # or the bare "optimizer"
-    zeroes: str = "after"  # gradients are dropped "after" a step, or "before" the backward that comes then
+    zeroes: str = "after"  # gradients are zeroed "after" a step, or "before" the backward that comes then
+    to_none: bool = True  # ... set to None, or else to zeros
+    begin: int = 0  # of the count of batches by which the optimizers step
     grad: str = (
         ""  # torch.autograd.grad: a "penalty" before or "penalty last", "attack" on the input, "norms" of gradients
     )
@@ -62,7 +65,7 @@ class Run:
         self.models = [wrap(net) for net in self.nets]
         self.optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in self.models]
         self.called = [torch.compile(model, backend="eager") if loop.compiled else model for model in self.models]
-        self.advances = [0] * count
+        self.advances = [loop.begin] * count
 
     def advance(self, i: int) -> None:
         """After each backward of a model."""
@@ -70,7 +73,7 @@ class Run:
         if self.is_due(i, self.advances[i]):
             self.optimizers[i].step()
             if self.loop.zeroes == "after":
-                self.optimizers[i].zero_grad()
+                self.optimizers[i].zero_grad(self.loop.to_none)
 
     def is_due(self, i: int, number: int) -> bool:
         uses = 1 if self.loop.joint else self.loop.uses.count(i)
@@ -108,7 +111,7 @@ class Run:
         for uses in [tuple(set(loop.uses))] if loop.joint else [(i,) for i in loop.uses]:
             for i in set(uses):
                 if loop.zeroes == "before" and self.is_due(i, self.advances[i]):
-                    self.optimizers[i].zero_grad()
+                    self.optimizers[i].zero_grad(loop.to_none)
             for j, net in enumerate(self.nets):
                 net.requires_grad_(not loop.frozen or j in uses)
             with contextlib.ExitStack() as gates:
@@ -228,3 +231,15 @@ def train_several(rank: int, world_size: int, loops: list[Loop]) -> list[tuple[A
 
 def apart(found: dict[str, Any], right: dict[str, Any]) -> float:
     return max(difference(found[name], each) for name, each in right.items())
+
+
+def assert_exact(loops: list[Loop], most: float) -> None:
+    """Run loops one after another; each differs by less than ``most`` from one process, on all ranks."""
+    for found in run_ranks(train_several, 2, args=(loops,), timeout_s=100 + 2 * len(loops)):
+        wrong = {}
+        for loop, (each, _) in zip(loops, found, strict=False):
+            value = each if isinstance(each, str) else apart(each, one_process(loop))
+            if isinstance(value, str) or not value < most:
+                wrong[loop] = value
+        assert wrong == {}
+        assert len(found) == len(loops)

@@ -120,7 +120,6 @@ def mlp() -> nn.Module:
 
 NETS = {
     "mlp": mlp,
-    "one": lambda: nn.Linear(4, 1),
     "norm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)),
     "branches": Branches,
     "dataclass": Wrapping,

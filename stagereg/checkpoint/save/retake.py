@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.errors import CheckpointError, WrittenWhileSavedError
-from stagereg.stagers.step_hooks import AFTER_STEPS
+from stagereg.stagers.hooks import AFTER_STEPS
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +55,11 @@ class Retake:
 
     def confirm_with(self, confirm: Callable[[], None]) -> None:
         """Use ``confirm`` of a stager, and count the steps of optimizers from now on."""
-        self.confirm, reference = confirm, weakref.ref(self)
+        self.confirm = confirm
+        AFTER_STEPS.add(self._count_step)
 
-        def count(_: object) -> None:
-            if (retake := reference()) is not None:
-                retake._steps += 1
-
-        AFTER_STEPS.add(self, count)
+    def _count_step(self, _: object) -> None:
+        self._steps += 1
 
     def step_to_repeat(self) -> int | None:
         """Return the step whose save was discarded, if no optimizer of the process has stepped since."""

@@ -138,7 +138,6 @@ class DdpJoinable(ReducingJoinable):
     replaced = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
     module: DistributedDataParallel
     _params: Sequence[torch.Tensor] = ()
-    _of_one_join = (*ReducingJoinable._of_one_join, "_forward_settings", "_params")
 
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         module = uncompiled(module)
@@ -166,7 +165,6 @@ class DdpJoinable(ReducingJoinable):
         vars(ddp).update(zip(self.replaced, values, strict=True))
 
     def attach(self, session: JoinSession) -> None:
-        """The join has been entered: look at who is active in each step, if a step depends on it."""
         super().attach(session)
         if session.terms.throw or not self.divides_by_world:
             self.handles = [*self.handles, self.module.module.register_forward_hook(self._inner_forward_done)]
@@ -177,29 +175,24 @@ class DdpJoinable(ReducingJoinable):
         self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
-        """Stop watching, and leave the module as it was."""
         self.end_steps()
         for name in self.replaced if self.handles else ():
             vars(self.module).pop(name, None)
         super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        """Whether a step depends on which ranks are active: through the divisor, or through buffers that are shared."""
         shares = self.module.broadcast_buffers and bool(self.module.modules_buffers)
         return shares or super().needs_active_ranks(divide_by_initial_world_size)
 
     @property
     def will_reduce(self) -> bool:
-        """Whether the next backward reduces the gradients; not under ``no_sync``."""
         return bool(self.module.require_backward_grad_sync)
 
     @property
     def trains(self) -> bool:
-        """Whether some parameter is not frozen."""
         return any(param.requires_grad for param in self._params)
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """Return the parameters."""
         return self._params
 
     def _on_second_backward(self) -> None:
@@ -258,7 +251,6 @@ class DdpJoinable(ReducingJoinable):
             settings["_join_config"] = config._replace(is_first_joinable=False)
 
     def after_forward(self, is_step: bool) -> None:
-        """Put DDP's settings back."""
         vars(self.module).update(self._forward_settings)
 
     def _inner_forward_done(self, *_: Any) -> None:

@@ -20,17 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
-from stagereg.join.batches import Layout, emptied, emptied_or_error, fetch, publish
+from stagereg.join.batches import Layout, emptied_or_error, fetch, publish
 from stagereg.join.broken import is_broken_operation
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable, local
 from stagereg.join.tracked import differentiable
 from stagereg.registry import register
-
-_ADVICE = (
-    "Give the joinable a batch that can be emptied, stagereg.build('joinable', 'fsdp2', module=..., example=...), or "
-    "use join.iterate, whose loop body runs on all ranks."
-)
 
 
 @register("join_hook", "fsdp2")
@@ -90,7 +85,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
                 raise
             raise JoinError(
                 f"{type(module).__name__} cannot run on an empty batch, as a rank without data has to: "
-                f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0. {_ADVICE}"
+                f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0."
             ) from error
 
 
@@ -105,9 +100,6 @@ class Fsdp2Joinable(ReducingJoinable):
 
     Args:
         module: the root module, to which ``fully_shard`` was applied last; the one that the loop calls.
-        example: a batch for ranks that never have one, or whose batches cannot be emptied: a tuple of the module's
-            arguments, or the only one. ``None``: ranks keep an empty version of their last inputs, and those that
-            never had any take that of another rank.
         hook: another hook in the place of ``fsdp2``.
 
     Keyword arguments of ``Join`` that it takes:
@@ -116,14 +108,13 @@ class Fsdp2Joinable(ReducingJoinable):
             divisor of its own, that is scaled alike.
 
     Raises:
-        JoinError: the module is no FSDP2 module, its mesh has several dimensions and not all ranks, or the example
-            cannot be emptied.
+        JoinError: the module is no FSDP2 module, or its mesh has several dimensions and not all ranks.
     """
 
     own_hook = Fsdp2Hook
     gathers = True
 
-    def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
+    def __init__(self, module: FSDPModule, hook: Callable[..., JoinHook] | None = None) -> None:
         module = uncompiled(module)
         if not isinstance(module, FSDPModule):
             raise JoinError(f"the fsdp2 joinable needs a module of fully_shard, not a {type(module).__name__}")
@@ -131,15 +122,10 @@ class Fsdp2Joinable(ReducingJoinable):
         self.module = module
         self.is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
         self.trained: list[tuple[torch.Tensor, bool]] = []  # parameters, and whether the last step trained them
-        self._example: Any = None
-        if example is not None:
-            args = example if isinstance(example, tuple) else (example,)
-            self._example = emptied(dict(enumerate(args)), Layout(fields=True)), {}
         self._divisors: list[tuple[Any, Any, bool]] = []
         self._params: list[torch.Tensor] = []
 
     def watch(self) -> None:
-        """Have the module's forward announce through the join."""
         groups, self._params = _groups(self.module), list(self.module.parameters())
         self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
         # The smallest shard that says something of the loop's policy; a rank may have nothing but empty ones.
@@ -148,10 +134,8 @@ class Fsdp2Joinable(ReducingJoinable):
         super().watch()
 
     def detach(self) -> None:
-        """Stop watching, and leave the module as it was."""
         for group, factor, force in self._divisors:
             group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
-        self._divisors, self.trained = [], []
         super().detach()
 
     @property
@@ -199,7 +183,7 @@ class Fsdp2Joinable(ReducingJoinable):
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep an empty version of what the module is called with in a step, and publish that of the first."""
-        if self._example is not None or self.is_shadowing or not torch.is_grad_enabled():
+        if self.is_shadowing or not torch.is_grad_enabled():
             return
         policy = self.policy
         empty = emptied_or_error((dict(enumerate(args)), kwargs), Layout(fields=True))
@@ -240,18 +224,16 @@ class Fsdp2Joinable(ReducingJoinable):
 
     def empty_inputs(self) -> list[Any]:
         """Joined rank: return the empty inputs of the last step, of every forward in it; or another rank's first."""
-        if self._example is not None:
-            return [self._example]
         policy = self.policy
         if not policy.inputs:
-            policy.wait("inputs", self.session, "publishing what inputs look like, as without example=")
+            policy.wait("inputs", self.session, "publishing what inputs look like")
             try:
                 policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
             except JoinError as error:
-                raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
+                raise JoinError(f"This rank never had a batch, and no other's will do: {error}") from error
         for empty in policy.inputs:
             if isinstance(empty, JoinError):
-                raise JoinError(f"The inputs of {type(self.module).__name__}: {empty} {_ADVICE}") from empty
+                raise JoinError(f"The inputs of {type(self.module).__name__}: {empty}") from empty
         return policy.inputs
 
     def divide_by(self, count: int) -> None:

@@ -30,7 +30,6 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
     """Answers for as long as this rank is in the join without data."""
 
     def on_exhausted(self) -> None:
-        """Begin to answer."""
         self.joinable.responder.start()
 
     def main_hook(self) -> None:
@@ -38,7 +37,6 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
         self.joinable.responder.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End, together with all ranks."""
         self.joinable.in_use = False
         self.joinable.responder.close()
 

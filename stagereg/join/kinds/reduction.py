@@ -42,20 +42,15 @@ class ReducingJoinable(TrackedJoinable):
     is_unfinished = False  # whether the last backward has not reduced them, so that they wait for the next one
     was_shadowed = False  # whether the last step here was the hook's, so that the loop has not seen its gradients
     module: Any
-    _of_one_join = (
-        *TrackedJoinable._of_one_join,
-        *("reduced", "watched", "reduces", "is_unfinished", "was_shadowed", "_steps"),
-    )
 
     def watch(self) -> None:
-        """Begin to watch the module and its gradients."""
         super().watch()
-        self.policy.enter()
+        self.policy.joins += 1
+        self.policy.steps = 0
         if self.watched:
             self.policy.set_active(True)
 
     def attach(self, session: JoinSession) -> None:
-        """Watch the optimizers in the list too."""
         super().attach(session)
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -66,7 +61,6 @@ class ReducingJoinable(TrackedJoinable):
         self.handles = [*self.handles, register_optimizer_step_post_hook(hook)]
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        """Whether a step depends on which ranks are active: through the divisor."""
         return not divide_by_initial_world_size
 
     @property
@@ -123,8 +117,7 @@ class ReducingJoinable(TrackedJoinable):
 
     def ask(self) -> None:
         """A step is shadowed, and is going to be reduced: find out with which gradients it begins on this rank."""
-        self.policy.ask(self.session)
-        self.policy.expect(None if self.is_unfinished else self._gradient())
+        self.policy.ask(self.session, None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
         """A shadowed step has been reduced, with the gradients that this rank had accumulated.
@@ -192,11 +185,6 @@ class ZeroGradPolicy:
         """Whether the loop has carried gradients over at least once."""
         return self.habit == "carries"
 
-    def enter(self) -> None:
-        """A join has been entered."""
-        self.joins += 1
-        self.steps = 0
-
     def forget(self, param: torch.Tensor) -> None:
         """Do with a gradient of the step before what the loop has done with those of the ranks that have data."""
         if self.habit == "drops":
@@ -224,17 +212,16 @@ class ZeroGradPolicy:
             self._active = active
             self.store.add("active", 1 if active else -1)
 
-    def ask(self, session: JoinSession | None) -> None:
-        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step."""
-        if not self._in_doubt or not self.steps:  # in the first step no rank knows yet
-            return
-        self._in_doubt = False
-        if self.store.check(["policy"]) or self.store.add("active", 0):
-            self.wait("policy", session, "the backward")
-            self.habit = cast(Habit, self.store.get("policy").decode())
+    def ask(self, session: JoinSession | None, gradient: torch.Tensor | None) -> None:
+        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step.
 
-    def expect(self, gradient: torch.Tensor | None) -> None:
-        """Rank without data: the step begins with this gradient here, unless the loop never carries any."""
+        The step begins with ``gradient`` on this rank, unless the loop never carries any.
+        """
+        if self._in_doubt and self.steps:  # in the first step no rank knows yet
+            self._in_doubt = False
+            if self.store.check(["policy"]) or self.store.add("active", 0):
+                self.wait("policy", session, "the backward")
+                self.habit = cast(Habit, self.store.get("policy").decode())
         self._carried = self.carries and _is_nonzero(gradient)
 
     def confirm(self, is_whole: bool) -> None:

@@ -22,7 +22,6 @@ class StepHook(BuiltInHook["StepJoinable"]):
     """Calls a function once per step of the active ranks."""
 
     def main_hook(self) -> None:
-        """Call the function."""
         if self.joinable.is_due():
             self.joinable.step()
 

@@ -1,0 +1,109 @@
+"""Calls of bound methods before or after events of torch, on the thread of the event, as long as their owners exist.
+
+A step of torch iterates over its dicts of hooks and raises if a dict changes meanwhile. The garbage collector may end
+an owner at any time, also within a step. So torch gets one pair of hooks and keeps it.
+
+Torch has no hooks for the other events. While there are owners, functions of this module replace the methods of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Hooks:
+    """The bound methods that are called for one kind of event."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[int, weakref.WeakMethod[Callable[[Any], object]]] = {}
+        self._lock = threading.RLock()  # a finalizer may remove a method while this thread adds one
+
+    def add(self, method: Callable[[Any], object]) -> Callable[[], object]:
+        """Call ``method`` until its owner is gone or the result is called. One for an owner; it is held weakly."""
+        owner: Any = method.__self__  # type: ignore[attr-defined]
+        with self._lock:
+            if not self._hooks:
+                self._begin()
+            self._hooks[id(owner)] = weakref.WeakMethod(method)
+        remove = weakref.finalize(owner, self._remove, id(owner))
+        remove.atexit = False
+        return remove
+
+    def call(self, x: Any) -> None:
+        """Call all methods with ``x``."""
+        for hook in list(self._hooks.values()):
+            if (method := hook()) is not None:
+                method(x)
+
+    def _remove(self, key: int) -> None:
+        with self._lock:
+            if self._hooks.pop(key, None) is not None and not self._hooks:
+                self._end()
+
+    def _begin(self) -> None: ...
+
+    def _end(self) -> None: ...
+
+
+class _StepHooks(Hooks):
+    """Called with the optimizer on one side of each step of any optimizer of the process."""
+
+    def __init__(self, register: Callable[[Any], object]) -> None:
+        super().__init__()
+        self._register: Callable[[Any], object] | None = register
+
+    def _begin(self) -> None:
+        register, self._register = self._register, None
+        if register is not None:
+            register(_disable_dynamo(lambda optimizer, *_: self.call(optimizer)))
+
+
+class _MethodHooks(Hooks):
+    """Called with the object before methods of torch, given as pairs of a class and the name of a method."""
+
+    def __init__(self, *methods: tuple[Any, str]) -> None:
+        super().__init__()
+        self._methods = methods
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # class, name, torch's method, the method in its place
+
+    def _begin(self) -> None:
+        for kind, name in self._methods:
+            torchs = getattr(kind, name)
+            ours = self._hooked(torchs)
+            self._replaced.append((kind, name, torchs, ours))
+            setattr(kind, name, ours)
+
+    def _end(self) -> None:
+        for kind, name, torchs, ours in self._replaced:
+            if getattr(kind, name) is ours:  # and no other library has replaced it meanwhile
+                setattr(kind, name, torchs)
+        self._replaced.clear()
+
+    def _hooked(self, torchs: Any) -> Any:
+        @functools.wraps(torchs)
+        def method(x: Any, *args: Any, **kwargs: Any) -> Any:
+            self.call(x)
+            return torchs(x, *args, **kwargs)
+
+        return method
+
+
+BEFORE_STEPS = _StepHooks(register_optimizer_step_pre_hook)
+AFTER_STEPS = _StepHooks(register_optimizer_step_post_hook)
+LOADS = _MethodHooks((torch.nn.Module, "load_state_dict"))  # before a module loads a state dict
+FREES = _MethodHooks(
+    (torch.UntypedStorage, "resize_"),
+    (torch.UntypedStorage, "_share_fd_cpu_"),
+    (torch.UntypedStorage, "_share_filename_cpu_"),
+    (torch.Tensor, "resize_"),
+    (torch.Tensor, "resize_as_"),
+)
+"""Before a storage, which may be that of a tensor, is freed, resized or moved to shared memory in place."""
