@@ -36,7 +36,6 @@ SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", SAFETENSORS)  # what a file may be called
 _INDEX = ".index.json"
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # an eight-bit one has scales beside it
-_SHOWN = 5
 _Kinds: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 _Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
 
@@ -45,9 +44,6 @@ class TensorOptions(NamedTuple):
     """How tensors get into a ``.safetensors``."""
 
     dtype: torch.dtype | None = None  # of floating-point tensors of 16 bits or more; ``None`` for what they have
-    # patterns and what ``re.sub`` puts in their place in each name, one after the other. A tensor whose name becomes
-    # empty is left out
-    renames: Sequence[tuple[re.Pattern[str], str]] = ()
     # how many bytes of tensors a file may have, if there may be several; a tensor is not divided
     file_bytes: int | None = None
 
@@ -84,16 +80,14 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
     part_of = {name: part for part, structure in parts.items() for name, _ in encoding.leaves(structure, part)}
     tensors = tensors_of(parts)
     others = sorted(name.removeprefix(prefix) for name in part_of.keys() - tensors.keys())
-    full = {name.removeprefix(prefix): name for name in tensors}
-    sources = {new: full[old] for new, old in _renamed(full, options.renames).items()}
-    leaves = {new: tensors[name] for new, name in sources.items()}
+    leaves = {name.removeprefix(prefix): leaf for name, leaf in tensors.items()}
     if not leaves:
         raise CheckpointError(
             f"There is no tensor {'in it' if only is None else f'in {only!r}'}; a .pt has other values."
         )
     contents = _tensor_files(checkpoint, leaves, out, options)
     _write(contents, _family(out), replace)
-    return Exported(sorted({part_of[name] for name in sources.values()}), others, [*contents])
+    return Exported(sorted({part_of[name] for name in tensors}), others, [*contents])
 
 
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
@@ -156,29 +150,6 @@ def _tensor_files(
     if len(divided) > 1:
         contents[out.with_name(out.name + _INDEX)] = partial(_write_index, by_path)
     return contents
-
-
-def _renamed(names: Iterable[str], renames: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
-    """Return for each name in the file the name that it was made of.
-
-    Raises:
-        CheckpointError: two become one, or a pattern is in no name.
-    """
-    made: dict[str, str] = {}
-    idle = {pattern for pattern, _ in renames}
-    for name in names:
-        new = name
-        for pattern, replacement in renames:
-            new, count = pattern.subn(replacement, new)
-            idle -= {pattern} if count else set()
-        if new in made:
-            raise CheckpointError(f"{made[new]!r:.100} and {name!r:.100} would both be {new!r:.100}.")
-        if new:
-            made[new] = name
-    if idle:
-        shown = ", ".join(repr(name)[:100] for name, _ in zip(names, range(_SHOWN), strict=False)) or "none"
-        raise CheckpointError(f"No name of a tensor has {idle.pop().pattern!r:.100} in it; the first ones are {shown}.")
-    return made
 
 
 def _dtype(leaf: Leaf, wanted: torch.dtype | None) -> torch.dtype:
