@@ -215,19 +215,6 @@ def test_a_file_without_its_mark_is_no_checkpoint(kind: str) -> None:
 
 
 @each_backend
-def test_what_is_read_stays_until_a_later_save(kind: str) -> None:
-    with made(kind) as backend:
-        store = CheckpointStore(backend)
-        first = save(store, 1)
-        with CheckpointStore(backend).readers.reading(first.path):
-            assert [*store.readers.found()] == [first.name]
-            save(store, 2, keep=1)
-            assert there(backend) == [(2, 2), (1, 1)]
-        save(store, 3, keep=1)
-        assert there(backend) == [(3, 3)]
-
-
-@each_backend
 def test_notes_and_metrics_are_of_the_store(kind: str) -> None:
     with made(kind) as backend:
         store, keep = CheckpointStore(backend), Keep(newest=1, best=1, metric="loss", direction="max")
