@@ -1,7 +1,4 @@
-"""Configs of OmegaConf as plain data: their content with interpolations as text, and their flags.
-
-Reading makes them of plain data with ``DictConfig`` and ``ListConfig``, and resolves nothing.
-"""
+"""Configs of OmegaConf as plain data: content, with interpolations as unresolved text, and flags."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for whatever reads safetensors.
+"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for readers of safetensors.
 
-Read by one process without a process group: sharded tensors become whole. Each file is written beside its final name
-and flushed first, so it is complete or absent.
-
-A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only,
-tied ones once a name; it is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is
-known before the first one is read. It may be several files, with an index that says which has what, as
-``from_pretrained`` of transformers reads; that is written last.
+One process without a process group writes the files; sharded tensors become whole. A ``.pt`` holds everything, and so
+does the memory of the process for a while. A ``.safetensors`` holds tensors only, and is written tensor by tensor
+(layout: huggingface.co/docs/safetensors, "Format"); several files get an index, as transformers reads it.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ class TensorOptions(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of :func:`export`."""
 
     names: list[str]  # of the state, those of which something is in the files
     left_out: list[str]  # dotted names of what such a file cannot hold
@@ -57,18 +53,18 @@ class Exported(NamedTuple):
 
 
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
-    """Write what is in a checkpoint to a file, or to several.
+    """Write a checkpoint, or one entry of it, to a file, or to several.
 
     Args:
-        checkpoint: whose content has been looked at; not to be used otherwise afterwards.
-        only: one of its entries; that one's own names are then the names in the file. ``None`` for all.
-        out: the path of the file; the suffix, one of :data:`SUFFIXES`, is its format. Of several the name begins with
-            its stem.
-        replace: whether files that are there may be replaced.
+        checkpoint: of no other use afterwards.
+        only: an entry, whose own names are then the names in the file. ``None`` for all.
+        out: the path; the suffix, one of :data:`SUFFIXES`, is the format. The names of several files begin with its
+            stem.
+        replace: whether existing files may be replaced.
         options: for a ``.safetensors``.
 
     Raises:
-        CheckpointError: there is no such name, the file cannot hold a tensor, or it is there already. ``OSError``.
+        CheckpointError: there is no such entry, the file cannot hold a tensor, or it exists. ``OSError``.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
@@ -93,14 +89,8 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
     """Fill files beside their paths and flush them; when all are on the disk, rename them one after the other.
 
-    Args:
-        contents: what writes each of them.
-        former: what may be there already. If it is, it goes before the first is renamed, so that no new file ever
-            stands beside an old one that it does not belong to; but a single file is replaced in one step.
-        replace: whether it may.
-
-    Raises:
-        CheckpointError: something of ``former`` is there, and ``replace`` is not set. ``OSError``.
+    A single file is replaced in one step. Before several, all of ``former`` is deleted, so no new file ever stands
+    beside an old one that it does not belong to.
     """
     _expect_free(former, replace)
     beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}

@@ -1,9 +1,8 @@
-"""Restores what others have saved with ``torch.distributed.checkpoint``, each under names of its own.
+"""Restores what others have saved with ``torch.distributed.checkpoint``, under other names.
 
-torch's recipes call a model ``model`` and its optimizer ``optim``, torchtitan gives the names of parameters none before
-them, Lightning says ``state_dict`` and ``optimizer_0``. So a module takes what has most of its names, with whatever
-before them, and an optimizer the one that has most of its parameters; where several have as many, the one with the name
-of the entry. All else goes by its name.
+torch's recipes call a model ``model`` and its optimizer ``optim``; torchtitan puts nothing before the names of
+parameters; Lightning uses ``state_dict`` and ``optimizer_0``. So a module takes the prefix with most of its names, an
+optimizer the one with most of its parameters; the name of the entry decides between equals. All else goes by its name.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state, but for ``fresh`` that it has not.
+    """The files of such a directory, with structures under the names of a state; ``fresh`` names may be missing.
 
     Raises:
         CheckpointError: it is damaged, or has something else than data; several things fit an entry.
@@ -72,12 +71,10 @@ class MatchedFiles(CheckpointFiles):
 
 
 def described(path: str) -> Manifest:
-    """Return a manifest for the directory, of no files that could be compared, and of no rank.
+    """Return a manifest for the directory, without files to compare, and of no rank.
 
-    The step is what it has as ``train_state.step`` or ``step``, or what its name says, as ``step-100``; else 0.
-
-    Raises:
-        CheckpointError: as :func:`.open_plain_dcp`.
+    The step is ``train_state.step``, ``step``, or that of the name, as ``step-100``; else 0. Raises: as
+    :func:`.open_plain_dcp`.
     """
     files, tree = open_plain_dcp(path)
     with files:

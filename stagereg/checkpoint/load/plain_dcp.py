@@ -1,9 +1,8 @@
 """Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
 
-torch reads ``.metadata`` and all values with ``pickle``, which runs whatever they name. Here ``.metadata`` may name the
-types of torch's metadata and nothing else, and values are read as in checkpoints of this project
-(:mod:`~stagereg.checkpoint.format.pickled`). As torch reads them, integer keys have become text, and empty containers
-are gone.
+torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` may name the types of torch's
+metadata only, and values are read by :mod:`~stagereg.checkpoint.format.pickled`. As in torch, integer keys have become
+text, and empty containers are missing.
 """
 
 from __future__ import annotations
@@ -90,9 +89,9 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
 
 
 def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return structures with the states of optimizers in them as torch has them, with the names of parameters.
+    """Return structures with the states of optimizers as torch has them, by the names of parameters.
 
-    Reads the options of groups, since flattened ones are a group where they are the same. Raises: as ``files.read``.
+    Reads the options of groups: flattened parameters with the same options are one group. Raises: as ``files.read``.
     """
     found = {}
     for name, value in structures.items():

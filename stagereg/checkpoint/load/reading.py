@@ -1,11 +1,8 @@
-"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy.
+"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy, on a few threads.
 
-:class:`CheckpointFiles` has the index of one checkpoint, which was found to be right (:mod:`.index`), and its files.
-Bytes are read in the order of the files, on a few threads. Of a sharded tensor each part that is stored is cut with the
-part that is wanted, so any number of ranks reads what any other number has written.
-
-A checkpoint of a storage that does not report where it has written what, of another package, is read through that
-storage's own reader and torch's planner.
+:class:`CheckpointFiles` has the checked index of one checkpoint (:mod:`.index`), and its files. Stored parts of a
+sharded tensor are intersected with the wanted part, so any number of ranks reads what any other number has written. A
+storage of another package that does not report its places is read through its own reader and torch's planner.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ _PIECE_BYTES = 1 << 23
 class CheckpointFiles(ExitStack):
     """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
 
-    ``storage`` is what wrote it, where that alone can read some of it.
+    ``storage`` wrote the checkpoint, and reads what the index has no place of.
     """
 
     def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
@@ -69,13 +66,12 @@ class CheckpointFiles(ExitStack):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
-        """Return those of a complete checkpoint, with the content of its ``index``, if that is read already.
+        """Return the files of a complete checkpoint; ``index`` is the content of its index, if that is read already.
 
-        Another storage than the program's ``own`` that wrote the checkpoint is built by its name.
+        The storage is ``own``, that of the program, or built by its name.
 
         Raises:
-            CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
-                ``OSError``.
+            CheckpointError: the index is missing or refused, or the storage cannot be built. ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
         storage = named(checkpoint.manifest.storage, own)
@@ -89,10 +85,10 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        Where ranks had different values, it has those of ``rank``, else of the lowest.
+        Values that differ between ranks are those of ``rank``, else of the lowest rank.
 
         Raises:
-            CheckpointError: it is none, or something in it is not stored.
+            CheckpointError: the structure is invalid, or something in it is not stored.
         """
         found = encoding.decode(self.index.state[name], name, rank)
         for leaf in encoding.marks(found):
@@ -110,13 +106,11 @@ class CheckpointFiles(ExitStack):
     def read(self, leaves: Sequence[Leaf]) -> None:
         """Read leaves, each into its ``value``.
 
-        A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
-        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated;
-        unless the leaf says how it is ``placed``.
-        What has another dtype there than in the file is converted as ``copy_`` does it.
+        A tensor is read into ``live`` if the leaf is ``in_place``, else into new memory (:func:`.memory_for`).
+        ``copy_`` converts another dtype.
 
         Raises:
-            CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
+            CheckpointError: a file is not a regular file, or an object is refused. ``OSError``.
         """
         self.plan(leaves).run()
 
@@ -145,12 +139,12 @@ class CheckpointFiles(ExitStack):
         return transfer
 
     def mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Return a tensor in the memory of its file, if it lies in a local one as a whole.
+        """Return a tensor in the memory of its local file, if the file has it as a whole; else ``None``.
 
-        What is written to it stays in this process, and never gets into the file. It outlives :meth:`close`.
+        Writes to it stay in this process. It outlives :meth:`close`.
 
         Raises:
-            CheckpointError: the file is no regular one. ``OSError``.
+            CheckpointError: the file is not a regular file. ``OSError``.
         """
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None

@@ -1,7 +1,6 @@
-"""What the checkpoints of a store are like: complete, damaged, or begun; by manifest and sizes, or by content.
+"""The condition of a store's checkpoints by manifest and sizes. Any process, without a lock.
 
-Any process, any rank, at any time, without a lock: what a run writes or deletes meanwhile is seen complete or not at
-all. Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
+Reading follows no link: a file of a checkpoint is a regular file inside its directory.
 """
 
 from __future__ import annotations

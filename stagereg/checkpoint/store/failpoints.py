@@ -1,7 +1,7 @@
 """The named moments of a save, for tests that end a process there.
 
-Each module that does a step of the commit calls :func:`failpoint` right after it. A run has no observer, so the call is
-one look-up. A test gives :func:`watch` an observer that kills its process, or only counts.
+Each module that does a step of the commit calls :func:`failpoint` right after it; a test sets an observer by
+:func:`watch`.
 """
 
 from __future__ import annotations

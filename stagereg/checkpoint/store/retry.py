@@ -1,9 +1,8 @@
-"""How often a request is tried that a network may lose, and which errors are not worth another try.
+"""Retries for requests that a network may lose.
 
-A trial that fails for a reason that may pass is made again, after waits that double from half a second to a minute,
-each shortened at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS
-Architecture Blog, 2015). What cannot get better by waiting is raised at once. A series ends with its last trial, or
-when the time is up that :func:`within` gave the thread; it warns once. :func:`answered` is for a call that hangs.
+A transient error is retried after waits that double from half a second to a minute, each shortened at random by up to
+half ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). Other errors are raised at once. A series ends after the
+last trial, or at the deadline of :func:`within`; it warns once. :func:`answered` is for a call that hangs.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def within(seconds: float) -> Generator[None, None, None]:
-    """Bound all series of trials of this thread: none is begun again later than ``seconds`` from now.
-
-    Where one bound is inside another, the earlier one counts.
-    """
+    """Bound all retries of this thread: none begins later than ``seconds`` from now, or than an outer bound."""
     before = until()
     _thread.until = min(before, time.monotonic() + seconds)
     try:
@@ -64,9 +60,7 @@ def until() -> float:
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return what ``act`` returns, waiting at most ``seconds``: a server may take a call and never answer.
-
-    It runs on a thread of its own, which is left alone when the time is up; ``give_back`` gets what it returns then.
+    """Return the result of ``act``, run on a thread of its own, within ``seconds``; ``give_back`` gets a late result.
 
     Raises:
         TimeoutError: it has not ended in time; names ``url``. And what ``act`` raises.

@@ -1,7 +1,6 @@
-"""Refuses a directory of checkpoints that another job of the same sweep has had: going on from it might train nothing.
+"""Refuses a directory of checkpoints that another job of the same sweep has had: resuming from it might train nothing.
 
-Rank 0 notes in ``.sweep-job.json`` of the directory which job of which sweep holds it, as Hydra knows it. The same job,
-started again, and jobs of other sweeps go on from what is there. Outside of sweeps nothing is read or written.
+Rank 0 notes the job and its sweep in ``.sweep-job.json``. The same job and other sweeps resume as usual.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from stagereg.launch.command_line import gives_resume, raw
 
 
 def take_for_job(store: CheckpointStore, resume: str) -> None:
-    """Note that the job of a sweep that runs here, if it is one, has the directory; while its lock is held.
+    """Note which job of a sweep, if any, has the directory, with its lock held.
 
     Raises:
-        CheckpointError: another job of the same sweep had it, and nothing says that it is meant: ``resume`` is
-            ``"auto"``, and not by the command line.
+        CheckpointError: another job of the same sweep had it, and ``resume="auto"`` is not on the command line.
     """
     if "hydra.core.hydra_config" not in sys.modules:  # importing it takes 0.3 s, which a program without Hydra saves
         return
