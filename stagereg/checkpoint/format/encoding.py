@@ -121,11 +121,7 @@ def _is_walked(value: object) -> bool:
 
 @without_gc()
 def encode(value: Any, name: str) -> Encoded:
-    """Return the structure of the entry called ``name``.
-
-    Raises:
-        CheckpointError: something in it could not be read back without running code.
-    """
+    """Return the structure of the entry ``name``. Raises: ``CheckpointError`` if it could not be read back."""
     found: list[str] = []
     try:
         return Encoded(json.dumps(_encode(value, name, found, 0)), found)
@@ -213,12 +209,9 @@ def _key(key: Any) -> Any:
 
 @without_gc()
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
-    """Return the structure of the entry ``name`` from JSON, with a :class:`Leaf` for each tensor and object.
+    """Return the structure of an entry from JSON, with a :class:`Leaf` for each tensor and object.
 
-    Values that differ between ranks are those of ``rank``; else of the lowest rank.
-
-    Raises:
-        CheckpointError: it is not a structure; nothing of it was run.
+    Values that differ between ranks are those of ``rank``; else of the lowest rank. Raises: ``CheckpointError``.
     """
     try:
         return _decode(tree, name, str(rank), 0)

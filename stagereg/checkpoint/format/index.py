@@ -146,11 +146,7 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 
 
 def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
-    """Return ``index.json`` of the result of :func:`tables`, as JSON, and the structures of entries.
-
-    Raises:
-        CheckpointError: it would be longer than what is read back.
-    """
+    """Return ``index.json`` of tables, as JSON, and structures. Raises: ``CheckpointError`` if it is too long."""
     texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
     data = f'{tensors[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
@@ -173,13 +169,10 @@ class Readable(NamedTuple):
 def expect_readable(
     index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
 ) -> Readable:
-    """Read an index before its commit as the reader will, and return its parts.
+    """Read an index before its commit as the reader will, and return its parts. Raises: ``CheckpointError``.
 
     With the tables of ``before`` only short structures that have changed are read: of 100,000 tensors the whole takes a
     second or two of the background thread.
-
-    Raises:
-        CheckpointError: the reader would refuse it.
     """
     found = Index.loads(index, sizes) if tables != before.tables else None
     for name, encoded in state.items():
@@ -194,15 +187,10 @@ def expect_readable(
 
 @without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
-    """Return the content of ``index.json`` without the structures.
+    """Return ``index.json`` without structures, of torch's metadata and of the results of each rank's ``write_data``.
 
-    Args:
-        metadata: of the checkpoint, as torch has planned it.
-        results: of each rank's ``write_data``.
-        objects: the names of objects, and of tensors that wrap others; other values are in the structure.
-
-    Raises:
-        CheckpointError: the storage has not reported where a tensor that wraps others is.
+    ``objects`` names objects, and tensors that wrap others; other values are in the structure. Raises:
+    ``CheckpointError``.
     """
     files: dict[str, int] = {}
 

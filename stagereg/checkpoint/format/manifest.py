@@ -92,11 +92,7 @@ class Manifest:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Manifest:
-        """Read the text of ``manifest.json``.
-
-        Raises:
-            ValueError: it is damaged, or has a name that is not a plain file name; with the reason.
-        """
+        """Read the text of ``manifest.json``. Raises: ``ValueError`` with the reason if it is invalid."""
         try:
             data = json.loads(text)
         except RecursionError:

@@ -146,11 +146,7 @@ def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb
 
 
 def load(name: str, data: bytes | bytearray) -> Any:
-    """Return the object called ``name`` from the ``data`` of ``torch.save``.
-
-    Raises:
-        CheckpointError: it has something else than data and allowed types, or is damaged.
-    """
+    """Return an object from the ``data`` of ``torch.save``. Raises: ``CheckpointError``."""
     stream = io.BytesIO(data)
     try:
         _expect_stored(stream)

@@ -33,11 +33,7 @@ class _GivenUp(str):
 
 
 def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
-    """Return the checkpoints by manifests and sizes, in the order in which they are tried or reported.
-
-    Raises:
-        CheckpointError: there is none, or one could not be looked at.
-    """
+    """Return the checkpoints in the order in which they are tried. Raises: ``CheckpointError``."""
     if resume not in ("auto", "latest"):
         if is_plain_dcp(resume):
             return [Condition(resume, described(resume))]

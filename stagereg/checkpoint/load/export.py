@@ -53,18 +53,10 @@ class Exported(NamedTuple):
 
 
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
-    """Write a checkpoint, or one entry of it, to a file, or to several.
+    """Write a checkpoint, or ``only`` one entry of it under its own names, to the file ``out``, or to several.
 
-    Args:
-        checkpoint: of no other use afterwards.
-        only: an entry, whose own names are then the names in the file. ``None`` for all.
-        out: the path; the suffix, one of :data:`SUFFIXES`, is the format. The names of several files begin with its
-            stem.
-        replace: whether existing files may be replaced.
-        options: for a ``.safetensors``.
-
-    Raises:
-        CheckpointError: there is no such entry, the file cannot hold a tensor, or it exists. ``OSError``.
+    The suffix, one of :data:`SUFFIXES`, is the format; ``options`` are for a ``.safetensors``. ``replace``: existing
+    files may be replaced. Do not use ``checkpoint`` afterwards. Raises: ``CheckpointError``, ``OSError``.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:

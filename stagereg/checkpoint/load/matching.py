@@ -32,11 +32,7 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state; ``fresh`` names may be missing.
-
-    Raises:
-        CheckpointError: it is damaged, or has something else than data; several things fit an entry.
-    """
+    """The files of such a directory, with structures under the names of a state; ``fresh`` ones may be missing."""
 
     def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, fresh: Collection[str] = ()) -> None:
         files, tree = open_plain_dcp(path)
@@ -71,11 +67,7 @@ class MatchedFiles(CheckpointFiles):
 
 
 def described(path: str) -> Manifest:
-    """Return a manifest for the directory, without files to compare, and of no rank.
-
-    The step is ``train_state.step``, ``step``, or that of the name, as ``step-100``; else 0. Raises: as
-    :func:`.open_plain_dcp`.
-    """
+    """Return a manifest without files and ranks; the step is ``train_state.step``, ``step``, that of the name, or 0."""
     files, tree = open_plain_dcp(path)
     with files:
         train_state = tree.get("train_state")

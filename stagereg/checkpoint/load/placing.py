@@ -119,10 +119,7 @@ def find(
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of plain values saved beside objects in a container, which the container does not have yet.
-
-    Modules and optimizers that the program does not have any more are left out.
-    """
+    """Return the names of plain values that were saved beside objects in a container, which does not have them yet."""
     names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
     names = [name for name in names if not _RANKS_OWN.search(name)]
     structures = {name: files.structure(name) for name in names}
@@ -221,11 +218,7 @@ def _taken(
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Give the rest of an entry, which no rank takes, to a module with a loading method of its own.
-
-    Raises:
-        CheckpointError: nothing here takes it.
-    """
+    """Give the rest of an entry to a module that loads it by itself. Raises: ``CheckpointError`` otherwise."""
     modules = module_state.modules_of(state[name])
     if modules and not all(map(_is_torchs_own, modules)):
         structure.update(rest)
@@ -289,11 +282,7 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
-    """Return the merger of the plain values of ``state``, all of which have been read.
-
-    Raises:
-        CheckpointError: modules have different values for one memory.
-    """
+    """Return the merger of the plain values of ``state``, which have been read. Raises: as :func:`.differing`."""
     modules, plain = written(state, found)
     exact = {name: all(map(_is_torchs_own, module_state.modules_of(entries.value_of(state, name)))) for name in modules}
     return sharing.Merger(sharing.differing(modules, exact, plain))

@@ -61,11 +61,7 @@ def is_plain_dcp(path: str) -> bool:
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """Return the files of a directory, and the structure of the state dict in it, of which nothing is read yet.
-
-    Raises:
-        CheckpointError: it is damaged, or names something else than data; nothing of it was run.
-    """
+    """Return the files of a directory, and the unread structure of its state. Raises: ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
         with (folder / _METADATA).open("rb") as file:

@@ -66,12 +66,9 @@ class CheckpointFiles(ExitStack):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
-        """Return the files of a complete checkpoint; ``index`` is the content of its index, if that is read already.
+        """Return the files of a complete checkpoint, and its storage: ``own``, or built by name.
 
-        The storage is ``own``, that of the program, or built by its name.
-
-        Raises:
-            CheckpointError: the index is missing or refused, or the storage cannot be built. ``OSError``.
+        ``index`` is the content of the index, if that is read already. Raises: ``CheckpointError``, ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
         storage = named(checkpoint.manifest.storage, own)
@@ -85,10 +82,7 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        Values that differ between ranks are those of ``rank``, else of the lowest rank.
-
-        Raises:
-            CheckpointError: the structure is invalid, or something in it is not stored.
+        Values that differ between ranks are those of ``rank``, else of the lowest rank. Raises: ``CheckpointError``.
         """
         found = encoding.decode(self.index.state[name], name, rank)
         for leaf in encoding.marks(found):
@@ -104,13 +98,10 @@ class CheckpointFiles(ExitStack):
                 self.file(chunk.file)
 
     def read(self, leaves: Sequence[Leaf]) -> None:
-        """Read leaves, each into its ``value``.
+        """Read leaves, each into its ``value``. Raises: ``CheckpointError``, ``OSError``.
 
         A tensor is read into ``live`` if the leaf is ``in_place``, else into new memory (:func:`.memory_for`).
         ``copy_`` converts another dtype.
-
-        Raises:
-            CheckpointError: a file is not a regular file, or an object is refused. ``OSError``.
         """
         self.plan(leaves).run()
 
@@ -139,13 +130,7 @@ class CheckpointFiles(ExitStack):
         return transfer
 
     def mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Return a tensor in the memory of its local file, if the file has it as a whole; else ``None``.
-
-        Writes to it stay in this process. It outlives :meth:`close`.
-
-        Raises:
-            CheckpointError: the file is not a regular file. ``OSError``.
-        """
+        """Return a tensor that a local file has as a whole, mapped into this process until it is freed; or ``None``."""
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None
         [chunk] = stored.chunks

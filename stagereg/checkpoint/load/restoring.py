@@ -208,11 +208,7 @@ class _Attempt:
         self._failure: Exception | None = None  # of this rank; not raised before all know whether files are damaged
 
     def run(self) -> Condition:
-        """Restore the checkpoint, or return what is wrong with its files. Collective.
-
-        Raises:
-            CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
-        """
+        """Restore the checkpoint, or return what is wrong with its files. Collective. Raises: ``CheckpointError``."""
         with ExitStack() as opened:
             found, condition = self._exchange(partial(self._prepare, opened, self._shared_index()))
             if self._checks and condition.damages:
@@ -331,11 +327,7 @@ def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]
 
 
 def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: _Findings) -> Condition:
-    """Return what is wrong with a checkpoint, of which each rank has read a share. Collective.
-
-    Raises:
-        CheckpointError: on all ranks: a file could not be looked at, or not by every rank.
-    """
+    """Return what is wrong with a checkpoint that the ranks have read. Collective. Raises: ``CheckpointError``."""
     failing = f"{chosen.path} could not be read"
     if found.unclear:
         raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")

@@ -2,8 +2,8 @@
 
 It is a zip archive whose one large record is the content of the tensor's storage::
 
-    offset                         offset + len(head)                            offset + length | head: form of the
-    tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
+    offset                         offset + len(head)                            offset + length
+    | head: form of the tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
 
 Head and tail depend on dtype, shape and stride alone, but for the zip's checksums, which ``torch.load`` ignores
 (``torch.serialization.set_crc32_options``). So torch makes them once for each kind of tensor.

@@ -97,11 +97,7 @@ def expect_fit(storage: Storage, path: str) -> None:
 
 
 def named(name: str, own: Storage) -> Storage:
-    """Return the storage for a name from a manifest: ``own`` if it has that name, else one built without arguments.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be built.
-    """
+    """Return the storage of a name: ``own``, or one built without arguments. Raises: ``CheckpointError``."""
     if name == name_of(own):
         return own
     try:

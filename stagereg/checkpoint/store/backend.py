@@ -48,11 +48,7 @@ class Backend(Protocol):
         """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
 
     def lock(self) -> StoreLock:
-        """Lock the root, which is made if it does not exist, until the lock is released.
-
-        Raises:
-            CheckpointError: another run, which the message names, holds it. ``OSError``: nothing can be written there.
-        """
+        """Lock the root, and make it, until the lock is released. Raises: ``CheckpointError``, ``OSError``."""
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file into a directory that is not read yet, or a file of which a half does no harm."""

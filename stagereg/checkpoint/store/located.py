@@ -24,13 +24,9 @@ class Located:
 
 
 def located(target: str, empty: bool = False) -> Located:
-    """Return the meaning of ``target``: a directory of checkpoints, one of them, or ``latest``; a path or a URL.
+    """Return the meaning of a path or URL; with ``empty`` a directory may have leftovers only.
 
-    With ``empty`` a directory of checkpoints may have leftovers only.
-
-    Raises:
-        CheckpointError: there is nothing, or it cannot be accessed.
-        ConfigError: it is a URL that cannot be read here.
+    Raises: ``CheckpointError`` if there is nothing, or it cannot be accessed; ``ConfigError``.
     """
     try:
         name = target.rstrip("/").rpartition("/")[2]
@@ -65,12 +61,9 @@ def conditions(store: CheckpointStore) -> list[Condition]:
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, list[Condition]]:
-    """Return the newest good checkpoint, and the newer ones, which are not good. ``verify``: read all content.
+    """Return the newest good checkpoint, and the newer ones, which are not good; ``verify`` reads all content.
 
-    ``reading`` is entered with the lease that keeps the checkpoint from being deleted.
-
-    Raises:
-        CheckpointError: none is good. And as :func:`located` raises.
+    ``reading`` is entered with the lease that keeps the checkpoint. Raises: ``CheckpointError``, ``ConfigError``.
     """
     found = located(target)
     passed: list[Condition] = []

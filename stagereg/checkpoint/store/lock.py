@@ -116,11 +116,7 @@ class StoreLock:
         return bool(self._process)
 
     def check(self) -> None:
-        """Make sure that the directory is still held, before each commit. Thread-safe.
-
-        Raises:
-            CheckpointError: another run has taken it over; the message names it. ``OSError``.
-        """
+        """Make sure that the lock is held. Thread-safe. Raises: ``CheckpointError``, ``OSError``."""
         if not self._process:
             raise CheckpointError(f"This run has let go of {self.root}; it may not write there any more.")
         if self._is_ours():

@@ -103,11 +103,7 @@ class ObjectStore:
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Write an object unless there is one; return whether it was written. One try, since its answer may be lost.
-
-        Raises:
-            NotImplementedError: this store, or its package, cannot do that in one request.
-        """
+        """Try once to write a new object; return whether. Raises: ``NotImplementedError`` if the store cannot."""
         try:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:

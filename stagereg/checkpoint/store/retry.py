@@ -60,11 +60,7 @@ def until() -> float:
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return the result of ``act``, run on a thread of its own, within ``seconds``; ``give_back`` gets a late result.
-
-    Raises:
-        TimeoutError: it has not ended in time; names ``url``. And what ``act`` raises.
-    """
+    """Return the result of ``act``, or raise ``TimeoutError``; ``give_back`` gets a late result."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -88,15 +84,9 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
 
 
 def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
-    """Return what ``act`` returns, tried again as long as that may help.
+    """Return the result of ``act``, which must be harmless to repeat, tried again as long as that may help.
 
-    Args:
-        doing: for messages, such as ``"reading"``.
-        url: what it is done to; named in the error.
-        act: must be harmless to repeat, also after it was carried out and the answer was lost.
-
-    Raises:
-        OSError: what it raised last, naming ``url``. Errors of the program itself come as they are.
+    ``doing`` and ``url`` are for messages. Raises: ``OSError`` naming ``url``; errors of the program as they are.
     """
     trial = 1
     while True:

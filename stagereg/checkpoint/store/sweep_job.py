@@ -18,11 +18,7 @@ from stagereg.launch.command_line import gives_resume, raw
 
 
 def take_for_job(store: CheckpointStore, resume: str) -> None:
-    """Note which job of a sweep, if any, has the directory, with its lock held.
-
-    Raises:
-        CheckpointError: another job of the same sweep had it, and ``resume="auto"`` is not on the command line.
-    """
+    """Note the job of a sweep that has the locked directory. Raises: ``CheckpointError`` if another job had it."""
     if "hydra.core.hydra_config" not in sys.modules:  # importing it takes 0.3 s, which a program without Hydra saves
         return
     from hydra.core.hydra_config import HydraConfig
