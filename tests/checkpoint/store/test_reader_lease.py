@@ -101,14 +101,6 @@ def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
     assert (there(run), leases(run)) == ([4], [])
 
 
-def test_a_step_saved_again_while_it_is_read_stays(run: Checkpointer) -> None:
-    with open_store(str(run.dir)).readers.reading(first(run)):
-        save(run, 1)
-        assert there(run) == [1, 1]
-    save(run, 2)
-    assert there(run) == [2]
-
-
 def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> None:
     store, path = open_store(str(run.dir)), first(run)
     with contextlib.ExitStack() as held:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
@@ -12,7 +11,6 @@ import fsspec
 import pytest
 import torch
 
-from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import MANIFEST
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -62,16 +60,6 @@ def test_a_large_file_goes_up_in_parts(store: Store) -> None:
     elements = 15_000_000  # above the parts that any of the packages uses by default
     save(store, 1, elements=elements)
     expect_restored(store, 1, elements)
-
-
-def test_leftovers_of_a_killed_run_are_deleted_and_listed(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    save(store, 1)
-    objects, half = ObjectStore(store.url), f"{store.url}/step-00000002.aaaaaaaaaaaa"
-    objects.put(f"{half}/__0_0.distcp", b"half")
-    assert cli.main(["ls", store.url, "--leftovers", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["deleted"] == [half]
-    assert [name for name in store.names() if "aaaaaaaaaaaa" in name] == []
-    expect_restored(store, 1)
 
 
 def test_one_of_several_writers_makes_an_object(store: Store) -> None:
