@@ -9,8 +9,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("struct", "readonly")
-KINDS = ("DictConfig", "ListConfig")
-"""The types of configs in a structure; without OmegaConf they are read as dicts and lists."""
+KINDS = ("DictConfig", "ListConfig")  # read as dicts and lists without OmegaConf
 
 
 def is_config(value: Any) -> bool:

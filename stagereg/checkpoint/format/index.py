@@ -23,14 +23,11 @@ from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
 
 INDEX = "index.json"
-INDEX_BYTES = 1 << 30
-"""What is longer is not read: with less than a hundred bytes for each entry, that is far more than any run writes."""
+INDEX_BYTES = 1 << 30  # a longer index is not read; each entry takes less than a hundred bytes
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
-"""torch's dtypes by the names that the index has for them."""
 ARCHIVE = "archive"  # what a chunk says that lies in its file as ``torch.save`` has made it
-SUBCLASS = "subclass"
-"""Likewise, if the part is of a subclass that wraps other tensors: its size follows from these alone."""
+SUBCLASS = "subclass"  # the same of a part that wraps other tensors
 _FORMAT = 1
 _MOST_DIMENSIONS = 64
 _SHORT = 1 << 20  # characters of a structure

@@ -106,13 +106,10 @@ class RestoreNote(NamedTuple):
 
 
 class CrashCounter:
-    """Counts the crashes of one run.
+    """Counts the crashes of one run, in the note of ``store``: its directory, or a directory of this machine.
 
-    Args:
-        store: the directory that the run holds, or a directory of this machine.
-        give_up_after: how many crashes are enough; ``None`` counts none.
-        counts: whether this rank writes the note: rank 0, or one rank of each machine.
-        shared: whether all machines have the same ``store``.
+    ``give_up_after`` crashes are enough; ``None`` counts none. ``counts``: whether this rank writes the note: rank 0,
+    or one rank of each machine. ``shared``: whether all machines have the same ``store``.
     """
 
     def __init__(self, store: CheckpointStore, give_up_after: int | None, counts: bool, shared: bool = True) -> None:

@@ -26,18 +26,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.format.split_tensors as split_tensors
 import stagereg.checkpoint.load.subclasses as subclasses
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.encoding import Leaf, without_gc
+from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import name_of, wraps
-from stagereg.checkpoint.load.memory import memory_for
 from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
@@ -100,7 +99,7 @@ class CheckpointFiles(ExitStack):
     def read(self, leaves: Sequence[Leaf]) -> None:
         """Read leaves, each into its ``value``. Raises: ``CheckpointError``, ``OSError``.
 
-        A tensor is read into ``live`` if the leaf is ``in_place``, else into new memory (:func:`.memory_for`).
+        A tensor is read into ``live`` if the leaf is ``in_place``, else into new memory.
         ``copy_`` converts another dtype.
         """
         self.plan(leaves).run()
@@ -115,7 +114,7 @@ class CheckpointFiles(ExitStack):
                 transfer.wholes += wholes
                 continue
             if leaf.stored.dtype is not None:
-                leaf.value = memory_for(leaf)
+                leaf.value = _memory_for(leaf)
             if leaf.stored.chunks is None:
                 elsewhere[leaf.name] = leaf.value
             elif leaf.stored.dtype is None:
@@ -245,6 +244,37 @@ class File:
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data
+
+
+def _memory_for(leaf: Leaf) -> torch.Tensor:
+    if leaf.in_place and leaf.live is not None:
+        if not isinstance(leaf.live, ShardedTensor):
+            torch.autograd.graph.increment_version(leaf.live)
+        return leaf.live
+    dtype = leaf.dtype or leaf.stored.dtype
+    live = leaf.live
+    if split_tensors.is_split(live) and leaf.stored.shape == split_tensors.shape_of(live):
+        split = cast("torch.Tensor", live)
+        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # with the padding
+    sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
+    if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
+        if wraps(sharded):
+            local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
+            return subclasses.dtensor_like(sharded, local)
+        return torch.empty_like(sharded, dtype=dtype)
+    is_replicated = leaf.placed == REPLICATED  # otherwise Adafactor's rows and columns are
+    if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), sharded.device_mesh
+        return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if strides := leaf.strides or _strides_of(leaf.stored):
+        return torch.empty_strided(leaf.stored.shape, strides, dtype=dtype, device="cpu")
+    return torch.empty(leaf.stored.shape, dtype=dtype, device="cpu")
+
+
+def _strides_of(stored: Stored) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that lies in a file as a whole, if they are not row-major."""
+    [chunk] = stored.chunks if stored.chunks is not None and len(stored.chunks) == 1 else [None]
+    return chunk.layout if chunk is not None and isinstance(chunk.layout, tuple) else None
 
 
 def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

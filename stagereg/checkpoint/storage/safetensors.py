@@ -46,7 +46,6 @@ DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-"""The names that the format has for dtypes."""
 
 _ALIGNMENT = 8
 _SUFFIX = ".safetensors"

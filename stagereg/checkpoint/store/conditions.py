@@ -13,8 +13,7 @@ from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Ma
 from stagereg.checkpoint.store.backend import Backend
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
-_MANIFEST_BYTES = 1 << 28
-"""What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
+_MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some hundred bytes
 
 
 def look(backend: Backend, path: str) -> Condition:

@@ -25,9 +25,8 @@ TRIALS = 10  # how often something is tried in all, some three minutes long
 FIRST_S = 0.5
 LONGEST_S = 60.0
 
-# What may pass: statuses; S3's names of errors whose status does not show it (content lost on its way, an upload that
-# was cleared away, another write of the same object at the same moment); and parts of the names of exceptions, as the
-# clients of object stores have no common base for what goes wrong on the network.
+# Transient errors: HTTP statuses; S3's codes whose status does not show it; and parts of the names of exceptions, since
+# the clients of object stores have no common base for network errors.
 _PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
 _PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
 _PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
@@ -38,8 +37,7 @@ _FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENA
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 _log = logging.getLogger(__name__)
-_thread = threading.local()
-"""The deadline of the call under way on each thread; it reaches functions that a library calls in between."""
+_thread = threading.local()  # the deadline of the call under way on each thread
 
 
 @contextlib.contextmanager
