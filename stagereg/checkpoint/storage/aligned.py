@@ -39,13 +39,10 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DiskFile:
-    """A new file at ``path``, past the page cache with ``direct``, where that can be; an older file there is emptied.
+    """A new, empty file at ``path``, past the page cache if ``direct`` and possible. Raises: ``OSError`` with the path.
 
     Attributes:
         refused: whether the file system has refused to be written past the page cache.
-
-    Raises:
-        OSError: with the path.
     """
 
     def __init__(self, path: str, direct: bool) -> None:
@@ -126,19 +123,14 @@ class Upload:
 
 
 class AlignedFile:
-    """A new file, written from its beginning to its end by one thread, or by the caller where none can be started.
+    """A new file at ``target``, written in order by a thread, or by the caller if none can be started.
 
-    As a context manager it ends its thread and closes the file; :meth:`finish` comes before that, when all is written.
-
-    Args:
-        target: where it goes.
-        buffers: of :func:`make_buffers`, which small writes go through; another file may have them afterwards.
+    Small writes go through ``buffers`` (:func:`make_buffers`), which another file may have afterwards. Call
+    :meth:`finish` before the context manager ends. Every method raises the ``OSError`` of its write, or of an earlier
+    one.
 
     Attributes:
-        blocks: the CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written.
-
-    Raises:
-        OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
+        blocks: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
     """
 
     def __init__(self, target: DiskFile | Upload, buffers: Sequence[memoryview]) -> None:

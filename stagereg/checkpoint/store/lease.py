@@ -4,9 +4,8 @@ A store has no locks that die with a process. A conditional write makes the obje
 every twenty seconds; after a minute without that it is free, and at once if its owner was a process of this machine
 that has ended. The store's clock gives its age; without one, the waiting run watches the object for a minute.
 
-This is weaker than a lock. A run that is stopped for more than a minute may believe for one request that it still holds
-the lock; it looks before each commit. Of two that write at the same moment without a conditional write the second wins,
-and the first finds out by reading again.
+This is weaker than a lock: a run that is stopped for more than a minute may believe for one request that it still holds
+the lock. Of two writes at the same moment without a condition the second wins; the first run reads that afterwards.
 """
 
 from __future__ import annotations

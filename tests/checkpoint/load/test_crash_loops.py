@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -130,21 +129,6 @@ def test_saving_again_what_was_there_before_the_crash_is_no_progress(
     cycles = Cycles(capsys, str(tmp_path), where, at=15)
     assert cycles.began == ["scratch", *thrice(*LATER[where])]
     assert "died before a checkpoint beyond step 1" in cycles.refusal
-
-
-def test_nor_is_saving_what_was_restored(tmp_path: Path) -> None:
-    train(str(tmp_path), "store", steps=LAST, at=99)
-
-    def cycle() -> int | None:
-        state = {"x": torch.zeros(4)}
-        with contextlib.suppress(ZeroDivisionError), Checkpointer(str(tmp_path / "store"), keep=9) as checkpointer:
-            start = checkpointer.restore(state)
-            checkpointer.save(start or 0, state)
-            checkpointer.wait()
-            raise ZeroDivisionError
-        return start
-
-    assert [cycle() for _ in range(4)] == [12, 12, 12, 8]
 
 
 def test_what_others_saved_for_a_run_that_was_lost_is_progress(

@@ -196,16 +196,6 @@ def test_who_may_not_write_reads_without_a_lease(
     assert leases(run) == []
 
 
-def test_an_open_checkpoint_is_kept_until_it_is_closed(run: Checkpointer) -> None:
-    with stagereg.open_checkpoint(str(run.dir)) as checkpoint:
-        save(run, 2)
-        save(run, 3)
-        assert there(run) == [1, 3]
-        assert checkpoint.entry("x").sum() == 8
-    save(run, 4)
-    assert there(run) == [4]
-
-
 def test_an_open_checkpoint_that_is_forgotten_is_let_go(run: Checkpointer) -> None:
     checkpoint = stagereg.open_checkpoint(str(run.dir))
     assert len(leases(run)) == 1
