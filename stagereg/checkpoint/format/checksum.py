@@ -31,7 +31,7 @@ crc32 = _fastest()  # CRC-32 of bytes; given the number of the bytes before as w
 def combined(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of bytes from that of their first part, and that of the rest, which has ``length`` bytes.
 
-    A CRC is a remainder modulo a polynomial over GF(2), which the following bytes multiply.
+    A CRC is a remainder modulo a polynomial over GF(2); the following bytes multiply the first remainder.
     """
     return _product(first, _power(length)) ^ second
 

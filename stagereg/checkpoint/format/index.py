@@ -186,8 +186,7 @@ def expect_readable(
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
     """Return ``index.json`` without structures, of torch's metadata and of the results of each rank's ``write_data``.
 
-    ``objects`` names objects, and tensors that wrap others; other values are in the structure. Raises:
-    ``CheckpointError``.
+    ``objects`` has the names of objects, and of tensors that wrap others. Raises: ``CheckpointError``.
     """
     files: dict[str, int] = {}
 

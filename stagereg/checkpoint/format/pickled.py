@@ -1,7 +1,7 @@
 """Objects of a state that JSON cannot carry: checked before they are written, read without running code.
 
 A tuple with a tensor in it, or a value of an allowed type (``torch.serialization.add_safe_globals([T])``), is stored by
-``torch.save`` and read with ``torch.load(weights_only=True)``, which is tried before the save without tensors.
+``torch.save`` and read with ``torch.load(weights_only=True)``. Both are tried before the save, without tensor data.
 """
 
 from __future__ import annotations

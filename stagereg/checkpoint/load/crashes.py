@@ -232,7 +232,7 @@ class CrashCounter:
 
 
 def is_in_order(error: BaseException | None) -> bool:
-    """Whether ``error`` is no crash of a run: ``None``, Ctrl-C, a preemption, or a failed save."""
+    """Whether a run that ends by ``error`` has not crashed: ``None``, Ctrl-C, a preemption, a failed save."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0, RESUME_CODE) or isinstance(error, Stopped)
     if isinstance(error, CheckpointError):  # of the storage, or since another rank failed

@@ -126,8 +126,7 @@ class AlignedFile:
     """A new file at ``target``, written in order by a thread, or by the caller if none can be started.
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may have afterwards. Call
-    :meth:`finish` before the context manager ends. Every method raises the ``OSError`` of its write, or of an earlier
-    one.
+    :meth:`finish` before the context manager ends. Methods raise the ``OSError`` of their write, or of an earlier one.
 
     Attributes:
         blocks: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
@@ -257,7 +256,7 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two new buffers of ``nbytes``, a multiple of a page; from huge pages a disk takes a quarter less."""
+    """Return two new buffers of ``nbytes``, a multiple of a page; huge pages save a disk a quarter of its time."""
     buffers = [private_memory(nbytes) for _ in range(2)]
     for each in buffers:
         with contextlib.suppress(OSError):

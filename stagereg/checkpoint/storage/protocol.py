@@ -64,7 +64,7 @@ class Storage(StorageWriter):
 
         With a content ``finish`` may write this file alone, and ``finish`` and ``prepare_global_plan`` must be
         deterministic: if all ranks write the same values at the same places as before, the checkpointer writes this
-        content without them.
+        content and calls neither.
         """
         return None
 

@@ -58,7 +58,7 @@ def until() -> float:
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return the result of ``act``, or raise ``TimeoutError``; ``give_back`` gets a late result."""
+    """Return the result of ``act`` within ``seconds``, or raise ``TimeoutError``; ``give_back`` gets a late one."""
     answer: Future[T] = Future()
 
     def work() -> None:
