@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "make one file of a checkpoint, for torch.load or for safetensors"
     more = (
         "It does not matter how many ranks saved it. A .pt has all of the state and is made in memory; a .safetensors "
-        "has the tensors, and is made piece by piece. --dtype, --map and --max-shard-size are for a .safetensors."
+        "has the tensors, and is made piece by piece. --dtype and --max-shard-size are for a .safetensors."
     )
     parser = output.add_command(commands, "convert", help_, run, more)
     parser.add_argument("checkpoint", help="one checkpoint, or a directory of them (its newest good one); path or URL")
@@ -35,14 +34,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--only", metavar="NAME", help="only this name of the state, such as model, as it is by itself")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     parser.add_argument("--dtype", choices=_DTYPES, help="of all floating-point tensors of 16 bits or more")
-    parser.add_argument(
-        "--map",
-        metavar="REGEX=NEW",
-        action="append",
-        default=[],
-        help="replace REGEX by NEW, which may be empty, in each name; again for another. A name that becomes empty is "
-        "left out",
-    )
     help_ = "several files OUT-00001-of-0000N.safetensors of at most this size, such as 5GB, and an index of them"
     parser.add_argument("--max-shard-size", metavar="SIZE", help=help_)
     add_plugins_option(parser)
@@ -62,12 +53,12 @@ def run(asked: argparse.Namespace) -> int:
         raise ConfigError(f"{out} cannot be written: {why}.")
     if not asked.force and os.path.lexists(out):
         raise ConfigError(f"{out} is there already; --force replaces it.")
-    if out.suffix != SAFETENSORS and (asked.dtype or asked.map or asked.max_shard_size):
-        raise ConfigError("--dtype, --map and --max-shard-size are for a file called OUT.safetensors.")
+    if out.suffix != SAFETENSORS and (asked.dtype or asked.max_shard_size):
+        raise ConfigError("--dtype and --max-shard-size are for a file called OUT.safetensors.")
     size = None if asked.max_shard_size is None else ByteSize(asked.max_shard_size)
     if size == 0:
         raise ConfigError("--max-shard-size is a size above 0, such as 5GB.")
-    options = TensorOptions(asked.dtype and DTYPES[asked.dtype], [_rename(text) for text in asked.map], size)
+    options = TensorOptions(asked.dtype and DTYPES[asked.dtype], size)
     import_plugins(asked)
     output.progress(f"reading {asked.checkpoint}")
     try:
@@ -96,15 +87,3 @@ def run(asked: argparse.Namespace) -> int:
 def _show_passed(each: Condition) -> None:
     output.progress()
     print(f"Passing over {each.path}: {each}", file=sys.stderr)
-
-
-def _rename(text: str) -> tuple[re.Pattern[str], str]:
-    regex, sign, new = text.rpartition("=")
-    try:
-        pattern = re.compile(regex)
-        pattern.sub(new, "")  # whether it refers to groups that there are
-    except (re.error, IndexError) as error:
-        raise ConfigError(f"--map {text!r:.100}: {error}") from error
-    if not sign or not regex:
-        raise ConfigError(f"--map is REGEX=NEW, such as '^model[.]=', not {text!r:.100}.")
-    return pattern, new

@@ -1,7 +1,6 @@
-"""The checksum of files: CRC-32 as in zip and gzip, by the fastest library that is installed.
+"""The checksum of files: CRC-32 as in zip and gzip, by the fastest library that is installed (``isal``, ``zlib-ng``).
 
-``isal`` and ``zlib-ng`` compute the same number as ``zlib``, several times as fast. All three let other threads run
-meanwhile. A manifest names the algorithm by its key: ``"crc32"``.
+All libraries release the GIL. A manifest names the algorithm by its key: ``"crc32"``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ crc32 = _fastest()  # CRC-32 of bytes; given the number of the bytes before as w
 def combined(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of bytes from that of their first part, and that of the rest, which has ``length`` bytes.
 
-    A CRC is a remainder modulo a polynomial over GF(2): what follows the first part multiplies its remainder.
+    A CRC is a remainder modulo a polynomial over GF(2); the following bytes multiply the first remainder.
     """
     return _product(first, _power(length)) ^ second
 

@@ -1,7 +1,4 @@
-"""Configs of OmegaConf as plain data: their content with interpolations as text, and their flags.
-
-Reading makes them of plain data with ``DictConfig`` and ``ListConfig``, and resolves nothing.
-"""
+"""Configs of OmegaConf as plain data: content, with interpolations as unresolved text, and flags."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("struct", "readonly")
-KINDS = ("DictConfig", "ListConfig")
-"""The types of configs in a structure; without OmegaConf they are read as dicts and lists."""
+KINDS = ("DictConfig", "ListConfig")  # read as dicts and lists without OmegaConf
 
 
 def is_config(value: Any) -> bool:

@@ -1,7 +1,6 @@
-"""What is wrong with a checkpoint: what a store has found under its names, compared with the manifest.
+"""What is wrong with a checkpoint: the files that a store has found, compared with the manifest. Touches no disk.
 
-Touches no disk. Found without reading content: a manifest that is missing, damaged, or of another step; a file that is
-missing, is no regular file, or has another size. Found by reading: any other content, down to a single bit.
+Sizes and kinds of files are known without reading them; reading finds any other content, down to a single bit.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Found: TypeAlias = FileMark | int | str
 
 @dataclass(frozen=True)
 class Condition:
-    """What the directory of a checkpoint is like.
+    """The condition of the directory of a checkpoint.
 
     Attributes:
         path: the directory, a path or a URL.
         manifest: its manifest; ``None`` if that cannot be read.
-        damages: what is wrong with files, by their names, such as ``"truncated: 100 of 4096 bytes"``, or
-            :class:`Unclear` where one could not be looked at; nothing if it is complete.
+        damages: by the name of a file what is wrong with it, such as ``"truncated: 100 of 4096 bytes"``, or
+            :class:`Unclear`; empty if the checkpoint is complete.
     """
 
     path: str
@@ -60,7 +59,7 @@ class Condition:
         return Checkpoint(self.path, self.manifest) if self.manifest is not None and not self.damages else None
 
     def lines(self) -> list[str]:
-        """Return what is wrong, a line a file, of many files for the first ones."""
+        """Return what is wrong, a line a file, for the first files."""
         every = [f"{name}: {what}" for name, what in self.damages.items()]
         return [*every[:_SHOWN], f"and {len(every) - _SHOWN} more files"] if len(every) > _SHOWN else every
 
@@ -102,9 +101,9 @@ WHOLE = range(sys.maxsize)  # all bytes of a file, however many there are
 
 
 def share_of_rank(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:
-    """Return which bytes of which files one of ``size`` ranks reads, as many as each other rank; in order of names.
+    """Return the bytes of each file that one of ``size`` ranks reads, the same number as each other rank.
 
-    A part with the last byte of a file goes to its end, however far away that is, so a longer file is noticed.
+    The rank with the last byte of a file reads to its end, however far away that is, so a longer file is noticed.
     """
     names = sorted(files)
     total = sum(files[name].bytes + 1 for name in names)  # the end of each file counts, or else nobody had empty ones

@@ -1,10 +1,8 @@
 """The structure of a state as JSON: its containers and plain values, and a mark for each tensor and object.
 
-Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md), so reading needs no template. A *leaf*,
-``{}``, is a tensor, or an object that JSON cannot carry (:mod:`.pickled`); it lies in a file under its dotted name:
-``optimizer.state.0.exp_avg``. Names and leaves are those of torch's ``traverse_state_dict``
-(torch/distributed/checkpoint/_traverse.py). What could not be read back is refused when it is saved; reading makes
-plain data and the containers of a state dict, and runs nothing.
+Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). A *leaf*, ``{}``, is a tensor, or an
+object that JSON cannot carry (:mod:`.pickled`), stored under its dotted name, as torch's ``traverse_state_dict`` has
+it: ``optimizer.state.0.exp_avg``. A value that could not be read back is refused at the save; reading runs no code.
 """
 
 from __future__ import annotations
@@ -123,12 +121,7 @@ def _is_walked(value: object) -> bool:
 
 @without_gc()
 def encode(value: Any, name: str) -> Encoded:
-    """Return the structure of the entry called ``name``.
-
-    Raises:
-        CheckpointError: something in it could not be read back without running code, with its dotted name and what to
-            do.
-    """
+    """Return the structure of the entry ``name``. Raises: ``CheckpointError`` if it could not be read back."""
     found: list[str] = []
     try:
         return Encoded(json.dumps(_encode(value, name, found, 0)), found)
@@ -216,12 +209,9 @@ def _key(key: Any) -> Any:
 
 @without_gc()
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
-    """Return the structure that JSON has of the entry ``name``, with a :class:`Leaf` for each tensor and object.
+    """Return the structure of an entry from JSON, with a :class:`Leaf` for each tensor and object.
 
-    It has the values of ``rank`` where ranks had different ones; else the lowest rank's.
-
-    Raises:
-        CheckpointError: it is none; nothing of it was run.
+    Values that differ between ranks are those of ``rank``; else of the lowest rank. Raises: ``CheckpointError``.
     """
     try:
         return _decode(tree, name, str(rank), 0)

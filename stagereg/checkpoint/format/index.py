@@ -1,9 +1,8 @@
-"""The index of a checkpoint: where the bytes of every tensor lie, and the structure of the state, as one JSON file.
+"""The index of a checkpoint: where the bytes of every tensor are, and the structure of the state, as one JSON file.
 
-``index.json`` is all that is needed to read a checkpoint (docs/format.md), so that another program can read it too.
-:func:`make_index` makes it, on rank 0, of what the ranks have written. :meth:`Index.loads` checks every number in it:
-against the sizes of the files, against each other, and against what memory can hold, before anything is opened,
-allocated or loaded. What has passed needs no further check.
+``index.json`` is all that another program needs to read a checkpoint (docs/format.md). :func:`make_index` makes it on
+rank 0. :meth:`Index.loads` checks every number in it against the sizes of the files, each other, and memory, before
+anything is opened, allocated or loaded.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
 
 INDEX = "index.json"
-INDEX_BYTES = 1 << 30
-"""What is longer is not read: with less than a hundred bytes for each entry, that is far more than any run writes."""
+INDEX_BYTES = 1 << 30  # a longer index is not read; each entry takes less than a hundred bytes
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
-"""torch's dtypes by the names that the index has for them."""
 ARCHIVE = "archive"  # what a chunk says that lies in its file as ``torch.save`` has made it
-SUBCLASS = "subclass"
-"""Likewise, if the part is of a subclass that wraps other tensors: its size follows from these alone."""
+SUBCLASS = "subclass"  # the same of a part that wraps other tensors
 _FORMAT = 1
 _MOST_DIMENSIONS = 64
 _SHORT = 1 << 20  # characters of a structure
@@ -43,9 +39,9 @@ class TensorResult(WriteResult):
     """What ``write_data`` may return of a tensor in place of torch's ``WriteResult``: where its own bytes are.
 
     Attributes:
-        content: the byte of the file, ``storage_data.relative_path``, at which they begin; there are as many as the
-            elements of the written part have, with nothing between them.
-        stride: of the elements, as ``Tensor.stride`` has it; None where they are in row-major order.
+        content: the byte of the file ``storage_data.relative_path`` at which the elements of the written part begin,
+            without gaps.
+        stride: of the elements, as ``Tensor.stride``; None if they are in row-major order.
     """
 
     content: int
@@ -54,10 +50,7 @@ class TensorResult(WriteResult):
 
 @dataclass(frozen=True)
 class ArchiveResult(WriteResult):
-    """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
-
-    ``storage_data.relative_path``, ``offset`` and ``length`` say where.
-    """
+    """What ``write_data`` may return of any item that ``torch.save`` has made; ``storage_data`` has its place."""
 
 
 class Chunk(NamedTuple):
@@ -88,14 +81,14 @@ class Stored(NamedTuple):
 
 
 class Index:
-    """What a checkpoint has, found to be right.
+    """The content of a checkpoint, checked.
 
     Args:
         content: of ``index.json``.
         sizes: of the files of the checkpoint, by name, as the manifest has them.
 
     Attributes:
-        state: the structure of each entry, as :mod:`stagereg.checkpoint.format.encoding` decodes it.
+        state: the structure of each entry, for :func:`.encoding.decode`.
 
     Raises:
         Exception: of any kind, if something in it does not fit.
@@ -111,11 +104,7 @@ class Index:
     @classmethod
     @without_gc()
     def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
-        """Read the content of ``index.json``.
-
-        Raises:
-            CheckpointError: it is none, or something in it does not fit.
-        """
+        """Read the content of ``index.json``. Raises: ``CheckpointError`` if something in it does not fit."""
         try:
             return cls(json.loads(data), sizes)
         except RecursionError:
@@ -154,11 +143,7 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 
 
 def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
-    """Return the content of ``index.json``, of what :func:`tables` returns, as JSON, and the structures of entries.
-
-    Raises:
-        CheckpointError: it would be longer than what is read back.
-    """
+    """Return ``index.json`` of tables, as JSON, and structures. Raises: ``CheckpointError`` if it is too long."""
     texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
     data = f'{tensors[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
@@ -181,13 +166,10 @@ class Readable(NamedTuple):
 def expect_readable(
     index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
 ) -> Readable:
-    """Read an index that is about to be committed as the reader will, and return what it is made of.
+    """Read an index before its commit as the reader will, and return its parts. Raises: ``CheckpointError``.
 
-    With the tables of ``before`` nothing is read but the structures that have changed and are short: of 100,000 tensors
-    the whole takes a second or two of the background thread.
-
-    Raises:
-        CheckpointError: the reader would refuse it.
+    With the tables of ``before`` only short structures that have changed are read: of 100,000 tensors the whole takes a
+    second or two of the background thread.
     """
     found = Index.loads(index, sizes) if tables != before.tables else None
     for name, encoded in state.items():
@@ -202,16 +184,9 @@ def expect_readable(
 
 @without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
-    """Return the content of ``index.json`` without the structures.
+    """Return ``index.json`` without structures, of torch's metadata and of the results of each rank's ``write_data``.
 
-    Args:
-        metadata: of the checkpoint, as torch has planned it.
-        results: of each rank's ``write_data``.
-        objects: their names, and those of tensors that wrap others; all else that is no tensor stands in the
-            structure, and torch alone reads it.
-
-    Raises:
-        CheckpointError: the storage has not said where it has put a tensor that wraps others.
+    ``objects`` has the names of objects, and of tensors that wrap others. Raises: ``CheckpointError``.
     """
     files: dict[str, int] = {}
 
@@ -318,10 +293,7 @@ def expect_strides(shape: Sequence[int], strides: Any) -> None:
 
 
 def overlap(boxes: list[_Box]) -> bool:
-    """Whether two boxes, of the same dimensions, have an element in common.
-
-    Goes through them along the dimension that is cut most often.
-    """
+    """Whether two boxes have an element in common; sweeps along the dimension that is cut most often."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:
         return True

@@ -1,8 +1,7 @@
-"""What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
+"""The names of a checkpoint's parts, its manifest, and the marks of its files. This module touches no disk.
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
-commits, so "newest" means committed last, also after a run was resumed from an older step. How a checkpoint is found,
-read and committed is described in :mod:`stagereg.checkpoint.store`. This module touches no disk.
+commits, so "newest" means committed last, also after a run was resumed from an older step.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class Manifest:
 
     Attributes:
         step: the training step.
-        world_size: how many ranks wrote it.
-        serial: how many checkpoints were committed before it, and one.
+        world_size: the number of ranks that wrote it.
+        serial: its number among all commits, from 1.
         files: their marks, by the name inside the directory.
         storage: the name of the storage that reads it.
-        time: when it was committed, whole seconds since the epoch.
-        metrics: what rank 0 logged about the step before the save; may have NaN, so two manifests are compared without.
-        lost: in a survivors' save the ranks that were lost, each with what of it is missing, or not exact, in words.
+        time: of the commit, whole seconds since the epoch.
+        metrics: rank 0 logged them before the save; may have NaN, so two manifests are compared without.
+        lost: in a survivors' save the lost ranks, each with the values that are missing or inexact, in words.
     """
 
     step: int
@@ -93,12 +92,7 @@ class Manifest:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Manifest:
-        """Read the text of ``manifest.json``.
-
-        Raises:
-            ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message has the
-                reason.
-        """
+        """Read the text of ``manifest.json``. Raises: ``ValueError`` with the reason if it is invalid."""
         try:
             data = json.loads(text)
         except RecursionError:
@@ -142,10 +136,7 @@ class Checkpoint:
 
     @property
     def key(self) -> str:
-        """What it alone is known by, with a token in its name or without.
-
-        The name may come again, and the serial where one was deleted by hand.
-        """
+        """The identity of the checkpoint, whether its name has a token or not."""
         return f"{plain_name(self.name)} {self.manifest.serial} {self.manifest.time}"
 
 

@@ -1,9 +1,7 @@
 """Objects of a state that JSON cannot carry: checked before they are written, read without running code.
 
-Such an object, a tuple with a tensor in it or a value of a type that the program has allowed
-(``torch.serialization.add_safe_globals([T])``), lies in a file as ``torch.save`` has made it, and is read with
-``torch.load(weights_only=True)``. A checkpoint that cannot be read is worth nothing, so each is tried out, without the
-content of its tensors, before it is saved.
+A tuple with a tensor in it, or a value of an allowed type (``torch.serialization.add_safe_globals([T])``), is stored by
+``torch.save`` and read with ``torch.load(weights_only=True)``. Both are tried before the save, without tensor data.
 """
 
 from __future__ import annotations
@@ -38,11 +36,7 @@ _loadable: set[object] = set()  # kinds of tensors that wrap others, each tried 
 
 
 def expect_loadable(name: str, value: Any) -> None:
-    """Let a tensor or an object with that dotted name pass that can be read back.
-
-    Raises:
-        CheckpointError: it could not be read back, and what to do.
-    """
+    """Raise ``CheckpointError``, with what to do, if a value called ``name`` could not be read back."""
     if type(value) is ShardedTensor:  # of dense shards
         return
     if isinstance(value, torch.Tensor) and wraps(value):
@@ -152,11 +146,7 @@ def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb
 
 
 def load(name: str, data: bytes | bytearray) -> Any:
-    """Return the object called ``name``, of which ``data`` is what ``torch.save`` has written.
-
-    Raises:
-        CheckpointError: it has something else than data and allowed types, or is damaged.
-    """
+    """Return an object from the ``data`` of ``torch.save``. Raises: ``CheckpointError``."""
     stream = io.BytesIO(data)
     try:
         _expect_stored(stream)

@@ -1,8 +1,8 @@
 """Plain tensors that declare themselves to be parts of a larger one, torch 2.14's ``CheckpointableTensor``.
 
-Four attributes are the whole protocol: ``global_shape`` of the larger tensor, and of each part where it begins there
-(``global_offsets``) and in the tensor that has the attributes (``local_offsets``), and its shape (``local_sizes``).
-Elements of that tensor that are in no part are padding. The protocol is read from the attributes, with any torch.
+Four attributes are the protocol: ``global_shape`` of the larger tensor, and of each part its offsets there
+(``global_offsets``) and in the tensor itself (``local_offsets``), and its shape (``local_sizes``). Other elements are
+padding.
 """
 
 from __future__ import annotations

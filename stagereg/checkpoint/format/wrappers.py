@@ -1,8 +1,7 @@
 """Tensor subclasses that wrap other tensors and have no storage of their own, such as quantized weights of torchao.
 
-Such a tensor has a dtype and a shape that it stands for, and the bytes are in its inner tensors, which
-``__tensor_flatten__`` names; these may wrap others again. To read elements of it, or to copy it into a tensor of that
-dtype, would round: whoever saves or compares it takes the inner tensors. A ``DTensor`` is what its local tensor is.
+``__tensor_flatten__`` names the inner tensors, which have the bytes and may wrap others. Copying such a tensor into one
+of its nominal dtype would round, so the inner tensors are saved and compared. A ``DTensor`` counts as its local tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def wraps(x: Any) -> bool:
 def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors with storage that a tensor is made of; itself if it wraps none.
 
-    Of one that does not name its inner tensors, and cannot be staged either, yield nothing.
+    Yield nothing if it does not name its inner tensors.
     """
     x = x._local_tensor if isinstance(x, DTensor) else x
     if not wraps(x):

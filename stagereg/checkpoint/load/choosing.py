@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what is said of those that it passes over or refuses."""
+"""Choose the checkpoint that a run resumes from, and report the skipped and refused ones."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class _GivenUp(str):
-    """What stands in the place of damage, of a checkpoint that runs crash after."""
+    """The reason to skip a checkpoint that runs crash after, in the place of damage."""
 
 
 def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
-    """Return what there is to go on from by manifests and sizes, in the order in which it is tried or reported.
-
-    Raises:
-        CheckpointError: there is none, or one could not be looked at.
-    """
+    """Return the checkpoints in the order in which they are tried. Raises: ``CheckpointError``."""
     if resume not in ("auto", "latest"):
         if is_plain_dcp(resume):
             return [Condition(resume, described(resume))]
@@ -63,10 +59,7 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
 def candidates_near(
     store: CheckpointStore, resume: str, steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
 ) -> list[Condition]:
-    """Return :func:`candidates` where the run has a tier, whose ``steps`` are by path; ``resume`` may be one of these.
-
-    Raises as that, or if the tier has no step of that path.
-    """
+    """Return :func:`candidates` and the ``steps`` of the tier, which are by path; ``resume`` may be such a path."""
     if resume in steps:
         return [Condition(resume, steps[resume].manifest)]
     if resume not in RESUME:
@@ -78,9 +71,9 @@ def candidates_near(
 def with_steps_of_tier(
     listed: Sequence[Condition], steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
 ) -> list[Condition]:
-    """Return what was listed, with the steps of the tier where they belong: by branch, then step, before equal ones.
+    """Insert the steps of the tier, the newest first, into a list: by branch, then step, before equal ones.
 
-    ``steps`` are by path, the newest first; ``branch_of`` returns the branch of a checkpoint with a serial number.
+    ``branch_of`` returns the branch of a checkpoint with a serial number.
     """
     found = [*listed]
     for path, each in steps.items():
@@ -98,9 +91,9 @@ def with_steps_of_tier(
 def without_given_up(
     store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition], near: Collection[str]
 ) -> list[Condition]:
-    """Return what was listed, with what ``"auto"`` does not try for crashes as if it were damaged; warn of others.
+    """Mark the checkpoints that ``"auto"`` skips for their crashes as damaged; warn if another ``resume`` takes one.
 
-    ``near`` are the paths of those that are in the tier.
+    ``near`` has the paths of the tier.
     """
     where = store if resume in ("auto", "latest") or resume in near else open_parent_store(resume)
     also = [each.checkpoint for each in listed if each.path in near and each.checkpoint is not None]
@@ -116,7 +109,7 @@ def without_given_up(
 
 
 def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
-    """Whether it was committed after a complete checkpoint, as far as is known."""
+    """Whether a damaged checkpoint was committed after a complete one, as far as is known."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
     if damaged.manifest is not None:
@@ -141,7 +134,7 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
 
 
 def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies | None) -> None:
-    """Tell on rank 0 what a run goes on from, and where its checkpoints go, if it is from there."""
+    """Log on rank 0 what a run resumes from, and where its checkpoints go, if these are its ``own``."""
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
     if step is None:
         phases.restored(0, "", "")
@@ -154,7 +147,7 @@ def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies 
 
 
 def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
-    """Log what is lost by resuming from ``chosen`` although others are newer."""
+    """Log on rank 0 how many steps are lost since newer checkpoints were skipped."""
     if not passed or ranks.rank != 0:
         return
     step = chosen.manifest.step
@@ -166,8 +159,7 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
 
 
 def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
-    """Return what is to be said where none leads on; ``root`` is the directory, or the tier's where there is none."""
-    # A step of a tier is not in the directory.
+    """Return the message if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
     names = [each.name if os.path.dirname(each.path) == root else each.path for each in damaged]
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, damaged, strict=True))
     given_up = [_word(each) == "given up" for each in damaged]
@@ -202,7 +194,7 @@ def _indented(condition: Condition) -> str:
 
 
 def sought(source: str) -> tuple[CheckpointStore, str]:
-    """Return the store and what is sought in it, of the path of one checkpoint or of a directory of them."""
+    """Return the store and ``resume`` for the path of one checkpoint, or of a directory of checkpoints."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
     one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
@@ -212,7 +204,7 @@ def sought(source: str) -> tuple[CheckpointStore, str]:
 def asked_for(
     store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
 ) -> tuple[CheckpointStore, str]:
-    """Return in which store what is sought: by ``resume``, or ``source`` in its place. Collective."""
+    """Return the store and ``resume``; ``source`` replaces both. Collective."""
     found, what = (store, resume) if source is None else sought(os.fspath(source))
     if what not in RESUME and os.path.basename(what) == what:  # a bare name
         [what, *_] = ranks.run_on_all("Nothing was restored", lambda: path_named(found, what))
@@ -220,7 +212,7 @@ def asked_for(
 
 
 def path_named(store: CheckpointStore, name: str) -> str:
-    """Return the path of a checkpoint by its bare name: in ``store``, unless the working folder alone has it."""
+    """Return the path of a bare name: in ``store``, unless only the working folder has it."""
     inside, here = f"{store.root}/{name}", os.path.realpath(name)
     if not os.path.exists(here) or here == os.path.realpath(inside):
         return inside

@@ -1,13 +1,11 @@
-"""Checkpoints that runs crash after: restored, and then the run died before it had come further than it had been.
+"""Count the runs that crashed after a checkpoint was restored, before they came further than earlier runs.
 
-A process that is killed can write nothing, so rank 0 notes which checkpoint it is about to restore, before any file of
-it is loaded, in ``.restored.json`` of the directory; without one, a rank on each machine notes it beside the tier. A
-note that the next run finds there is a crash, whatever its cause; an end in good order (:func:`is_in_order`) takes it
-back. What cannot be read or written counts nothing: it must not keep a run from training.
+A killed process writes nothing, so rank 0 notes the checkpoint in ``.restored.json`` before it loads any file; without
+a directory, one rank of each machine writes the note beside the tier. A note that the next run finds is a crash; an
+end in good order (:func:`is_in_order`) removes the note. A note that cannot be read or written counts nothing.
 
-Crashes are counted by step, for the directory and for the tier. A run that went back and saves a step again may come to
-the same end again, so that step has the count of the one before it. Only a checkpoint beyond every step that a crashed
-run was restored from shows that the run has come further, and ends the counting.
+Crashes are counted by step: a step that is saved again has the count of its predecessor. Only a checkpoint beyond every
+step that a crashed run was restored from ends the counting.
 """
 
 from __future__ import annotations
@@ -34,21 +32,21 @@ _log = logging.getLogger(__name__)
 
 
 class Crashes(NamedTuple):
-    """How often runs have crashed after a checkpoint was restored, and how often is enough to give it up."""
+    """How often runs crashed after a checkpoint was restored, and how many crashes are enough to skip it."""
 
-    times: int = 0  # after this one
-    most: int | None = None  # which is enough; ``None`` counts none
-    in_a_row: int = 0  # after any of the run's, since it has come further
-    reached: int = -1  # the furthest step that was restored then
+    times: int = 0  # crashes after this checkpoint
+    most: int | None = None  # enough crashes; ``None`` counts none
+    in_a_row: int = 0  # crashes after any checkpoint of the run, since the run came further
+    reached: int = -1  # the furthest step that was restored before these crashes
 
     @property
     def given_up(self) -> bool:
-        """Whether it is passed over."""
+        """Whether the checkpoint is skipped."""
         return self.most is not None and (self.times >= self.most or self.in_a_row >= _MOST_TRIED * self.most)
 
     @property
     def why(self) -> str:
-        """What stands in the place of damage where it is given up."""
+        """The reason why the checkpoint is skipped."""
         further = f" before a checkpoint beyond step {self.reached}"
         if self.most is not None and self.times < self.most:
             return f"not tried: runs have died {self.in_a_row} times in a row{further}"
@@ -63,19 +61,19 @@ class Crashes(NamedTuple):
 
 
 class RestoreNote(NamedTuple):
-    """The content of the file."""
+    """The content of ``.restored.json``."""
 
-    restored: str = ""  # what the last run has restored, if that is not over
-    most: int | None = None  # its ``give_up_after``
+    restored: str = ""  # the checkpoint that the last run restored, unless that run ended in good order
+    most: int | None = None  # ``give_up_after`` of that run
     times: Mapping[str, int] = {}  # crashes by checkpoint; never changed
-    in_a_row: int = 0  # as of :class:`Crashes`, and so is ``reached``
+    in_a_row: int = 0  # this and ``reached``: as in :class:`Crashes`
     reached: int = -1
-    newest: int = -1  # the step of the newest checkpoint that there was then, good or not
-    number: int = 0  # of this writing: what one machine has may be older than what another has
+    newest: int = -1  # the step of the newest checkpoint at that time, good or not
+    number: int = 0  # counts the notes: the note of one machine may be older than the note of another
 
     @classmethod
     def read(cls, store: CheckpointStore) -> RestoreNote:
-        """Return what is noted in a store; what cannot be read is nothing."""
+        """Return the note in a store; an empty one if it cannot be read."""
         try:
             read: Any = json.loads(store.note(RESTORED) or b"{}")
             times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
@@ -88,7 +86,7 @@ class RestoreNote(NamedTuple):
             return cls()
 
     def counted(self) -> RestoreNote:
-        """Return it when the run is over that wrote it: what is still noted was a crash."""
+        """Return the note after the end of the run that wrote it: a restored checkpoint in it was a crash."""
         if not self.restored:
             return self
         times = {**self.times, self.restored: self.times.get(self.restored, 0) + 1}
@@ -99,7 +97,7 @@ class RestoreNote(NamedTuple):
         return Crashes(self.times.get(key, 0), self.most, self.in_a_row, self.reached)
 
     def dumps(self) -> bytes:
-        """Return its text; nothing if there is nothing to note."""
+        """Return the text of the note; empty if nothing was counted."""
         if not (self.restored or self.times or self.number):
             return b""
         given = {"restored": self.restored, "give_up_after": self.most, "crashes": {**self.times}}
@@ -108,44 +106,41 @@ class RestoreNote(NamedTuple):
 
 
 class CrashCounter:
-    """Counts for one run, which writes to ``store``; on some ranks, on the others nothing.
+    """Counts the crashes of one run, in the note of ``store``: its directory, or a directory of this machine.
 
-    Args:
-        store: the directory that the run holds, or one of this machine alone.
-        give_up_after: how many crashes are enough; ``None`` counts none.
-        counts: whether this rank notes it: rank 0, or one on each machine.
-        shared: whether ``store`` is that of all machines.
+    ``give_up_after`` crashes are enough; ``None`` counts none. ``counts``: whether this rank writes the note: rank 0,
+    or one rank of each machine. ``shared``: whether all machines have the same ``store``.
     """
 
     def __init__(self, store: CheckpointStore, give_up_after: int | None, counts: bool, shared: bool = True) -> None:
         self.give_up_after = give_up_after
-        self.crashed = False  # whether the end of this run, if it comes now, is a crash also if the process goes on
+        self.crashed = False  # whether the end of this run is a crash even if the process goes on
         self._store, self._process, self._shared = store, os.getpid() if counts else 0, shared
-        self._note: RestoreNote | None = None  # of the runs before this one; None until it is read
-        self._restored = ""  # by this run, which has not come further since
-        self._saved: set[str] = set()  # by this run
+        self._note: RestoreNote | None = None  # of earlier runs; None until it is read
+        self._restored = ""  # the checkpoint that this run restored, until the run comes further
+        self._saved: set[str] = set()  # the checkpoints that this run saved
         self._lock = threading.Lock()  # saves to the store and to the tier end on two threads
         shutdown.wait_for(self)
 
     def note(self) -> RestoreNote | None:
-        """Return what is known of the runs before this one; ``None`` on a rank that does not count."""
+        """Return the note of earlier runs; ``None`` on a rank that does not count."""
         if self._process != os.getpid():
             return None
         return RestoreNote.read(self._store).counted() if self._note is None else self._note
 
     def take_note(self, noted: Sequence[RestoreNote | None]) -> None:
-        """Take what the ranks know, of which the newest counts."""
+        """Take the newest of the notes that the ranks have read."""
         newest = max(filter(None, noted), key=lambda each: each.number, default=RestoreNote())
         self._note = newest._replace(most=self.give_up_after)
 
     def crashes_of(
         self, store: CheckpointStore, near: Sequence[Checkpoint] = (), newest: int = -1
     ) -> dict[str, Crashes]:
-        """Return what is known of the checkpoints of a store, by their paths; those of this run's it distrusts.
+        """Return the crashes of the checkpoints of a store, by path, and distrust skipped ones. On rank 0.
 
-        ``near`` are those of the run that are in its tier, ``newest`` is the step of the newest of all. One beyond all
-        that was restored shows that the last run had come further: those who were left have saved it, or the run died
-        before it could note that. On rank 0, after :meth:`take_note`.
+        ``near`` are the checkpoints in the tier of the run, ``newest`` is the step of the newest checkpoint. A newest
+        step beyond all that was restored shows that the last run came further, but did not note it. Call
+        :meth:`take_note` first.
         """
         if not self._is_ours(store):
             return {path: each._replace(most=self.give_up_after) for path, each in crashes_in(store).items()}
@@ -161,7 +156,7 @@ class CrashCounter:
         return found
 
     def begin_restore(self, store: CheckpointStore, checkpoint: Checkpoint, near: bool) -> None:
-        """Note that this run is about to restore a checkpoint, which is in its tier if ``near``."""
+        """Note that this run is about to restore a checkpoint, of its tier if ``near``."""
         if self._is_ours(store):
             self._restored = _key(checkpoint.name, near)
             self._store.retention.distrusted.discard(checkpoint.path)
@@ -169,13 +164,13 @@ class CrashCounter:
                 self._write(self._restored)
 
     def committed(self, step: int, near: bool = False) -> None:
-        """Note that the run has a checkpoint of a step. On any thread."""
+        """Note that the run has saved a step. Thread-safe."""
         if self._process != os.getpid():
             return
         with self._lock:
             key, note = _key(step_name(step), near), self._note
             self._saved.add(key)
-            if note is None:  # it goes on from none of this directory: what was counted is of no use
+            if note is None:  # the run has restored nothing of this directory
                 self.forget()
             elif step > max(note.reached, _step(self._restored)) and (
                 self._restored or note.in_a_row or key in note.times
@@ -185,7 +180,7 @@ class CrashCounter:
                 self._write()
 
     def forget(self) -> None:
-        """Nothing is counted any more: the run goes on from none of what is here."""
+        """Drop all counts: the run restores nothing of this directory."""
         known, self._restored = self.note(), ""
         if known is not None:
             self._note = RestoreNote(number=known.number)
@@ -193,7 +188,7 @@ class CrashCounter:
                 self._write()
 
     def leave(self) -> None:
-        """Take the note back: the run lets go of the directory in good order. Twice is harmless."""
+        """Remove the note: the run releases the directory in good order. Idempotent."""
         if self._restored and not self.crashed and self._process == os.getpid():
             self._restored = ""
             self._note = (self._note or RestoreNote())._replace(times=self._times())
@@ -201,7 +196,7 @@ class CrashCounter:
                 self._write()
 
     def finish(self) -> bool:
-        """At the end of the job or the process: :meth:`leave`, unless an error has ended it."""
+        """Call :meth:`leave` at the end of the job or the process, unless an error has ended it."""
         if is_in_order(getattr(sys, "last_value", None)):
             self.leave()
         return True
@@ -215,14 +210,14 @@ class CrashCounter:
         return ours and self._process == os.getpid()
 
     def _settle(self, note: RestoreNote) -> RestoreNote:
-        """Take back all counts but of what is given up and was not saved again."""
+        """Drop the counts, except of skipped checkpoints that were not saved again."""
         most = self.give_up_after
         given_up = {key: each for key, each in self._times().items() if most is not None and each >= most}
         self._note = RestoreNote(times=given_up, most=most, number=note.number)
         return self._note
 
     def _times(self) -> dict[str, int]:
-        """Return the counts without those of steps that this run has saved again."""
+        """Return the counts of the steps that this run has not saved again."""
         times = {} if self._note is None else self._note.times
         return {key: each for key, each in times.items() if key not in self._saved}
 
@@ -237,31 +232,28 @@ class CrashCounter:
 
 
 def is_in_order(error: BaseException | None) -> bool:
-    """Whether a run that ends by ``error`` has not crashed: by none, Ctrl-C, a preemption, or a save that failed."""
+    """Whether a run that ends by ``error`` has not crashed: ``None``, Ctrl-C, a preemption, a failed save."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0, RESUME_CODE) or isinstance(error, Stopped)
-    if isinstance(error, CheckpointError):  # of the storage, unless it is that another rank is gone
+    if isinstance(error, CheckpointError):  # of the storage, or since another rank failed
         return not is_consequence(error)
     return error is None or isinstance(error, KeyboardInterrupt)
 
 
 def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
-    """Return what is known of the checkpoints of a store, by their paths; any process. The run there has not crashed.
-
-    Errors of the store are ``OSError``.
-    """
+    """Return the crashes of the checkpoints of a store, by path. Any process. Raises: ``OSError``."""
     note = RestoreNote.read(store)
-    note = note.counted() if note.restored and store.holder() is None else note
+    note = note.counted() if note.restored and store.holder() is None else note  # a run that is alive has not crashed
     there = {each.path: _key(each.name) for each in store.checkpoints()[0]} if note.times else {}
     return {path: note.of(key) for path, key in there.items() if key in note.times}
 
 
 def _key(name: str, near: bool = False) -> str:
-    """Return what a checkpoint is counted by."""
+    """Return the key that a checkpoint is counted by."""
     return f"{'tier/' * near}{plain_name(name)}"
 
 
 def _step(key: str) -> int:
-    """Return the step of what is counted by this; -1 for none."""
+    """Return the step of a key; -1 if it has none."""
     found = step_within(key)
     return -1 if found is None else found

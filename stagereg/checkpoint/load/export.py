@@ -1,12 +1,8 @@
-"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for whatever reads safetensors.
+"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for readers of safetensors.
 
-Read by one process without a process group: sharded tensors become whole. Each file is written beside its final name
-and flushed first, so it is complete or absent.
-
-A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only,
-tied ones once a name; it is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is
-known before the first one is read. It may be several files, with an index that says which has what, as
-``from_pretrained`` of transformers reads; that is written last.
+One process without a process group writes the files; sharded tensors become whole. A ``.pt`` holds everything, and so
+does the memory of the process for a while. A ``.safetensors`` holds tensors only, and is written tensor by tensor
+(layout: huggingface.co/docs/safetensors, "Format"); several files get an index, as transformers reads it.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", SAFETENSORS)  # what a file may be called
 _INDEX = ".index.json"
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # an eight-bit one has scales beside it
-_SHOWN = 5
 _Kinds: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 _Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
 
@@ -45,15 +40,12 @@ class TensorOptions(NamedTuple):
     """How tensors get into a ``.safetensors``."""
 
     dtype: torch.dtype | None = None  # of floating-point tensors of 16 bits or more; ``None`` for what they have
-    # patterns and what ``re.sub`` puts in their place in each name, one after the other. A tensor whose name becomes
-    # empty is left out
-    renames: Sequence[tuple[re.Pattern[str], str]] = ()
     # how many bytes of tensors a file may have, if there may be several; a tensor is not divided
     file_bytes: int | None = None
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of :func:`export`."""
 
     names: list[str]  # of the state, those of which something is in the files
     left_out: list[str]  # dotted names of what such a file cannot hold
@@ -61,18 +53,10 @@ class Exported(NamedTuple):
 
 
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
-    """Write what is in a checkpoint to a file, or to several.
+    """Write a checkpoint, or ``only`` one entry of it under its own names, to the file ``out``, or to several.
 
-    Args:
-        checkpoint: whose content has been looked at; not to be used otherwise afterwards.
-        only: one of its entries; that one's own names are then the names in the file. ``None`` for all.
-        out: the path of the file; the suffix, one of :data:`SUFFIXES`, is its format. Of several the name begins with
-            its stem.
-        replace: whether files that are there may be replaced.
-        options: for a ``.safetensors``.
-
-    Raises:
-        CheckpointError: there is no such name, the file cannot hold a tensor, or it is there already. ``OSError``.
+    The suffix, one of :data:`SUFFIXES`, is the format; ``options`` are for a ``.safetensors``. ``replace``: existing
+    files may be replaced. Do not use ``checkpoint`` afterwards. Raises: ``CheckpointError``, ``OSError``.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
@@ -84,29 +68,21 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
     part_of = {name: part for part, structure in parts.items() for name, _ in encoding.leaves(structure, part)}
     tensors = tensors_of(parts)
     others = sorted(name.removeprefix(prefix) for name in part_of.keys() - tensors.keys())
-    full = {name.removeprefix(prefix): name for name in tensors}
-    sources = {new: full[old] for new, old in _renamed(full, options.renames).items()}
-    leaves = {new: tensors[name] for new, name in sources.items()}
+    leaves = {name.removeprefix(prefix): leaf for name, leaf in tensors.items()}
     if not leaves:
         raise CheckpointError(
             f"There is no tensor {'in it' if only is None else f'in {only!r}'}; a .pt has other values."
         )
     contents = _tensor_files(checkpoint, leaves, out, options)
     _write(contents, _family(out), replace)
-    return Exported(sorted({part_of[name] for name in sources.values()}), others, [*contents])
+    return Exported(sorted({part_of[name] for name in tensors}), others, [*contents])
 
 
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
     """Fill files beside their paths and flush them; when all are on the disk, rename them one after the other.
 
-    Args:
-        contents: what writes each of them.
-        former: what may be there already. If it is, it goes before the first is renamed, so that no new file ever
-            stands beside an old one that it does not belong to; but a single file is replaced in one step.
-        replace: whether it may.
-
-    Raises:
-        CheckpointError: something of ``former`` is there, and ``replace`` is not set. ``OSError``.
+    A single file is replaced in one step. Before several, all of ``former`` is deleted, so no new file ever stands
+    beside an old one that it does not belong to.
     """
     _expect_free(former, replace)
     beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}
@@ -156,29 +132,6 @@ def _tensor_files(
     if len(divided) > 1:
         contents[out.with_name(out.name + _INDEX)] = partial(_write_index, by_path)
     return contents
-
-
-def _renamed(names: Iterable[str], renames: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
-    """Return for each name in the file the name that it was made of.
-
-    Raises:
-        CheckpointError: two become one, or a pattern is in no name.
-    """
-    made: dict[str, str] = {}
-    idle = {pattern for pattern, _ in renames}
-    for name in names:
-        new = name
-        for pattern, replacement in renames:
-            new, count = pattern.subn(replacement, new)
-            idle -= {pattern} if count else set()
-        if new in made:
-            raise CheckpointError(f"{made[new]!r:.100} and {name!r:.100} would both be {new!r:.100}.")
-        if new:
-            made[new] = name
-    if idle:
-        shown = ", ".join(repr(name)[:100] for name, _ in zip(names, range(_SHOWN), strict=False)) or "none"
-        raise CheckpointError(f"No name of a tensor has {idle.pop().pattern!r:.100} in it; the first ones are {shown}.")
-    return made
 
 
 def _dtype(leaf: Leaf, wanted: torch.dtype | None) -> torch.dtype:

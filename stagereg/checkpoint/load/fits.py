@@ -26,12 +26,9 @@ _WRAPPER = "module."  # what DataParallel puts before names, and others take out
 def select_of_modules(
     name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what modules take of the entry called ``name``, and the rest of it.
+    """Return what modules take of the entry called ``name``, and the rest of it. Raises: ``CheckpointError``.
 
-    ``exact``: they load as torch's own modules do.
-
-    Raises:
-        CheckpointError: the entry has no state of a module; with ``exact``, something is missing, or does not fit.
+    ``exact``: they load as torch's own modules do, so everything must fit.
     """
     if not isinstance(structure, Mapping):
         raise CheckpointError("it is no state of a module")

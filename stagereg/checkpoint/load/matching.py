@@ -1,9 +1,8 @@
-"""Restores what others have saved with ``torch.distributed.checkpoint``, each under names of its own.
+"""Restores what others have saved with ``torch.distributed.checkpoint``, under other names.
 
-torch's recipes call a model ``model`` and its optimizer ``optim``, torchtitan gives the names of parameters none before
-them, Lightning says ``state_dict`` and ``optimizer_0``. So a module takes what has most of its names, with whatever
-before them, and an optimizer the one that has most of its parameters; where several have as many, the one with the name
-of the entry. All else goes by its name.
+torch's recipes call a model ``model`` and its optimizer ``optim``; torchtitan puts nothing before the names of
+parameters; Lightning uses ``state_dict`` and ``optimizer_0``. So a module takes the prefix with most of its names, an
+optimizer the one with most of its parameters; the name of the entry decides between equals. All else goes by its name.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state, but for ``fresh`` that it has not.
-
-    Raises:
-        CheckpointError: it is damaged, or has something else than data; several things fit an entry.
-    """
+    """The files of such a directory, with structures under the names of a state; ``fresh`` ones may be missing."""
 
     def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, fresh: Collection[str] = ()) -> None:
         files, tree = open_plain_dcp(path)
@@ -72,13 +67,7 @@ class MatchedFiles(CheckpointFiles):
 
 
 def described(path: str) -> Manifest:
-    """Return a manifest for the directory, of no files that could be compared, and of no rank.
-
-    The step is what it has as ``train_state.step`` or ``step``, or what its name says, as ``step-100``; else 0.
-
-    Raises:
-        CheckpointError: as :func:`.open_plain_dcp`.
-    """
+    """Return a manifest without files and ranks; the step is ``train_state.step``, ``step``, that of the name, or 0."""
     files, tree = open_plain_dcp(path)
     with files:
         train_state = tree.get("train_state")

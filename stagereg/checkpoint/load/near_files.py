@@ -12,11 +12,7 @@ from stagereg.checkpoint.tiers.step_reader import BlockFile, StepReader
 
 
 class NearFiles(CheckpointFiles):
-    """Those that a reader has; what is planned has come, and is checked, before anything is assigned.
-
-    Raises:
-        CheckpointError: the index is refused. ``DamagedError``: no machine has it whole.
-    """
+    """The files of a step; :meth:`plan` fetches and checks. Raises: ``CheckpointError``, ``DamagedError``."""
 
     def __init__(self, path: str, reader: StepReader) -> None:
         sizes = {name: mark.bytes for name, mark in reader.step.files.items()}

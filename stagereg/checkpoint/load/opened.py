@@ -1,8 +1,7 @@
 """A checkpoint as a mapping of names to tensors, for evaluation and surgery: :func:`open_checkpoint`.
 
-One process, without a process group, whatever number of ranks wrote it. Opening reads the manifest and the index; a
-tensor is read when it is asked for. One that lies in a local file as a whole is not even read: its memory is that of
-the file, mapped, and the system reads the parts that are used. The names are those that ``stagereg convert`` writes.
+One process without a process group reads a checkpoint of any number of ranks. Opening reads the manifest and the index;
+a tensor is read, or mapped from a local file, when it is accessed. Names are those of ``stagereg convert``.
 """
 
 from __future__ import annotations
@@ -32,20 +31,19 @@ _log = logging.getLogger(__name__)
 
 
 class OpenCheckpoint(Mapping[str, torch.Tensor]):
-    """What is in a checkpoint, read when it is asked for; a context manager. One thread at a time.
+    """The content of a checkpoint, read when it is accessed; a context manager. One thread at a time.
 
-    ``checkpoint["model.0.weight"]`` is the tensor with that dotted name, whole and on the CPU, whatever ranks had of
-    it. Writing to it never changes the checkpoint. A mapped one shares its memory with what the same name gives again,
-    so there the change is seen, in this process alone; one that is put together is read anew each time. Tensors stay
-    after :meth:`close`.
+    ``checkpoint["model.0.weight"]`` is the tensor with that dotted name, whole and on the CPU. Writing to it never
+    changes the checkpoint; a mapped tensor shares its memory with later accesses of the same name. Tensors stay after
+    :meth:`close`.
 
     Attributes:
         path: the directory of the checkpoint, a path or a URL.
-        manifest: its manifest; ``None`` of a directory that plain torch wrote.
+        manifest: its manifest; ``None`` if plain torch wrote the directory.
         verified: whether the content of every file was compared with its checksum.
         entries: the names that the state had.
-        files: what its tensors are read from.
-        structures: of the entries, by name, with a :class:`.Leaf` for each tensor and object, which are not read.
+        files: the files that the tensors are read from.
+        structures: the entries by name, with a :class:`.Leaf` for each tensor and object, which are not read.
     """
 
     def __init__(
@@ -165,14 +163,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
 
 
 def first_good(path: str, verify: bool, passing_over: Callable[[Condition], object]) -> OpenCheckpoint:
-    """Open a checkpoint as :func:`open_checkpoint`; of plain torch also where it was to be verified.
+    """Open a checkpoint as :func:`open_checkpoint`, one of plain torch also with ``verify``. Raises as that.
 
-    Args:
-        path, verify: as there.
-        passing_over: is told of each newer one that is not good.
-
-    Raises:
-        CheckpointError: as there; or it was deleted meanwhile. ``ConfigError`` as there.
+    ``passing_over`` is called with each newer checkpoint that is not good.
     """
     if is_plain_dcp(path):
         files, structures = open_plain_dcp(path)

@@ -1,8 +1,7 @@
-"""Where what was saved goes: the entries of a checkpoint put back into the caller's objects and values.
+"""Where saved values go: the entries of a checkpoint put back into the caller's objects and values.
 
-:func:`find` says what of a checkpoint each object takes, with leaves that are yet to be read; :func:`pair_live` gives
-these the tensors that they may be read into; :func:`assign` loads what was read. What does not fit is refused before
-anything is read.
+:func:`find` selects what each object takes, as leaves that are not read yet; :func:`pair_live` gives the leaves the
+tensors to read into; :func:`assign` loads them. An entry that does not fit is refused before anything is read.
 """
 
 from __future__ import annotations
@@ -79,18 +78,17 @@ def find(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
-    ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. With ``cast`` another dtype is no reason to
-    refuse it, where both are of floating point; ``fresh`` is left out where nothing was saved for it. ``lost``: this
-    rank was when the others saved it, so what it alone had may be missing.
+    ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. ``cast`` allows another floating-point dtype;
+    ``fresh`` names entries that may be missing. ``lost``: the checkpoint was saved without this rank, so values that
+    only this rank had may be missing.
 
     Returns:
-        For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`.rng_name` this
-        rank's random number generators, if as many ranks wrote it. And for each name what there is of it that this
-        rank does not take, by the names of parameters.
+        By name what :func:`assign` takes, with leaves that are not read yet; under :func:`.rng_name` the random number
+        generators of this rank, if as many ranks wrote it. And by name the parameters that this rank does not take.
 
     Raises:
-        CheckpointError: there is nothing for a name, or it is of another kind; modules and optimizers do not take it;
-            a position in data was saved by another number of ranks.
+        CheckpointError: an entry is missing or of another kind; modules and optimizers do not take it; a position in
+            data was saved by another number of ranks.
     """
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
@@ -121,10 +119,7 @@ def find(
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of plain values that were saved beside objects in a container, and that it does not have yet.
-
-    A module or an optimizer that the program has no more is left out, as one that had a name of its own.
-    """
+    """Return the names of plain values that were saved beside objects in a container, which does not have them yet."""
     names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
     names = [name for name in names if not _RANKS_OWN.search(name)]
     structures = {name: files.structure(name) for name in names}
@@ -223,11 +218,7 @@ def _taken(
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Decide on what no rank takes of an entry: a module with ways of its own to load gets it.
-
-    Raises:
-        CheckpointError: nothing here takes it.
-    """
+    """Give the rest of an entry to a module that loads it by itself. Raises: ``CheckpointError`` otherwise."""
     modules = module_state.modules_of(state[name])
     if modules and not all(map(_is_torchs_own, modules)):
         structure.update(rest)
@@ -249,11 +240,10 @@ def entry_structure(files: CheckpointFiles, name: str, rank: int | None = None) 
 
 
 def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
-    """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
+    """Give the leaves of a structure the tensors of the object or value that is to take it, and return the leaves.
 
-    A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
-    only where taking the state is what torch does. With ``cast`` leaves get the dtype of these, where both are of
-    floating point.
+    A parameter stands for optimizer state that does not exist yet. Tensors may be written in place only if torch would
+    do the same. With ``cast`` leaves get the floating-point dtype of these tensors.
     """
     found = list(marks(structure))
     if name not in state or is_position(entries.value_of(state, name)):
@@ -292,11 +282,7 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
-    """Return the merger of the plain values of ``state``, all of which have been read.
-
-    Raises:
-        CheckpointError: modules have different values for one memory.
-    """
+    """Return the merger of the plain values of ``state``, which have been read. Raises: as :func:`.differing`."""
     modules, plain = written(state, found)
     exact = {name: all(map(_is_torchs_own, module_state.modules_of(entries.value_of(state, name)))) for name in modules}
     return sharing.Merger(sharing.differing(modules, exact, plain))
@@ -372,11 +358,11 @@ def assign(
 ) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
-    ``rank`` is this one, if as many ranks saved it.
+    ``rank`` is this rank, if as many ranks saved the entry.
 
     Raises:
-        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing; or
-            the object has made something else of a tensor that wraps others. And what the object raises.
+        CheckpointError: a tensor is still on the meta device, where torch loads nothing and raises nothing; or the
+            object has changed the form of a tensor that wraps others. And what the object raises.
     """
     value = entries.value_of(state, name)
     wrapped = {path: x for path, x in leaves(loaded, name) if wraps(x)}

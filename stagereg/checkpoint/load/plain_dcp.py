@@ -1,9 +1,8 @@
 """Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
 
-torch reads ``.metadata`` and all values with ``pickle``, which runs whatever they name. Here ``.metadata`` may name the
-types of torch's metadata and nothing else, and values are read as in checkpoints of this project
-(:mod:`~stagereg.checkpoint.format.pickled`). As torch reads them, integer keys have become text, and empty containers
-are gone.
+torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` may name the types of torch's
+metadata only, and values are read by :mod:`~stagereg.checkpoint.format.pickled`. As in torch, integer keys have become
+text, and empty containers are missing.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ def is_plain_dcp(path: str) -> bool:
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """Return the files of a directory, and the structure of the state dict in it, of which nothing is read yet.
-
-    Raises:
-        CheckpointError: it is damaged, or names something else than data; nothing of it was run.
-    """
+    """Return the files of a directory, and the unread structure of its state. Raises: ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
         with (folder / _METADATA).open("rb") as file:
@@ -90,9 +85,9 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
 
 
 def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return structures with the states of optimizers in them as torch has them, with the names of parameters.
+    """Return structures with the states of optimizers as torch has them, by the names of parameters.
 
-    Reads the options of groups, since flattened ones are a group where they are the same. Raises: as ``files.read``.
+    Reads the options of groups: flattened parameters with the same options are one group. Raises: as ``files.read``.
     """
     found = {}
     for name, value in structures.items():

@@ -1,11 +1,8 @@
-"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy.
+"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy, on a few threads.
 
-:class:`CheckpointFiles` has the index of one checkpoint, which was found to be right (:mod:`.index`), and its files.
-Bytes are read in the order of the files, on a few threads. Of a sharded tensor each part that is stored is cut with the
-part that is wanted, so any number of ranks reads what any other number has written.
-
-A checkpoint of a storage that does not report where it has written what, of another package, is read through that
-storage's own reader and torch's planner.
+:class:`CheckpointFiles` has the checked index of one checkpoint (:mod:`.index`), and its files. Stored parts of a
+sharded tensor are intersected with the wanted part, so any number of ranks reads what any other number has written. A
+storage of another package that does not report its places is read through its own reader and torch's planner.
 """
 
 from __future__ import annotations
@@ -29,18 +26,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.format.split_tensors as split_tensors
 import stagereg.checkpoint.load.subclasses as subclasses
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.encoding import Leaf, without_gc
+from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import name_of, wraps
-from stagereg.checkpoint.load.memory import memory_for
 from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
@@ -59,7 +55,7 @@ _PIECE_BYTES = 1 << 23
 class CheckpointFiles(ExitStack):
     """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
 
-    ``storage`` is what wrote it, where that alone can read some of it.
+    ``storage`` wrote the checkpoint, and reads what the index has no place of.
     """
 
     def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
@@ -69,13 +65,9 @@ class CheckpointFiles(ExitStack):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
-        """Return those of a complete checkpoint, with the content of its ``index``, if that is read already.
+        """Return the files of a complete checkpoint, and its storage: ``own``, or built by name.
 
-        Another storage than the program's ``own`` that wrote the checkpoint is built by its name.
-
-        Raises:
-            CheckpointError: it has no index, or one that is refused; it was written by a storage that is not there.
-                ``OSError``.
+        ``index`` is the content of the index, if that is read already. Raises: ``CheckpointError``, ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
         storage = named(checkpoint.manifest.storage, own)
@@ -89,10 +81,7 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        Where ranks had different values, it has those of ``rank``, else of the lowest.
-
-        Raises:
-            CheckpointError: it is none, or something in it is not stored.
+        Values that differ between ranks are those of ``rank``, else of the lowest rank. Raises: ``CheckpointError``.
         """
         found = encoding.decode(self.index.state[name], name, rank)
         for leaf in encoding.marks(found):
@@ -108,15 +97,10 @@ class CheckpointFiles(ExitStack):
                 self.file(chunk.file)
 
     def read(self, leaves: Sequence[Leaf]) -> None:
-        """Read leaves, each into its ``value``.
+        """Read leaves, each into its ``value``. Raises: ``CheckpointError``, ``OSError``.
 
-        A tensor is read into ``live`` where it is to be read ``in_place``; else into fresh host memory, or, where
-        ``live`` is a ``DTensor``, into one: of the same shape sharded alike, else, of as many dimensions, replicated;
-        unless the leaf says how it is ``placed``.
-        What has another dtype there than in the file is converted as ``copy_`` does it.
-
-        Raises:
-            CheckpointError: a file is no regular one, or an object is refused. ``OSError``.
+        A tensor is read into ``live`` if the leaf is ``in_place``, else into new memory.
+        ``copy_`` converts another dtype.
         """
         self.plan(leaves).run()
 
@@ -130,7 +114,7 @@ class CheckpointFiles(ExitStack):
                 transfer.wholes += wholes
                 continue
             if leaf.stored.dtype is not None:
-                leaf.value = memory_for(leaf)
+                leaf.value = _memory_for(leaf)
             if leaf.stored.chunks is None:
                 elsewhere[leaf.name] = leaf.value
             elif leaf.stored.dtype is None:
@@ -145,13 +129,7 @@ class CheckpointFiles(ExitStack):
         return transfer
 
     def mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Return a tensor in the memory of its file, if it lies in a local one as a whole.
-
-        What is written to it stays in this process, and never gets into the file. It outlives :meth:`close`.
-
-        Raises:
-            CheckpointError: the file is no regular one. ``OSError``.
-        """
+        """Return a tensor that a local file has as a whole, mapped into this process until it is freed; or ``None``."""
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None
         [chunk] = stored.chunks
@@ -266,6 +244,37 @@ class File:
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data
+
+
+def _memory_for(leaf: Leaf) -> torch.Tensor:
+    if leaf.in_place and leaf.live is not None:
+        if not isinstance(leaf.live, ShardedTensor):
+            torch.autograd.graph.increment_version(leaf.live)
+        return leaf.live
+    dtype = leaf.dtype or leaf.stored.dtype
+    live = leaf.live
+    if split_tensors.is_split(live) and leaf.stored.shape == split_tensors.shape_of(live):
+        split = cast("torch.Tensor", live)
+        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # with the padding
+    sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
+    if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
+        if wraps(sharded):
+            local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
+            return subclasses.dtensor_like(sharded, local)
+        return torch.empty_like(sharded, dtype=dtype)
+    is_replicated = leaf.placed == REPLICATED  # otherwise Adafactor's rows and columns are
+    if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
+        whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), sharded.device_mesh
+        return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if strides := leaf.strides or _strides_of(leaf.stored):
+        return torch.empty_strided(leaf.stored.shape, strides, dtype=dtype, device="cpu")
+    return torch.empty(leaf.stored.shape, dtype=dtype, device="cpu")
+
+
+def _strides_of(stored: Stored) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that lies in a file as a whole, if they are not row-major."""
+    [chunk] = stored.chunks if stored.chunks is not None and len(stored.chunks) == 1 else [None]
+    return chunk.layout if chunk is not None and isinstance(chunk.layout, tuple) else None
 
 
 def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

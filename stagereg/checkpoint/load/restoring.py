@@ -1,13 +1,11 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists the store, so that all ranks use the same list. The content of the files is compared with the manifest:
-each rank reads a share, of a disk of its machine among those of the machine, else among all. A file that could not be
-looked at (no permission, a server that does not answer) is not damage but an error: passing over it would give up steps
-that may be fine. Every rank also opens what it needs, and reads what does not go straight into a live tensor. The ranks
-agree once on all of that, and no object changes before.
+Rank 0 lists the store. Each rank reads its share of the files (of those of its machine, if each machine has a disk of
+its own) and compares the content with the manifest. A file that cannot be accessed is an error, not damage. Every rank
+opens and reads what does not go straight into a live tensor; then the ranks agree, and no object changes before.
 
-From an object store or a network file system each byte is read by one rank only (:mod:`.shared_read`) and checked on
-the way, so objects may have changed in part when damage is found. The checkpoint before then overwrites all of that.
+From an object store or a network file system one rank reads each byte and checks it on the way (:mod:`.shared_read`),
+so objects may have changed in part when damage is found. The checkpoint before then overwrites all of that.
 """
 
 from __future__ import annotations
@@ -73,17 +71,15 @@ class RestoreRequest:
 def restore(asked: RestoreRequest) -> Checkpoint | None:
     """Load what ``asked.resume`` stands for into the objects and values of ``asked.state``. Collective.
 
-    A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. One that is
-    found to be damaged before the reading into live tensors begins has got into no object; ``"auto"`` then goes on to
-    the one before, and logs that. With ``"once"`` that one overwrites what the damaged one has changed.
+    With ``"auto"`` a damaged checkpoint is skipped, with a warning, before any object changes; with ``read="once"`` the
+    next one overwrites what the damaged one has changed.
 
     Returns:
-        The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
+        The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to resume from.
 
     Raises:
-        CheckpointError: on all ranks: what was asked for is not there or damaged; there are checkpoints, and
-            ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
-            the check, and the objects have changed in part.
+        CheckpointError: on all ranks: the checkpoint is missing or damaged; ``"auto"`` found no good one; some rank's
+            objects do not take the state; reading failed after the check, and the objects have changed in part.
     """
     announce_write()  # also into what a step has left, which is not whole then
     try:
@@ -212,11 +208,7 @@ class _Attempt:
         self._failure: Exception | None = None  # of this rank; not raised before all know whether files are damaged
 
     def run(self) -> Condition:
-        """Restore the checkpoint, or return what is wrong with its files. Collective.
-
-        Raises:
-            CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
-        """
+        """Restore the checkpoint, or return what is wrong with its files. Collective. Raises: ``CheckpointError``."""
         with ExitStack() as opened:
             found, condition = self._exchange(partial(self._prepare, opened, self._shared_index()))
             if self._checks and condition.damages:
@@ -335,11 +327,7 @@ def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]
 
 
 def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: _Findings) -> Condition:
-    """Return what is wrong with a checkpoint, of which each rank has read a share. Collective.
-
-    Raises:
-        CheckpointError: on all ranks: a file could not be looked at, or not by every rank.
-    """
+    """Return what is wrong with a checkpoint that the ranks have read. Collective. Raises: ``CheckpointError``."""
     failing = f"{chosen.path} could not be read"
     if found.unclear:
         raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")

@@ -1,10 +1,9 @@
 """Reads each byte of a checkpoint on one rank, and passes it on to the ranks that want it.
 
-The files, in the order of their names, are one stream of bytes, which is cut into pieces. Of n ranks rank r reads
-pieces r, r + n and so on, takes their checksums, and passes them on: by a broadcast what the ranks want more than half
-of on average, else to each rank what it wants. So a rank has two pieces in memory, the one that it reads next and the
-one that it gets; chunks whose elements lie in another order than the tensor's, and objects, are collected whole beside
-that. All goes over the gloo group of the checkpointer, from host memory to host memory.
+The files, in the order of their names, are one stream of bytes in pieces. Of n ranks rank r reads pieces r, r + n and
+so on, takes their checksums, and broadcasts them, or sends each rank its part if the ranks want half or less of the
+piece on average. A rank has two pieces in memory: the next one to read, and the one that it receives. All goes over the
+gloo group of the checkpointer.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class _Want(NamedTuple):
 class SharedRead:
     """One such reading. Collective: all ranks construct it, which changes no object yet, and call :meth:`run`.
 
-    ``transfer`` is what this rank wants. With ``check`` all files are read to their ends and compared with the
-    manifest; else what is wanted is read.
+    ``transfer`` is what this rank wants. With ``check`` all files are read and compared with the manifest.
 
     Raises:
         CheckpointError: on all ranks: one of them could not read its first piece.
@@ -218,11 +216,10 @@ class SharedRead:
     # -- passing on
 
     def run(self) -> dict[str, str]:
-        """Read all that is wanted to where it belongs, and return what is wrong with the files. Collective.
+        """Read everything wanted to its place, and return what is wrong with the files. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if one could not read something or not take it; the objects have changed in
-                part.
+            CheckpointError: on all ranks, if one could not read or take something; objects have changed in part.
         """
         failing = f"{self._checkpoint.path} could not be read"
         with self._ranks.explaining(failing):

@@ -1,8 +1,7 @@
 """Tensors of a state that share memory in the program: values that differ are not written into one memory.
 
 A new program may begin with ``{"model": model, "best": model.state_dict()}``, and the checkpoint has other values for
-``best``. Modules keep their memory; a plain value that differs from the other values in its memory gets memory of its
-own. Values that agree keep the shared memory.
+``best``. Modules keep their memory; a plain value gets new memory if another value in its memory differs.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def read_apart(leaves: Collection[Leaf]) -> None:
 def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], plain: Iterable[Leaf]) -> set[int]:
     """Return the ``id`` of each live tensor of a plain value that cannot keep its memory.
 
-    ``modules`` has the leaves of modules by entry, which have been read; ``exact`` is whether the modules of an entry
-    load as torch's own modules do.
+    ``modules`` has the leaves of modules by entry, which have been read; ``exact``: whether they load as torch's own
+    do.
 
     Raises:
         CheckpointError: two tensors of such modules share memory, and the checkpoint has different values for them.

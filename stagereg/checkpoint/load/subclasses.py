@@ -1,8 +1,7 @@
 """Reads tensors that wrap others (:mod:`stagereg.checkpoint.format.wrappers`) back as what they were, bit for bit.
 
-A rank's part of such a tensor is one archive, so as many ranks, split as before, take theirs as it is. Split otherwise,
-parts are copied into a copy of the tensor that the program has there, as torch does it, where the subclass has rows
-that can be written; nothing else can tell how to put its inner tensors together.
+A rank's part of such a tensor is one archive, which as many ranks, split as before, read as it is. Split otherwise,
+parts are copied into a copy of the live tensor, if slices of the subclass can be written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A file written in large pieces, to a disk past its page cache, or to an object store.
 
-With ``O_DIRECT`` the disk reads memory itself: no copy into the page cache, hardly any processor time, nothing evicted
-that training needs. In return address, offset and length of every write must be multiples of a block. So what is small
-goes through two aligned buffers, one being filled while the other is written, and whole pages of memory go as they are
-where they are to lie on a page of the file too; the end goes through the page cache. Writes run on a thread of their
-own while the CRC-32 of the same bytes is taken on the caller's: both let go of the GIL.
+With ``O_DIRECT`` the disk reads memory itself, without a copy, processor time, or a page evicted. Address, offset and
+length of such writes must be multiples of a block, so small data goes through two aligned buffers, and whole pages of
+memory are written as they are if the file has them on a page too; the end goes through the page cache. A thread writes
+while the caller's takes the CRC-32 of the same bytes; both release the GIL.
 """
 
 from __future__ import annotations
@@ -40,13 +39,10 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DiskFile:
-    """A new file at ``path``, past the page cache with ``direct``, where that can be; an older file there is emptied.
+    """A new, empty file at ``path``, past the page cache if ``direct`` and possible. Raises: ``OSError`` with the path.
 
     Attributes:
         refused: whether the file system has refused to be written past the page cache.
-
-    Raises:
-        OSError: with the path.
     """
 
     def __init__(self, path: str, direct: bool) -> None:
@@ -127,19 +123,13 @@ class Upload:
 
 
 class AlignedFile:
-    """A new file, written from its beginning to its end by one thread, or by the caller where none can be started.
+    """A new file at ``target``, written in order by a thread, or by the caller if none can be started.
 
-    As a context manager it ends its thread and closes the file; :meth:`finish` comes before that, when all is written.
-
-    Args:
-        target: where it goes.
-        buffers: of :func:`make_buffers`, which small writes go through; another file may have them afterwards.
+    Small writes go through ``buffers`` (:func:`make_buffers`), which another file may have afterwards. Call
+    :meth:`finish` before the context manager ends. Methods raise the ``OSError`` of their write, or of an earlier one.
 
     Attributes:
-        blocks: the CRC-32 of each block of :data:`BLOCK_BYTES`, of what is written.
-
-    Raises:
-        OSError: from any method: the error of the operating system or of the store, for this write or an earlier one.
+        blocks: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
     """
 
     def __init__(self, target: DiskFile | Upload, buffers: Sequence[memoryview]) -> None:
@@ -195,18 +185,14 @@ class AlignedFile:
         return size
 
     def align(self, address: int, nbytes: int) -> None:
-        """Write zeros until so much memory at ``address`` can follow without a buffer, if it is large enough for that.
-
-        That is where the next byte is as far from a page boundary as ``address``.
-        """
+        """Write zeros until ``nbytes`` at ``address`` can follow without a buffer, if they are enough."""
         if nbytes >= _STRAIGHT_BYTES:
             self.write(bytes((address - self.tell()) % PAGE))
 
     def write_memory(self, data: memoryview) -> None:
-        """Write memory, which must stay as it is until :meth:`finish`; the view is held as long as that is needed.
+        """Write memory, which must not change until :meth:`finish`; the view is held as long as that is needed.
 
-        Large memory needs no buffer but at its ends, if its address is as far from a page boundary as its offset in
-        the file (:meth:`align`).
+        Large memory after :meth:`align` needs a buffer only for its ends.
         """
         before = -address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
         end = len(data) - (len(data) - before) % PAGE
@@ -270,10 +256,7 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two new buffers of ``nbytes``, a multiple of a page; to touch them first takes milliseconds.
-
-    They are in huge pages if the system gives them: a disk takes a quarter less time for these.
-    """
+    """Return two new buffers of ``nbytes``, a multiple of a page; huge pages save a disk a quarter of its time."""
     buffers = [private_memory(nbytes) for _ in range(2)]
     for each in buffers:
         with contextlib.suppress(OSError):

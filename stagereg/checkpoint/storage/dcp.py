@@ -1,11 +1,8 @@
 """``dcp``: torch's own format, past the page cache where that can be.
 
-The file of a rank is what torch's writer would have made of the same entries, archive by archive (:mod:`.envelope`);
-only the order, and the zeros between them, differ. A tensor goes one of two ways:
-
-* *From memory*, behind its head: a large tensor as it lies, others through a buffer, packed if they have holes, copied
-  if an accelerator has them.
-* *As torch does it.* The few kinds that :func:`.envelope.envelope` names go through ``torch.save``.
+The file of a rank has the archives of torch's writer (:mod:`.envelope`); only their order, and the zeros between them,
+differ. Large tensors are written from their memory, others through a buffer, packed if they have holes, copied from an
+accelerator. The few kinds without an envelope go through ``torch.save``.
 """
 
 from __future__ import annotations

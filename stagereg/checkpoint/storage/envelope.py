@@ -5,9 +5,8 @@ It is a zip archive whose one large record is the content of the tensor's storag
     offset                         offset + len(head)                            offset + length
     | head: form of the tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
 
-Head and tail depend on dtype, shape and stride alone, but for checksums of the zip, which ``torch.load`` does not look
-at (``torch.serialization.set_crc32_options``). So torch is asked once for each kind of tensor (:func:`envelope`). Where
-the content of a tensor begins is in what the writer returns (:class:`.TensorResult`).
+Head and tail depend on dtype, shape and stride alone, but for the zip's checksums, which ``torch.load`` ignores
+(``torch.serialization.set_crc32_options``). So torch makes them once for each kind of tensor.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class Envelope:
 def envelope(x: torch.Tensor) -> Envelope | None:
     """Return what goes around the content of ``x``, on any device.
 
-    Its strides are kept if it is contiguous or has neither holes nor overlaps, and packed by the rule of
-    ``torch.empty_like`` otherwise. None is returned for subclasses, sparse, quantized and empty tensors, and where
-    torch does not know how to leave the content out.
+    Strides are packed as in ``torch.empty_like`` unless ``x`` is contiguous. None for subclasses, sparse, quantized and
+    empty tensors, and if torch cannot leave the content out.
     """
     if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized or x.is_meta or not x.numel():
         return None
@@ -63,7 +61,7 @@ def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> En
 
 
 class _Archive(io.BytesIO):
-    """A file for ``torch.save`` that leaves out what is passed over, and keeps where that was and its size."""
+    """A file for ``torch.save`` that leaves out skipped ranges, and records their places and sizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""Files of a checkpoint, marked while they are written: what the storages have in common.
+"""Files of a checkpoint, marked while they are written, and durable when they end: the base of the storages.
 
-An :class:`.AlignedFile` takes the CRC-32 of what passes through and is durable when it ends, so that no file is read
-again for its mark. A write that the network has lost is made again as a whole: what is to be written is still there.
+A write that the network has lost is made again as a whole.
 """
 
 from __future__ import annotations

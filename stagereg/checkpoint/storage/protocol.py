@@ -1,11 +1,8 @@
-"""The protocol of a storage, torch's ``StorageWriter`` that also returns its reader; and the name of each.
+"""The protocol of a storage, torch's ``StorageWriter`` (torch 2.13) that also returns its reader; and storage names.
 
-The signatures are those of ``torch.distributed.checkpoint.StorageWriter`` (torch 2.13). So a storage works as
-``torch.distributed.checkpoint.save(storage_writer=...)``, and a writer made for torch is a storage here once it has
-:meth:`Storage.reader`. One that derives from :class:`Storage` may have its optional members too.
-
-A manifest has the name of the storage that wrote it: the registered one, else the dotted path of its class. A storage
-of the project goes by its bare name, which stays readable where another package claims the name too.
+A writer made for torch is a storage once it has :meth:`Storage.reader`; a subclass of :class:`Storage` may have
+optional members too. A manifest has the name of its storage: the registered one, else the dotted path of the class. A
+storage of the project has its bare name, which stays readable if another package claims the name too.
 """
 
 from __future__ import annotations
@@ -58,17 +55,16 @@ class Storage(StorageWriter):
     def reader(self, path: str | os.PathLike[str]) -> StorageReader:
         """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread.
 
-        The checkpointer reads through it what ``write_data`` has returned neither a :class:`TensorResult` nor an
-        :class:`ArchiveResult` of.
+        The checkpointer uses it for results that are neither :class:`TensorResult` nor :class:`ArchiveResult`.
         """
 
     @property
     def finished(self) -> bytes | None:
         """The content of ``.metadata`` of the last ``finish``, empty before it; ``None``: every save calls ``finish``.
 
-        Otherwise ``finish`` may write this file alone, and ``finish`` and ``prepare_global_plan`` have to make the same
-        of the same arguments. If all ranks write the same values as in the previous save, at the same places, they do
-        not send these arguments again, and the checkpointer writes this content.
+        With a content ``finish`` may write this file alone, and ``finish`` and ``prepare_global_plan`` must be
+        deterministic: if all ranks write the same values at the same places as before, the checkpointer writes this
+        content and calls neither.
         """
         return None
 
@@ -83,7 +79,7 @@ class Storage(StorageWriter):
 
 
 def name_of(storage: Storage) -> str:
-    """Return what the manifest calls ``storage``; one that wraps another (``wraps``) goes by the name of that."""
+    """Return the name of ``storage`` in a manifest; one that wraps another has the name of that."""
     storage = (storage.wraps if isinstance(storage, Storage) else None) or storage
     path = f"{type(storage).__module__}.{type(storage).__qualname__}"
     entry = registry.find_target(path)
@@ -101,11 +97,7 @@ def expect_fit(storage: Storage, path: str) -> None:
 
 
 def named(name: str, own: Storage) -> Storage:
-    """Return the storage for a name from a manifest: ``own`` if it is that one, else one built without arguments.
-
-    Raises:
-        CheckpointError: it is not there, or cannot be built.
-    """
+    """Return the storage of a name: ``own``, or one built without arguments. Raises: ``CheckpointError``."""
     if name == name_of(own):
         return own
     try:

@@ -1,9 +1,8 @@
 """``safetensors``: tensors as ``.safetensors`` files, which other tools read; everything else in a file of torch's.
 
-A rank's tensors are in one file, named after the rank as torch's ``HuggingFaceStorageWriter`` names it. A whole tensor
-is in one of them; of a ``DTensor`` each has a shard, with its offsets in the file's metadata as torch has them there.
-Numbers, text and what else is no tensor cannot be in such a file: it goes into ``__0_0.distcp``, and ``.metadata`` has
-where everything is, as in torch's own format.
+The tensors of a rank are in one file, named as torch's ``HuggingFaceStorageWriter`` names it; of a ``DTensor`` each
+file has a shard, with its offsets in the metadata. Other values go into ``__0_0.distcp``, and ``.metadata`` has all
+places, as in torch's own format.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-"""The names that the format has for dtypes."""
 
 _ALIGNMENT = 8
 _SUFFIX = ".safetensors"
@@ -55,9 +53,9 @@ _BUFFER_BYTES = 1 << 22  # all tensors go through: the format leaves no room to 
 
 
 def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]) -> bytes:
-    """Return what a file begins with; the bytes of the tensors follow in the order of ``tensors``, row-major.
+    """Return the beginning of a file; the bytes of the tensors follow in the order of ``tensors``, row-major.
 
-    The dtypes must be in :data:`DTYPES`. Tensors of larger elements must come first, so that each is aligned.
+    The dtypes must be in :data:`DTYPES`, with larger elements first, so that each tensor is aligned.
     """
     table: dict[str, object] = {METADATA: dict(metadata)}
     end = 0

@@ -51,8 +51,7 @@ def advice(error: BaseException, root: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and every error behind it, once each: of the ranks, where torch has wrapped them, and the errors
-    that it was raised from or while handling."""
+    """Yield ``error`` and every error behind it, once each: those of ranks in torch's, causes and contexts."""
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:

@@ -1,8 +1,7 @@
-"""What a checkpoint store asks of the place where it lies: the verbs that a directory and a bucket do each in its way.
+"""What a checkpoint store needs of a place: the operations of a directory and of a bucket.
 
-:class:`.Directory` renames a save to commit it, :class:`.Bucket` writes its manifest last. Everything else, such as
-which checkpoints are complete, which stay, and in which order a save is committed, is the same for both, and theirs
-to whom it is asked for: :class:`.CheckpointStore` and :class:`.Retention`.
+:class:`.Directory` renames a save to commit it, :class:`.Bucket` writes its manifest last. :class:`.CheckpointStore`
+and :class:`.Retention` do everything else, the same for both.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ from stagereg.checkpoint.store.lock import Owner, StoreLock
 class Backend(Protocol):
     """Directories with files in them, below one root.
 
-    Paths are full paths or URLs, as text. What is written is safely stored when a call returns. Errors are ``OSError``
-    unless said otherwise. Any thread may call, and any process reads; the run that holds the lock writes.
+    Paths are full paths or URLs, as text. A write is safely stored when the call returns. Errors are ``OSError`` unless
+    said otherwise. Thread-safe; any process reads; the run that holds the lock writes.
 
     Attributes:
         root: the directory of checkpoints, without a slash at its end.
-        in_place: whether a save is written under the name that it keeps, as nothing can be renamed. A directory with a
-            token in its name and without a manifest is then a save that has not ended, or a checkpoint being deleted.
+        in_place: whether a save is written under its final name. A directory with a token in its name and without a
+            manifest is then an unfinished save, or a checkpoint being deleted.
     """
 
     root: str
     in_place: bool
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
-        """Return what is in a directory: sizes of files, or what is wrong with one; ``None`` of directories.
+        """Return the content of a directory, if it exists: sizes or damage of files; ``None`` for directories.
 
-        Nothing is in one that is not there; one that cannot be looked at is an error. Where listings may be late,
-        ``files`` are asked for by their names.
+        If listings may be late, each of ``files`` is looked up by its name.
         """
 
     def resolve(self, path: str) -> str:
@@ -50,14 +48,10 @@ class Backend(Protocol):
         """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
 
     def lock(self) -> StoreLock:
-        """Lock the root, which is made if it is not there, until the lock is released.
-
-        Raises:
-            CheckpointError: another run holds it, which the message names. ``OSError``: nothing can be written there.
-        """
+        """Lock the root, and make it, until the lock is released. Raises: ``CheckpointError``, ``OSError``."""
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file into a directory that nobody reads yet, or one of which nobody minds a half."""
+        """Write a small file into a directory that is not read yet, or a file of which a half does no harm."""
 
     def replace(self, name: str, data: bytes) -> None:
         """Write or replace a small file of the root in one step; delete it if there is no ``data``."""
@@ -66,30 +60,26 @@ class Backend(Protocol):
         """Delete a small file, if it is there."""
 
     def commit(self, written: str, manifest: Manifest) -> str:
-        """Give ``written`` its manifest, and make a checkpoint of it in one step; return its path.
+        """Write the manifest of ``written``, and make a checkpoint of it in one step; return its path.
 
-        Nothing is overwritten: where the plain name of the step is taken, it has a token. If it raises, ``written`` is
-        no checkpoint, as far as that can be undone.
+        Nothing is overwritten: if the plain name of the step is taken, the new name has a token. After an error
+        ``written`` is not a checkpoint, as far as that can be undone.
         """
 
     def point(self, name: str) -> None:
         """Have ``latest`` point to a directory of the root, in one step."""
 
     def link(self, checkpoint: Checkpoint) -> str:
-        """Have a checkpoint lie under its plain name as well, in one step; return that path.
-
-        Empty if the name is taken, or names here keep their tokens.
-        """
+        """Link a checkpoint under its plain name too, in one step; return that path, or nothing if it is taken."""
 
     def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
-        """Make a checkpoint none, in one step, and return where it is now, to be discarded.
+        """Hide a checkpoint in one step, and return its path now, to be discarded.
 
-        One with a manifest is brought back, and the result is empty, where ``is_read``, which is asked after that with
-        its name, says so.
+        If ``is_read``, called after that with its name, is true, bring the checkpoint back and return nothing.
         """
 
     def discard(self, path: str) -> None:
         """Delete a directory that is no checkpoint; what cannot be deleted stays and does no harm."""
 
     def tidy(self) -> Sequence[str]:
-        """Delete what killed runs have left that is in no directory of a save; return full paths. Raises nothing."""
+        """Delete what killed runs left outside of the directories of saves; return full paths. Raises nothing."""

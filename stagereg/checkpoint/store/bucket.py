@@ -1,10 +1,8 @@
 """A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
 
-``latest`` is an object with the name of the directory that was committed last. A store cannot rename, so each name has
-the token of its save. A directory without a manifest is being written, or left by a killed run; a checkpoint that is
-deleted loses its manifest first.
-
-Nothing outside ``root`` is listed or deleted, and below it only directories that are named ``step-00000100.<token>``.
+A store cannot rename, so each directory keeps the token of its save, and ``latest`` is an object with such a name. A
+checkpoint that is deleted loses its manifest first. Only directories ``step-00000100.<token>`` below ``root`` are
+deleted.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Bucket:
-    """A prefix of an object store, which has to be there, by its URL; see :class:`.Backend`.
-
-    Raises ``ConfigError`` as :class:`.ObjectStore` does.
-    """
+    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
 
     in_place = True
 

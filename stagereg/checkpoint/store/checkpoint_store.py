@@ -1,9 +1,8 @@
 """A checkpoint store: which checkpoints there are, and how one is committed; docs/checkpoints.md shows its files.
 
-*Reading*: any process, any rank, at any time, without a lock; what another process writes meanwhile is seen complete or
-not at all. *Writing*: the run that holds the lock, and of that rank 0 alone; only :meth:`CheckpointStore.mark` is for
-each rank. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes there, ``mark``,
-``publish`` and ``retention.clear``, or ``backend.discard`` where something has failed; ``settle`` in the end.
+*Reading*: any process at any time, without a lock. *Writing*: rank 0 of the run that holds the lock; each rank calls
+:meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes
+there, ``mark``, ``publish`` and ``retention.clear``, or after an error ``backend.discard``; ``settle`` in the end.
 
 Paths are full paths, or URLs, as text. Errors are ``OSError`` unless said otherwise.
 """
@@ -30,13 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints below one root, in a file system or an object store; :func:`.open_store` makes it.
-
-    Attributes:
-        backend: where they lie.
-        readers: who reads them.
-        retention: which of them stay.
-    """
+    """The checkpoints below one root, in a file system or an object store; :func:`.open_store` makes it."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -55,8 +48,7 @@ class CheckpointStore:
     def checkpoints(self) -> tuple[list[Checkpoint], list[Condition]]:
         """Return the complete checkpoints, newest first, and the other step directories, the highest step first.
 
-        Complete by manifest and sizes; no content is read. A store that does not exist has none, and what
-        :meth:`leftovers` names is not in it.
+        Complete by manifest and sizes; no content is read. :meth:`leftovers` are in neither list.
         """
         found = conditions.conditions(self.backend)
         damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
@@ -66,9 +58,8 @@ class CheckpointStore:
         """Return what is wrong with one checkpoint. Of one that is deleted meanwhile, no manifest is left.
 
         Args:
-            path: of a checkpoint's directory, or of a ``latest`` that points to one; need not lie in this store. The
-                path in the result is that of the directory.
-            content: whether to read all of its files, one by one; else the manifest and the sizes are looked at.
+            path: of a checkpoint's directory, or of a ``latest`` that points to one; may be outside of this store.
+            content: whether to read all of its files; else the manifest and the sizes are checked.
         """
         found = conditions.look(self.backend, path)
         if not content or found.manifest is None:
@@ -79,10 +70,9 @@ class CheckpointStore:
         return Condition(found.path, found.manifest, wrong)
 
     def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
-        """Read these bytes of files of the checkpoint in the directory ``path``, and return what was found, by name.
+        """Read these bytes of files of a checkpoint, and return what was found, by name. Any rank.
 
-        :func:`.damage.differences` compares whole files with the manifest, and :func:`.damage.marks_of_shares` puts
-        them together of parts. Any rank.
+        :func:`.damage.differences` compares it with the manifest, after :func:`.damage.marks_of_shares` joins parts.
         """
         try:
             sizes = conditions.sizes(self.backend, path, parts)
@@ -119,10 +109,7 @@ class CheckpointStore:
         return self.backend.holder()
 
     def lock(self) -> StoreLock:
-        """Lock the store until the lock is released (:meth:`.Backend.lock`), or return the lock that there is.
-
-        :meth:`publish` checks that it is held.
-        """
+        """Lock the store until the lock is released, or return the lock that it holds."""
         if self._lock is None or not self._lock.held:
             self._lock, self._serial = self.backend.lock(), None
             self.retention.check = self._lock.check
@@ -149,9 +136,7 @@ class CheckpointStore:
     def temporary(self, step: int, token: str) -> str:
         """Return the full path of the directory in which all ranks write one save; makes nothing.
 
-        Args:
-            step: the training step.
-            token: distinguishes this save from all others (:func:`.manifest.new_token`); the same on all ranks.
+        ``token`` (:func:`.manifest.new_token`) distinguishes this save from others, and is the same on all ranks.
         """
         name = f"{step_name(step)}.{token}"
         return f"{self.root}/{name}" if self.backend.in_place else f"{self.root}/.{name}.tmp"
@@ -166,17 +151,16 @@ class CheckpointStore:
         return self.backend.mark(f"{written}/{name}", flush=True)
 
     def publish(self, written: str, manifest: Manifest, keep: int | KeepRule) -> Checkpoint:
-        """Commit the checkpoint in ``written``, and take out of sight what is not to be kept.
+        """Commit the checkpoint in ``written``, and hide what is not to be kept.
 
         The order makes every moment safe to be killed in: the files have their sizes; the lock is still held; one step
-        makes a checkpoint of them; ``latest`` moves by another one; only then old checkpoints go out of sight; and a
-        step that was saved again gets its plain name. A run that stood still for so long that another one has had the
-        directory meanwhile finds that out, before it commits and before each that it takes out of sight.
+        commits; another one moves ``latest``; then old checkpoints are hidden; a step that was saved again gets its
+        plain name. A run that lost the lock finds that out before it commits, and before it hides each checkpoint.
 
         Args:
-            written: what :meth:`temporary` named; all of its files are written and safely stored.
+            written: the path of :meth:`temporary`; all of its files are safely stored.
             manifest: with the mark of every file in ``written``; gets its serial and its time here.
-            keep: which complete checkpoints stay, or how many of the newest.
+            keep: the rule for complete checkpoints, or how many of the newest stay.
 
         Raises:
             CheckpointError: a file does not have its mark, or the lock is lost. Nothing before is touched.
@@ -218,9 +202,7 @@ class CheckpointStore:
         return made
 
     def settle(self) -> None:
-        """Before the lock is released: give steps that were saved again their plain names, where somebody has read the
-        old one until now. Raises nothing.
-        """
+        """Give steps that were saved again, and were read until now, their plain names. Raises nothing."""
         try:
             if self._lock is not None:
                 self.retention.settle(self._lock)

@@ -1,7 +1,6 @@
-"""What the checkpoints of a store are like: complete, damaged, or begun; by manifest and sizes, or by content.
+"""The condition of a store's checkpoints by manifest and sizes. Any process, without a lock.
 
-Any process, any rank, at any time, without a lock: what a run writes or deletes meanwhile is seen complete or not at
-all. Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
+Reading follows no link: a file of a checkpoint is a regular file inside its directory.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Ma
 from stagereg.checkpoint.store.backend import Backend
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
-_MANIFEST_BYTES = 1 << 28
-"""What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
+_MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some hundred bytes
 
 
 def look(backend: Backend, path: str) -> Condition:

@@ -1,7 +1,7 @@
 """The named moments of a save, for tests that end a process there.
 
-Each module that does a step of the commit calls :func:`failpoint` right after it. A run has no observer, so the call is
-one look-up. A test gives :func:`watch` an observer that kills its process, or only counts.
+Each module that does a step of the commit calls :func:`failpoint` right after it; a test sets an observer by
+:func:`watch`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ POINTS = {
     "retained": "the old checkpoints are deleted",
     "ended": "every rank knows that the save is complete",
 }
-"""What has just happened at each moment, in the order of a save. "locked", "swept", and "marked" to "retained" are for
-rank 0 alone, the others for every rank."""
+"""What has just happened, in the order of a save; "locked", "swept", and "marked" to "retained" on rank 0 alone."""
 
 TIER_POINTS = {
     "part": "the part of a rank is complete in a machine's folder",
@@ -40,11 +39,9 @@ TIER_POINTS = {
     "acknowledged": "the other machine says that it has the part, which is not noted here",
     "copied": "it is noted here",
 }
-"""What has just happened at each moment of a save into a tier; "receiving" and "received" on the machine that gets a
-copy, where "part" comes again after them."""
+"""The same of a save into a tier; "receiving", "received" and "part" on the machine that gets a copy."""
 
-_observer: Callable[[str], None] | None = None
-"""One a process: a test that kills a process at a moment has no object of that process in its hands."""
+_observer: Callable[[str], None] | None = None  # of this process, since a test has no object of it
 
 
 def failpoint(name: str) -> None:

@@ -1,9 +1,6 @@
-"""Which checkpoints stay, and why: the policy of ``checkpoint.keep``, or a rule in its place. It touches no disk.
+"""Retention rules: the policy of ``checkpoint.keep``, or a component of the kind ``keep``. Touches no disk.
 
-A checkpoint stays if one of the rules keeps it. The budget is an upper bound for all of them together: of what the
-rules keep, the least recent go first, until the rest fits. The newest stays whatever the rules and the budget are.
-
-A component of the kind ``keep`` decides in the place of the policy. One that fails deletes nothing.
+A checkpoint stays if one rule of the policy keeps it; over the budget the least recent go first. The newest stays.
 """
 
 from __future__ import annotations
@@ -88,12 +85,7 @@ class Keep:
         return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
     def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-        """Return those that stay, the newest first, by their paths, and why each does.
-
-        Args:
-            checkpoints: the complete ones, in any order.
-            metrics: of each, by its path, what was logged.
-        """
+        """Return the paths of those that stay, the newest first, and why each does. Arguments: as :class:`KeepRule`."""
         name = self.metric or ""
         values = {path: known[name] for path, known in metrics.items() if name in known}
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
@@ -118,11 +110,7 @@ class Keep:
 
 
 class GuardedRule:
-    """A rule of which nothing reaches the save: where it fails all stay, and the log says so once.
-
-    Raises:
-        ConfigError: it is no component of the kind ``keep``.
-    """
+    """A rule whose errors do not reach the save: all checkpoints stay, with one warning. Raises: ``ConfigError``."""
 
     def __init__(self, rule: KeepRule) -> None:
         if isinstance(rule, type):

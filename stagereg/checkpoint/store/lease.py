@@ -1,14 +1,11 @@
 """The lock of an object store: an object that its owner renews, and that others may replace once it does not.
 
-A store has no locks that die with a process. The object ``.lock`` names its writer. It is made by a conditional write,
-which one of several that try it at once wins, and renewed every twenty seconds by a thread; one that was not renewed
-for a minute is free. So after a machine was lost, another one waits up to a minute; on the same machine, an owner that
-has ended is found out at once. When it was renewed is asked of the store, which has one clock; where that does not say,
-whoever wants it watches it for a minute. The clock of this machine is good for no more than to show who holds it.
+A store has no locks that die with a process. A conditional write makes the object ``.lock``, and a thread renews it
+every twenty seconds; after a minute without that it is free, and at once if its owner was a process of this machine
+that has ended. The store's clock gives its age; without one, the waiting run watches the object for a minute.
 
-This is weaker than a lock. A run that is stopped for more than a minute may believe for one request that it still holds
-what another one has taken over; it looks before each commit. Of two that write at the same moment where a store has no
-conditional write, or replace an old object, the second wins, and the first finds out by reading again.
+This is weaker than a lock: a run that is stopped for more than a minute may believe for one request that it still holds
+the lock. Of two writes at the same moment without a condition the second wins; the first run reads that afterwards.
 """
 
 from __future__ import annotations
@@ -43,9 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A file that says who uses something; a thread renews it every twenty seconds, until it is ended or forgotten.
+    """A file that names the user of something; a thread renews it until it is ended or garbage collected.
 
-    ``read`` is for one in the place of which another may put its own; that is neither renewed nor deleted.
+    With ``read``, another lease may replace it, which is then neither renewed nor deleted.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path that a path or a ``file://`` URL means; ``~`` is the user's.
-
-    Raises:
-        ConfigError: the URL names another machine, or the path the home of a user who is not known.
-    """
+    """Return the absolute path of a path or ``file://`` URL; ``~`` is the user's home. Raises: ``ConfigError``."""
     if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
         raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
     expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
@@ -79,9 +75,9 @@ def discard(path: str) -> None:
 
 
 def exchange(beside: Path, path: Path, aside: Path) -> Path:
-    """Give ``beside`` the name ``path``; return where is now what had that name.
+    """Give ``beside`` the name ``path``; return the path of what had that name.
 
-    In one step, or in two where the file system has no such step: killed between them, it is at ``aside``.
+    In one step, or in two if the file system has none: killed between them, it is at ``aside``.
     """
     if not os.path.lexists(path):
         os.rename(beside, path)

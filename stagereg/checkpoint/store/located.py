@@ -1,8 +1,4 @@
-"""What a path or URL that the user gives means: a directory of checkpoints, or one checkpoint, and the newest of them.
-
-Only manifests and sizes are read, unless :func:`newest` is asked to verify. Nothing is locked, or changed but for the
-lease of a reader.
-"""
+"""What a path or URL of the user means: a directory of checkpoints, or one of them. Locks and changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from stagereg.errors import CheckpointError, DamagedError
 
 @dataclass(frozen=True)
 class Located:
-    """What was asked for: in a store checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
+    """A store with its checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
 
     store: CheckpointStore
     conditions: Sequence[Condition]
@@ -28,15 +24,9 @@ class Located:
 
 
 def located(target: str, empty: bool = False) -> Located:
-    """Return what ``target`` means: a directory of checkpoints, one of them, or ``latest``; a path or a URL.
+    """Return the meaning of a path or URL; with ``empty`` a directory may have leftovers only.
 
-    Args:
-        target: as given by the user.
-        empty: whether a directory may be one of checkpoints without having any.
-
-    Raises:
-        CheckpointError: there is nothing, or it cannot be looked at.
-        ConfigError: it is a URL that cannot be read here.
+    Raises: ``CheckpointError`` if there is nothing, or it cannot be accessed; ``ConfigError``.
     """
     try:
         name = target.rstrip("/").rpartition("/")[2]
@@ -71,15 +61,9 @@ def conditions(store: CheckpointStore) -> list[Condition]:
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, list[Condition]]:
-    """Return the newest checkpoint with which nothing is wrong, and the newer ones, which are not good.
+    """Return the newest good checkpoint, and the newer ones, which are not good; ``verify`` reads all content.
 
-    Args:
-        target: as :func:`located` takes it.
-        verify: whether to read the content of every file.
-        reading: is entered with what keeps the checkpoint from being deleted.
-
-    Raises:
-        CheckpointError: none is good. And as :func:`located` raises.
+    ``reading`` is entered with the lease that keeps the checkpoint. Raises: ``CheckpointError``, ``ConfigError``.
     """
     found = located(target)
     passed: list[Condition] = []
@@ -99,10 +83,7 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, l
 
 
 def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
-    """Return where a checkpoint of ``store`` is now, by its manifest and the sizes; ``None`` if it is gone.
-
-    That is its path, or the plain name that it has got since.
-    """
+    """Return the path of a checkpoint now, which may be its plain name since; ``None`` if it is gone."""
     folder, _, name = checkpoint.path.rpartition("/")
     for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
         found = store.look(path)

@@ -1,12 +1,10 @@
-"""The lock that lets one run at a time write to a directory, and who holds it.
+"""The lock that lets one run at a time write to a directory, and its owner.
 
-The file ``.lock`` of the directory is locked by the run that writes there (``fcntl.lockf``), and says who that is. It
-is a POSIX record lock: it dies with its process, however that ends; forked children such as the workers of a
-``DataLoader`` do not inherit it; and it works across machines, on NFS as on the file systems of clusters. (``flock``,
-which the package filelock uses, locks within one machine only on some of these, such as GPFS.)
+The run that writes locks the file ``.lock`` (``fcntl.lockf``), which names its owner. A POSIX record lock dies with its
+process; forked children do not inherit it; and it works across machines, on NFS and on cluster file systems, some of
+which (GPFS) keep ``flock`` within one machine.
 
-A process loses such a lock as soon as it closes the file a second time; so what this process holds is kept here, and
-nothing else may open ``.lock``. It may be deleted under a run that goes on: :meth:`StoreLock.check` notices.
+A process loses such a lock as soon as it closes the file a second time, so nothing else may open ``.lock``.
 """
 
 from __future__ import annotations
@@ -83,13 +81,12 @@ class Owner:
 
 
 class StoreLock:
-    """Holds a directory of checkpoints, from its construction on, for one object of this process to write there.
+    """Holds a directory of checkpoints, from its construction on, for one object of this process; a context manager.
 
-    A context manager, which releases it. Garbage collection releases it too; the end of the interpreter does not, as
-    the last save may end after that. Where the file system has no locks, one warning is logged, and only checkpointers
-    of this process are kept out.
+    Garbage collection releases it; the end of the interpreter does not, as the last save may end after that. On a file
+    system without locks, one warning is logged, and only checkpointers of this process are kept out.
 
-    Raises ``OSError``, and ``CheckpointError`` if another run holds it for ``patience`` seconds; the message names it.
+    Raises ``OSError``, and ``CheckpointError`` if another run holds it for ``patience`` seconds.
     """
 
     _look_s = 0.05
@@ -119,11 +116,7 @@ class StoreLock:
         return bool(self._process)
 
     def check(self) -> None:
-        """Make sure that the directory is still held; to be called before each commit, on any thread.
-
-        Raises:
-            CheckpointError: another run has taken it over; the message names it. ``OSError``.
-        """
+        """Make sure that the lock is held. Thread-safe. Raises: ``CheckpointError``, ``OSError``."""
         if not self._process:
             raise CheckpointError(f"This run has let go of {self.root}; it may not write there any more.")
         if self._is_ours():

@@ -1,8 +1,7 @@
-"""An object store through fsspec, asked for little and asked again where the network fails.
+"""An object store through fsspec, with retries (:mod:`.retry`).
 
-Objects are named by their URLs. A store has no directories of its own here: what lies below a URL is what has a name
-that begins with it. Nothing is taken from a cache of listings, as other processes write too. The rules of :mod:`.retry`
-about trials and errors hold for every call.
+Objects are named by their URLs; a directory is the common beginning of names. Cached listings are not used, since other
+processes write too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "
 
 
 class ObjectStore:
-    """The store that a URL is in. Any thread may use it.
-
-    Args:
-        url: of anything in it. fsspec takes credentials and endpoints from the environment and its own configuration.
+    """The store that a URL is in. Thread-safe. fsspec takes credentials and endpoints from the environment.
 
     Raises:
         ConfigError: fsspec cannot open it; it names no bucket, or has a password or a character of a pattern in it.
@@ -85,10 +81,7 @@ class ObjectStore:
         return retrying("looking at", url, act)
 
     def age(self, url: str, probe: str) -> float:
-        """Return how many seconds ago an object was written, by the store's clock; 0 where the store does not say.
-
-        ``probe`` is a name for an object that is written now, to compare the two, and deleted.
-        """
+        """Return the age of an object in seconds, by the store's clock, for which ``probe`` is written; else 0."""
         self.put(probe, b"now")
         try:
             written, now = (retrying("looking at", each, partial(self._modified, each)) for each in (url, probe))
@@ -110,14 +103,7 @@ class ObjectStore:
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Write an object unless there is one; return whether it was written.
-
-        One try: where the answer to one is lost, the next one finds the object, which only its content distinguishes
-        from another writer's.
-
-        Raises:
-            NotImplementedError: this store, or its package, cannot do that in one request.
-        """
+        """Try once to write a new object; return whether. Raises: ``NotImplementedError`` if the store cannot."""
         try:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:
@@ -131,10 +117,7 @@ class ObjectStore:
         return True
 
     def open(self, url: str) -> io.BufferedReader:
-        """Open an object for reading, at any offset.
-
-        The last few blocks are kept, so that each byte is asked for about once.
-        """
+        """Open an object for reading, at any offset; the last few blocks are cached."""
         from fsspec.caching import BlockCache
         from fsspec.spec import AbstractBufferedFile
 
@@ -167,11 +150,7 @@ class ObjectStore:
         retrying("deleting", url, act)
 
     def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> list[str]:
-        """Give up uploads in parts below ``url`` that were begun and not ended, of objects with ``is_ours``; S3 alone.
-
-        Such parts are in no listing, and paid for. ``is_ours`` gets what follows ``url`` in the object's name. Returns
-        the URLs of these objects.
-        """
+        """Abort unfinished multipart uploads below ``url``, on S3 alone, whose names are ours; return their URLs."""
         given_up: list[str] = []
 
         def act() -> None:

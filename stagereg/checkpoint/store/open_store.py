@@ -16,13 +16,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
-    """Return the directory of checkpoints ``dir``: a path, a ``file://`` URL, or another URL that fsspec knows.
-
-    Touches neither disk nor network.
-
-    Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
-    """
+    """Return the store of a path or URL; touches neither disk nor network. Raises: ``ConfigError``."""
     if isinstance(dir, str) and is_url(dir):
         from stagereg.checkpoint.store.bucket import Bucket
 

@@ -1,9 +1,8 @@
-"""Who reads checkpoints: the run that writes in a directory does not delete a checkpoint that somebody reads.
+"""Readers of checkpoints: the run that writes in a directory does not delete a checkpoint that is being read.
 
-A reader keeps a lease beside the checkpoint, ``.reading.step-00000100.TOKEN`` (:mod:`.store.lease`). The run looks for
-these before it deletes a checkpoint, and once more when it has just taken that out of sight, and then brings it back.
-So what a reader finds complete after it has taken its lease stays; a later save deletes it. Locks of file systems do
-not reach other machines everywhere. Who may not write in the directory reads without a lease.
+A reader keeps a lease beside the checkpoint, ``.reading.step-00000100.TOKEN``. The run looks for leases before it hides
+a checkpoint, and again right after, and then brings it back; a later save deletes it. A reader that may not write in
+the directory has no lease.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Readers:
     def found(self, delete: bool = False) -> dict[str, list[LeaseRecord]]:
         """Return the leases that count, by the names of checkpoints; ``delete`` the others, with the lock held.
 
-        Those of processes of this machine that have ended do not, nor those that have not changed for a minute since
-        this object has seen them first.
+        A lease counts until its process on this machine ends, or until it has not changed for a minute.
         """
         now, root = time.monotonic(), self._backend.root
         there = [self._lease(name) for name in self._backend.list(root) if _being_read(name)]

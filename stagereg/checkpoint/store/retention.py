@@ -1,8 +1,8 @@
-"""Which checkpoints of a store stay, and how the others go: what :class:`.Keep` is for one run that writes there.
+"""Which checkpoints of a store stay, and how the others go: :class:`.Keep` for the run that writes there.
 
-A checkpoint that is not to be kept is first taken out of sight, in one step, and deleted later, by
-:meth:`Retention.clear`. One that somebody reads, and what ``latest`` points to, stays until a later save. Where a step
-is saved again, the old one goes, and the new one gets its plain name beside that with a token as soon as it is free.
+A checkpoint is first hidden, in one step, and deleted later by :meth:`Retention.clear`; one that is read, or that
+``latest`` points to, stays until a later save. A step that is saved again replaces the old one, and gets its plain name
+when that is free.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """What stays in a store, for the run that holds its lock.
+    """The retention of the run that holds the lock.
 
     Attributes:
-        distrusted: full paths of checkpoints that look complete and were found to be damaged, or given up after
-            crashes, which retention neither counts nor deletes; whoever finds them adds them.
-        spared: full paths of checkpoints that were there at the start, which retention neither counts nor deletes
-            before the run has come to their step; cleared by whoever knows that the run goes on from them.
-        check: raises if the lock of the store is lost; called before each checkpoint that goes.
+        distrusted: full paths of checkpoints that look complete, and are damaged or skipped after crashes; neither
+            counted nor deleted.
+        spared: full paths of checkpoints of an earlier run, neither counted nor deleted before this run reaches their
+            step.
+        check: raises if the lock of the store is lost; called before each checkpoint is hidden.
     """
 
     def __init__(self, backend: Backend, readers: Readers) -> None:
@@ -65,7 +65,7 @@ class Retention:
     def use_plain_names(self, there: list[Condition]) -> dict[str, str]:
         """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
 
-        At each moment ``latest``, and who reads, finds a whole checkpoint, under either name. Writes why each is kept.
+        At each moment ``latest``, and each reader, finds a whole checkpoint. Writes why each is kept.
         """
         plain: dict[str, str] = {}
         for each in self.trusted(there):  # of a step the one committed last comes first
@@ -109,10 +109,7 @@ class Retention:
     def _choose(
         self, before: list[Condition], made: Checkpoint, keep: Keep | GuardedRule
     ) -> tuple[dict[str, str], Collection[str]]:
-        """Return why checkpoints are kept, and the paths of those that are not.
-
-        Nor are those of ``before`` whose step was saved again.
-        """
+        """Return why checkpoints are kept, and the paths of the others, also of steps that were saved again."""
         step = made.manifest.step
         self.distrusted.discard(made.path)
         spared = self.spared & {each.path for each in before if each.step is not None and each.step > step}

@@ -1,9 +1,8 @@
-"""How often a request is tried that a network may lose, and which errors are not worth another try.
+"""Retries for requests that a network may lose.
 
-A trial that fails for a reason that may pass is made again, after waits that double from half a second to a minute,
-each shortened at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS
-Architecture Blog, 2015). What cannot get better by waiting is raised at once. A series ends with its last trial, or
-when the time is up that :func:`within` gave the thread; it warns once. :func:`answered` is for a call that hangs.
+A transient error is retried after waits that double from half a second to a minute, each shortened at random by up to
+half ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). Other errors are raised at once. A series ends after the
+last trial, or at the deadline of :func:`within`; it warns once. :func:`answered` is for a call that hangs.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ TRIALS = 10  # how often something is tried in all, some three minutes long
 FIRST_S = 0.5
 LONGEST_S = 60.0
 
-# What may pass: statuses; S3's names of errors whose status does not show it (content lost on its way, an upload that
-# was cleared away, another write of the same object at the same moment); and parts of the names of exceptions, as the
-# clients of object stores have no common base for what goes wrong on the network.
+# Transient errors: HTTP statuses; S3's codes whose status does not show it; and parts of the names of exceptions, since
+# the clients of object stores have no common base for network errors.
 _PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
 _PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
 _PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
@@ -39,16 +37,12 @@ _FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENA
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 _log = logging.getLogger(__name__)
-_thread = threading.local()
-"""The deadline of the call under way on each thread; it reaches functions that a library calls in between."""
+_thread = threading.local()  # the deadline of the call under way on each thread
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Generator[None, None, None]:
-    """Bound all series of trials of this thread: none is begun again later than ``seconds`` from now.
-
-    Where one bound is inside another, the earlier one counts.
-    """
+    """Bound all retries of this thread: none begins later than ``seconds`` from now, or than an outer bound."""
     before = until()
     _thread.until = min(before, time.monotonic() + seconds)
     try:
@@ -64,13 +58,7 @@ def until() -> float:
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return what ``act`` returns, waiting at most ``seconds``: a server may take a call and never answer.
-
-    It runs on a thread of its own, which is left alone when the time is up; ``give_back`` gets what it returns then.
-
-    Raises:
-        TimeoutError: it has not ended in time; names ``url``. And what ``act`` raises.
-    """
+    """Return the result of ``act`` within ``seconds``, or raise ``TimeoutError``; ``give_back`` gets a late one."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -94,15 +82,9 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
 
 
 def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
-    """Return what ``act`` returns, tried again as long as that may help.
+    """Return the result of ``act``, which must be harmless to repeat, tried again as long as that may help.
 
-    Args:
-        doing: for messages, such as ``"reading"``.
-        url: what it is done to; named in the error.
-        act: must be harmless to repeat, also after it was carried out and the answer was lost.
-
-    Raises:
-        OSError: what it raised last, naming ``url``. Errors of the program itself come as they are.
+    ``doing`` and ``url`` are for messages. Raises: ``OSError`` naming ``url``; errors of the program as they are.
     """
     trial = 1
     while True:

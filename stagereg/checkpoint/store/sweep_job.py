@@ -1,7 +1,6 @@
-"""Refuses a directory of checkpoints that another job of the same sweep has had: going on from it might train nothing.
+"""Refuses a directory of checkpoints that another job of the same sweep has had: resuming from it might train nothing.
 
-Rank 0 notes in ``.sweep-job.json`` of the directory which job of which sweep holds it, as Hydra knows it. The same job,
-started again, and jobs of other sweeps go on from what is there. Outside of sweeps nothing is read or written.
+Rank 0 notes the job and its sweep in ``.sweep-job.json``. The same job and other sweeps resume as usual.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from stagereg.launch.command_line import gives_resume, raw
 
 
 def take_for_job(store: CheckpointStore, resume: str) -> None:
-    """Note that the job of a sweep that runs here, if it is one, has the directory; while its lock is held.
-
-    Raises:
-        CheckpointError: another job of the same sweep had it, and nothing says that it is meant: ``resume`` is
-            ``"auto"``, and not by the command line.
-    """
+    """Note the job of a sweep that has the locked directory. Raises: ``CheckpointError`` if another job had it."""
     if "hydra.core.hydra_config" not in sys.modules:  # importing it takes 0.3 s, which a program without Hydra saves
         return
     from hydra.core.hydra_config import HydraConfig

@@ -109,12 +109,6 @@ def test_what_would_come_back_otherwise_is_refused_by_name(kind: str, tmp_path: 
         save(tmp_path, {"v": {"x": make()}})
 
 
-def test_the_advice_for_a_config_works(tmp_path: Path) -> None:
-    plain = OmegaConf.to_container(WHOLE.other, resolve=True, enum_to_str=True)
-    save(tmp_path, {"v": plain})
-    assert restore(tmp_path, {"v": None}) == {"v": {"rate": 1}}
-
-
 def configs_that_differ(rank: int, world_size: int, path: str) -> None:
     config = OmegaConf.create({"rank": rank, "same": "${rank}", "empty": {}})
     save(Path(path), {"cfg": config, "list": ListConfig([rank])})

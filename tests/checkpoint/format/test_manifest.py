@@ -39,15 +39,6 @@ def test_a_written_manifest_is_read_back(manifest: Manifest) -> None:
     assert repr(Manifest.loads(manifest.dumps()).metrics) == repr(manifest.metrics)
 
 
-def test_a_manifest_without_metrics_is_as_it_always_was() -> None:
-    assert ONE.dumps() == (
-        '{\n "format": 2,\n "step": 7,\n "world_size": 2,\n "serial": 3,\n "files": {\n'
-        '  "__0_0.distcp": {\n   "bytes": 10,\n   "crc32": 11\n  },\n'
-        '  ".metadata": {\n   "bytes": 12,\n   "crc32": 13\n  }\n },\n'
-        ' "storage": "direct",\n "time": 14,\n "crc32": 48220282\n}\n'
-    )
-
-
 @given(st.data())
 def test_a_cut_or_a_changed_character_is_noticed(data: st.DataObject) -> None:
     text = ONE.dumps()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,6 @@ LAST = 13  # the first run ends here
 
 
 def die(how: str) -> None:
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if how == "nan":  # as a program finds it in its loss
         assert torch.isfinite(torch.tensor(float("nan"))), "the loss is not finite"
     raise ZeroDivisionError
@@ -136,21 +131,6 @@ def test_saving_again_what_was_there_before_the_crash_is_no_progress(
     assert "died before a checkpoint beyond step 1" in cycles.refusal
 
 
-def test_nor_is_saving_what_was_restored(tmp_path: Path) -> None:
-    train(str(tmp_path), "store", steps=LAST, at=99)
-
-    def cycle() -> int | None:
-        state = {"x": torch.zeros(4)}
-        with contextlib.suppress(ZeroDivisionError), Checkpointer(str(tmp_path / "store"), keep=9) as checkpointer:
-            start = checkpointer.restore(state)
-            checkpointer.save(start or 0, state)
-            checkpointer.wait()
-            raise ZeroDivisionError
-        return start
-
-    assert [cycle() for _ in range(4)] == [12, 12, 12, 8]
-
-
 def test_what_others_saved_for_a_run_that_was_lost_is_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,32 +153,6 @@ def test_a_newer_checkpoint_that_is_damaged_is_no_progress(tmp_path: Path, capsy
     [file, *_] = (tmp_path / "store" / "step-00000012").glob("*.distcp")
     flip(file)
     assert Cycles(capsys, str(tmp_path), "store").began == thrice("8s", "4s")
-
-
-def killed(rank: int, world_size: int, *args: Any) -> int | None:
-    """The last rank dies by a signal; the other one waits for it in a collective."""
-    root, where, at, often = args
-    how = "kill" if rank == world_size - 1 else "waits"
-    try:
-        return train(root, where, how, at, often=often)
-    except ZeroDivisionError:
-        dist.barrier()
-        raise
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("where", "world_size"), [("store", 1), pytest.param("tier", 2, marks=pytest.mark.slow)])
-def test_the_same_holds_where_it_is_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, world_size: int
-) -> None:
-    began, failure = list[str](), ""
-    while "none of them is good" not in failure:
-        with pytest.raises(RankFailure) as failed:
-            run_ranks(killed, world_size, args=(str(tmp_path), where, 15, 1))
-        failure = str(failed.value)
-        began += re.findall(r"began (\w+)", capsys.readouterr().out)
-        assert len(began) < 20 * world_size, "it never ends"
-    assert began[::world_size] == ["scratch", *LATER[where]]
 
 
 def test_of_many_checkpoints_five_are_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

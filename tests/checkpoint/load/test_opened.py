@@ -129,16 +129,6 @@ def test_an_unknown_name_is_a_key_error_that_helps(tmp_path: Path) -> None:
         checkpoint["x.weight"]
 
 
-def test_a_url_is_read_through_its_store() -> None:
-    tensors = kinds()
-    root = save(f"memory://{uuid.uuid4().hex}/runs", {"x": tensors, "epoch": 7})
-    with stagereg.open_checkpoint(root, verify=True) as checkpoint:
-        assert (checkpoint.step, checkpoint.verified, checkpoint.entry("epoch")) == (1, True, 7)
-        assert all(alike(checkpoint[f"x.{name}"], x) for name, x in tensors.items())
-        checkpoint["x.tied"].zero_()
-        assert alike(checkpoint["x.tied"], tensors["tied"])
-
-
 def test_of_a_url_the_blocks_that_are_needed_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     root = save(f"memory://{uuid.uuid4().hex}/runs", {"large": torch.ones(20 * MIB), "small": torch.ones(9)})
     fetched = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import functools
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +24,6 @@ from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
-from ...support import splits
 from ...support.faulty_storage import flip
 
 DATA = "__0_0.distcp"
@@ -66,32 +63,6 @@ def small(piece: int = PIECE) -> None:
     shared_read._PIECE_BYTES = shared_read._LEAST_BYTES = piece
     shared_read._FETCH_BYTES = piece // 3
     shared_read._GAP_BYTES = 16
-
-
-# -- any split
-
-
-def restore_pairs(
-    rank: int, world_size: int, root: str, pairs: Sequence[tuple[str, str]], storage: str, piece: int
-) -> tuple[list[str], int]:
-    small(piece)
-    seen = count()
-    splits.Checkpointer = functools.partial(Checkpointer, restore=Restore(read="once"))  # type: ignore[misc,assignment]
-    return splits.restore_all(rank, world_size, root, pairs, storage)[0], seen["runs"]
-
-
-PAIRS = [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("zero", "pp"), ("interleaved", "zero"), ("tp", "plain"), ("pp", "tp")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("storage", "piece"),
-    [("dcp", 1000), ("torch_dcp", 300), ("dcp", 1 << 20)],
-)
-def test_any_split_gets_its_bytes_from_one_reader(tmp_path: Path, storage: str, piece: int) -> None:
-    results = run_ranks(restore_pairs, nproc=3, args=(str(tmp_path), PAIRS, storage, piece))
-    assert [differing for differing, _ in results] == [[]] * 3
-    assert results[0][1] == len(PAIRS)
 
 
 # -- how much is read, and passed on

@@ -63,7 +63,6 @@ def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str
     ("dying", "where", "failing"),
     [
         (2, "round_trip", "Nothing was restored from ROOT: "),
-        pytest.param(1, "prepare", "ROOT/step-00000001 could not be restored: ", marks=pytest.mark.slow),
         (0, "assign", "ROOT/step-00000001 could not be restored: "),
         pytest.param(1, "_place", "ROOT/step-00000001 could not be restored: ", marks=pytest.mark.slow),
         (2, "flushed", "Step 2 was not saved: "),

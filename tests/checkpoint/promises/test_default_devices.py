@@ -16,7 +16,6 @@ from stagereg.testing import run_ranks
 
 DEFAULTS: dict[str, Callable[[], object]] = {
     "meta": lambda: torch.set_default_device("meta"),
-    "float64": lambda: torch.set_default_dtype(torch.float64),
     "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
     "DoubleTensor": lambda: torch.set_default_tensor_type(torch.DoubleTensor),
 }
@@ -63,9 +62,6 @@ def values(x: Any) -> list[torch.Tensor]:
     return [each if isinstance(each, torch.Tensor) else torch.tensor(each) for each in leaves if each is not None]
 
 
-SLOW = [pytest.param(each, 1, marks=pytest.mark.slow) for each in ("meta", "float64")]
-
-
-@pytest.mark.parametrize(("default", "world"), [*SLOW, ("bfloat16", 1), ("DoubleTensor", 1), ("meta", 2)])
+@pytest.mark.parametrize(("default", "world"), [("bfloat16", 1), ("DoubleTensor", 1), ("meta", 2)])
 def test_a_state_comes_back_as_it_was_saved(default: str, world: int, tmp_path: Path) -> None:
     assert run_ranks(saves, world, args=(tmp_path, default), timeout_s=90) == [[]] * world

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten
 
 import stagereg
@@ -203,32 +203,18 @@ def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
 
 
-def save_and_load_shards_everywhere(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
-    return {storage: save_and_load_shards(rank, world_size, f"{root}/{storage}", storage) for storage in STORAGES}
+def save_shards_everywhere(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
+    return {storage: save_shards(rank, world_size, f"{root}/{storage}", storage) for storage in STORAGES}
 
 
-def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) -> list[str]:
+def save_shards(rank: int, world_size: int, root: str, storage: str) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     full = torch.arange(3500.0).view(50, 70)
 
-    def state(fill: float | None) -> dict[str, Any]:
-        content = full if fill is None else torch.full_like(full, fill)
-        placed = {name: distribute_tensor(content.clone(), mesh, [p]) for name, p in PLACEMENTS.items()}
-        uneven = distribute_tensor(content[:1].clone(), mesh, [Shard(0)])  # nothing on the last rank
-        whole = content.clone()
-        return {"sharded": placed, "uneven": uneven, "whole": whole, f"own.rank{rank}": torch.full((2,), rank + 1)}
-
+    placed = {name: distribute_tensor(full.clone(), mesh, [place]) for name, place in PLACEMENTS.items()}
+    uneven = distribute_tensor(full[:1].clone(), mesh, [Shard(0)])  # nothing on the last rank
     with checkpointer(Path(root), storage) as saving:
-        saving.save(1, state(None))
-    loaded = state(-1.0)
-    with Checkpointer(root) as restoring:
-        assert restoring.restore(loaded) == 1
-    for name, x in loaded["sharded"].items():
-        assert type(x) is DTensor
-        assert torch.equal(x.full_tensor(), full), name
-    assert torch.equal(loaded["uneven"].full_tensor(), full[:1])
-    assert torch.equal(loaded["whole"], full)
-    assert loaded[f"own.rank{rank}"].tolist() == [rank + 1] * 2
+        saving.save(1, {"sharded": placed, "uneven": uneven, f"own.rank{rank}": torch.ones(2)})
     dist.barrier()
     return sorted(os.listdir(os.path.join(root, "latest")))
 
@@ -236,8 +222,8 @@ def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) ->
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
 
 
-def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path) -> None:
-    listings, others = run_ranks(save_and_load_shards_everywhere, nproc=2, args=(str(tmp_path),))
+def test_other_programs_read_the_shards_of_two_ranks(tmp_path: Path) -> None:
+    listings, others = run_ranks(save_shards_everywhere, nproc=2, args=(str(tmp_path),))
     assert listings == others
     for storage, names in listings.items():
         assert {".metadata", "__0_0.distcp", "index.json", "manifest.json"} <= set(names)

@@ -20,7 +20,6 @@ from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
-from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.located import path_of
 from stagereg.errors import CheckpointError
 from tests.support.memory_backend import MemoryBackend
@@ -43,13 +42,13 @@ def made(kind: str) -> Iterator[Backend]:
             yield MemoryBackend(folder)
 
 
-def save(store: CheckpointStore, step: int, keep: int | Keep = 9, **metrics: float) -> Checkpoint:
+def save(store: CheckpointStore, step: int, keep: int = 9) -> Checkpoint:
     written = store.temporary(step, new_token())
     if not store.backend.in_place:
         os.makedirs(written)
     try:
         files = {name: store.put(written, name, f"{name} {step}".encode()) for name in ("a", "b")}
-        done = store.publish(written, Manifest(step, 2, 0, files, metrics=metrics), keep)
+        done = store.publish(written, Manifest(step, 2, 0, files), keep)
     except BaseException:
         store.backend.discard(written)
         raise
@@ -195,50 +194,3 @@ def test_one_run_holds_a_store_and_is_named(kind: str) -> None:
         with pytest.raises(CheckpointError, match=r"let go of .*may not write there any more"):
             save(store, 2)
         assert there(backend) == [(1, 1)]
-
-
-@each_backend
-def test_a_file_without_its_mark_is_no_checkpoint(kind: str) -> None:
-    with made(kind) as backend:
-        store = CheckpointStore(backend)
-        first = save(store, 1)
-        for name in ("a", "missing"):
-            wrong = {**first.manifest.files, name: first.manifest.files["a"].__class__(99, 1)}
-            written = store.temporary(2, new_token())
-            if not backend.in_place:
-                os.makedirs(written)
-            for each in first.manifest.files:
-                store.put(written, each, b"1234567")
-            with pytest.raises(CheckpointError, match=f"did not reach the disk or the store.*{name}"):
-                store.publish(written, Manifest(2, 2, 0, wrong), 9)
-        assert (there(backend), store.latest()) == ([(1, 1)], first)
-
-
-@each_backend
-def test_what_is_read_stays_until_a_later_save(kind: str) -> None:
-    with made(kind) as backend:
-        store = CheckpointStore(backend)
-        first = save(store, 1)
-        with CheckpointStore(backend).readers.reading(first.path):
-            assert [*store.readers.found()] == [first.name]
-            save(store, 2, keep=1)
-            assert there(backend) == [(2, 2), (1, 1)]
-        save(store, 3, keep=1)
-        assert there(backend) == [(3, 3)]
-
-
-@each_backend
-def test_notes_and_metrics_are_of_the_store(kind: str) -> None:
-    with made(kind) as backend:
-        store, keep = CheckpointStore(backend), Keep(newest=1, best=1, metric="loss", direction="max")
-        backend.replace(".note.json", b"1")
-        assert CheckpointStore(backend).note(".note.json") == b"1"
-        backend.replace(".note.json", b"")
-        assert store.note(".note.json") == b""
-        first = save(store, 1, keep, loss=9.0)
-        save(store, 2, keep, loss=3.0)
-        third = save(store, 3, keep, loss=2.0)
-        assert [step for step, _ in there(backend)] == [3, 1]
-        assert store.retention.kept() == {first.name: "best 1 of 1 by loss=9", third.name: "newest"}
-        save(store, 4, 1)
-        assert (there(backend), store.retention.kept()) == ([(4, 4)], {})

@@ -63,7 +63,6 @@ FAILURES = {
     ", 3), which is not the path of a checkpoint and a text": lambda there: {one.path: 3 for one in there},
     "it keeps none": lambda there: {},
 }
-failing = pytest.mark.parametrize(("said", "does"), FAILURES.items(), ids=["raise", "none", "list", "path", "no", "0"])
 
 
 def test_a_rule_says_what_stays_and_ls_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +83,7 @@ def test_a_rule_gets_what_was_logged(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 4]
 
 
-@failing
+@pytest.mark.parametrize(("said", "does"), FAILURES.items(), ids=["raise", "none", "list", "path", "no", "0"])
 def test_a_rule_that_fails_deletes_nothing_and_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, does: Any
 ) -> None:
@@ -124,17 +123,6 @@ def test_a_subclass_of_the_policy_is_guarded_as_well(tmp_path: Path, caplog: pyt
     assert steps(tmp_path) == [1, 2, 3]
     (warned,) = [each.getMessage() for each in caplog.records]
     assert "Stricter: KeyError: 'metric'" in warned
-
-
-@failing
-def test_a_copy_is_of_all_and_deletes_none_where_its_rule_fails(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, does: Any
-) -> None:
-    copies = CopyTo(str(tmp_path / "copies"), keep=Does(does))
-    train(str(tmp_path / "run"), 9, [1, 2, 3], on_commit=copies)
-    assert steps(tmp_path / "copies") == [1, 2, 3]
-    (warned,) = [each.getMessage() for each in caplog.records]
-    assert said in warned
 
 
 def test_copies_are_kept_by_a_rule(tmp_path: Path) -> None:
@@ -221,17 +209,6 @@ def test_of_a_text_the_error_names_what_a_config_can_hold(tmp_path: Path) -> Non
         "checkpoint.keep: 'abc' is not a whole number.",
         "Or: checkpoint.keep is 'abc', where a mapping of the fields of Keep is needed.",
     ]
-
-
-def test_what_a_chosen_rule_does_not_take_is_refused(tmp_path: Path) -> None:
-    config = composed(tmp_path, "checkpoint/keep=of_steps", "checkpoint.keep.steps=[1]", "checkpoint.keep.best=3")
-    with pytest.raises(ConfigError, match=r"keep/of_steps takes no 'best'.* It takes: steps, every"):
-        stagereg.instantiate(config.checkpoint)
-
-
-def test_another_kind_of_component_is_no_rule(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.keep takes a keep, not storage/dcp"):
-        stagereg.instantiate(composed(tmp_path, "+storage@checkpoint.keep=dcp").checkpoint)
 
 
 def test_a_preset_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,19 +77,6 @@ def delete_lock(root: str) -> None:
     Path(root, ".lock").unlink() if root[0] == "/" else ObjectStore(root).delete(f"{root}/.lock")
 
 
-def test_a_second_checkpointer_is_refused_until_the_first_closes(root: str) -> None:
-    first = Checkpointer(root)
-    with pytest.raises(CheckpointError, match=r"another Checkpointer of this process; close\(\)"):
-        Checkpointer(root)
-    own = open_store(root).holder()
-    assert own is not None
-    assert own.pid == os.getpid()
-    first.save(1, {"x": 1})
-    first.close()
-    Checkpointer(root).close()
-    assert open_store(root).holder() is None
-
-
 def test_a_deleted_lock_is_held_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(root).lock() as held:
         delete_lock(root)

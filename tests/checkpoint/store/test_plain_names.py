@@ -134,23 +134,6 @@ def test_killed_at_any_moment_the_next_commit_brings_it_back(root: Path, point: 
     assert [name for name in os.listdir(root) if name.startswith(".step")] == []
 
 
-def test_killed_among_the_links_nothing_but_these_is_cleared_away(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = os.link
-
-    def kill(source: str, target: str) -> None:
-        link(source, target)
-        raise Killed
-
-    with monkeypatch.context() as patch, suppress(Killed):
-        patch.setattr(os, "link", kill)
-        publish(root, 2)
-    expect_whole(root)
-    assert len(open_store(root).leftovers()) == 2  # beside the old one
-    publish(root, 3)
-    expect_whole(root)
-    assert names(root) == [BEFORE, PLAIN, "step-00000003"]
-
-
 @pytest.mark.parametrize("ends", ["by the next commit", "by close"])
 def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
     store = open_store(root)

@@ -101,35 +101,6 @@ def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
     assert (there(run), leases(run)) == ([4], [])
 
 
-def test_who_reads_is_named(run: Checkpointer) -> None:
-    store = open_store(str(run.dir))
-    assert store.readers.found() == {}
-    with store.readers.reading(f"{run.dir}/latest"):
-        [[record]] = store.readers.found().values()
-        assert (record.owner.pid, [*store.readers.found()]) == (os.getpid(), [first(run).rpartition("/")[2]])
-        assert not record.is_over()
-
-
-def test_a_step_saved_again_while_it_is_read_stays(run: Checkpointer) -> None:
-    with open_store(str(run.dir)).readers.reading(first(run)):
-        save(run, 1)
-        assert there(run) == [1, 1]
-    save(run, 2)
-    assert there(run) == [2]
-
-
-def test_a_hook_of_the_run_itself_reads(run: Checkpointer) -> None:
-    store = open_store(str(run.dir))
-    with contextlib.ExitStack() as held:
-        run.listen(lambda step: held.enter_context(store.readers.reading(str(run.latest))) if step < 4 else None)
-        save(run, 2)
-        save(run, 3)
-        save(run, 4)
-        assert there(run) == [2, 3, 4]
-    save(run, 5)
-    assert there(run) == [5]
-
-
 def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> None:
     store, path = open_store(str(run.dir)), first(run)
     with contextlib.ExitStack() as held:
@@ -223,16 +194,6 @@ def test_who_may_not_write_reads_without_a_lease(
     said = [each for each in caplog.records if "without a lease" in each.getMessage()]
     assert [(each.levelname, "Permission denied" in each.getMessage()) for each in said] == [("DEBUG", True)]
     assert leases(run) == []
-
-
-def test_an_open_checkpoint_is_kept_until_it_is_closed(run: Checkpointer) -> None:
-    with stagereg.open_checkpoint(str(run.dir)) as checkpoint:
-        save(run, 2)
-        save(run, 3)
-        assert there(run) == [1, 3]
-        assert checkpoint.entry("x").sum() == 8
-    save(run, 4)
-    assert there(run) == [4]
 
 
 def test_an_open_checkpoint_that_is_forgotten_is_let_go(run: Checkpointer) -> None:

@@ -222,20 +222,6 @@ def test_a_conditional_write_is_refused_or_not_known(url: str, monkeypatch: pyte
         ObjectStore(url).create(f"{url}/x", b"1")
 
 
-def test_a_start_asks_no_longer_than_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-
-    def gone(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
-        tried.append(path)
-        raise ConnectionError("gone")
-
-    ObjectStore(url).put(f"{url}/x", b"1")
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", gone)
-    with pytest.raises(CheckpointError, match=r"cannot be written to.*gone"):
-        Checkpointer(url, failure=Failure(timeout=datetime.timedelta(seconds=0.1)))
-    assert len(tried) == 1
-
-
 def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, released = threading.Event(), threading.Event()
     lock = Bucket.lock

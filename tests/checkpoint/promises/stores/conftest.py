@@ -34,8 +34,6 @@ BOUND_S = 60.0
 # Azurite's well-known account, which its documentation prints.
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 S3_KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1"}
-READER_KEYS = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "reader-secret"}
-"""Of somebody who may list and read alone."""
 
 
 @dataclass
@@ -59,15 +57,11 @@ def _xml(code: str) -> str:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by request</Message></Error>"
 
 
-def _identity(keys: dict[str, str], *actions: str) -> dict[str, Any]:
-    name, secret = keys["AWS_ACCESS_KEY_ID"], keys["AWS_SECRET_ACCESS_KEY"]
-    return {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}], "actions": actions}
-
-
 def _weed(binary: str, port: int, _: int, folder: Path) -> list[str]:
     config = folder / "s3.json"
-    known = _identity(S3_KEYS, "Admin"), _identity(READER_KEYS, "Read", "List")
-    config.write_text(json.dumps({"identities": known}))
+    keys = {"accessKey": S3_KEYS["AWS_ACCESS_KEY_ID"], "secretKey": S3_KEYS["AWS_SECRET_ACCESS_KEY"]}
+    identity = {"name": "test", "credentials": [keys], "actions": ["Admin"]}
+    config.write_text(json.dumps({"identities": [identity]}))
     others = [f"-{name}.port={_free_port(below=50000)}" for name in ("master", "volume", "filer")]
     options = ["-master.volumeSizeLimitMB=64", "-volume.max=50", f"-dir={folder}", "-ip=127.0.0.1"]
     return [binary, "server", *options, *others, "-filer", "-s3", f"-s3.port={port}", f"-s3.config={config}"]
