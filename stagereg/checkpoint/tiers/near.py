@@ -320,7 +320,7 @@ class NearCopies:
             yield closing.enter_context(StepReader(step, self.folder, self.here, connect))
 
     def restored(self, step: NearStep, found: Sequence[Found]) -> None:
-        """Make the copies again that a restored step lacks, before anything else is sent. On all ranks.
+        """Make the copies again that a restored step lacks, before anything else is sent. Collective.
 
         Older steps stay until another save begins, when they are made. ``found`` is what each rank has found, in rank
         order.
@@ -334,10 +334,12 @@ class NearCopies:
         record.emit("restored", step=step.save.step, branch=step.save.branch, sources=dict(own.sources))
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
+        gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
+        # A machine takes no copy of a part that it still has, so all corrupt copies are deleted before any is sent.
+        drop = functools.partial(self.folder.drop, step.save, gone if self.leads else [])
+        self._ranks.run_on_all("Corrupt copies in the tier could not be deleted", drop)
         self._whole = [step.save]
         if self.leads:
-            gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
-            self.folder.drop(step.save, gone)
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
             for rank, machines in wanted.get(self.here, {}).items():
                 if (part := self.folder.find(step.save, rank)) is not None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import stagereg
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.checkpoint.tiers.copying import CopyThread
+from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -199,3 +200,32 @@ def test_the_end_of_a_run_without_a_store_waits_for_the_last_copies(tmp_path: Pa
     run_ranks(end_without_store, 2, args=(str(tmp_path),), timeout_s=60)
     for machine in "01":
         assert len([*tmp_path.glob(f"{machine}/*/step-00000001.*/part-?.json")]) == 2
+
+
+def restore_beside_a_corrupt_copy(rank: int, world_size: int, root: str) -> None:
+    """Save a step, flip a bit of what rank 1 wrote there, and restore, where that machine is slow to delete its copy."""
+    with checkpointer(root) as saving:
+        saving.maybe_save(1, {"x": stagereg.per_rank(torch.ones(1000))})
+        settle(saving)
+    if rank == 1:
+        [path] = Path(root, "1").glob("*/step-00000001.*/__1_0.distcp")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    drop = MachineFolder.drop
+
+    def drop_late(*given: Any) -> None:
+        time.sleep(1.0 if rank else 0.0)
+        drop(*given)
+
+    with pytest.MonkeyPatch.context() as patched, checkpointer(root) as saving:
+        patched.setattr(MachineFolder, "drop", drop_late)
+        assert saving.restore({"x": stagereg.per_rank(torch.zeros(1000))}) == 1
+        settle(saving)
+
+
+def test_a_corrupt_copy_is_replaced_also_where_its_machine_deletes_it_late(tmp_path: Path) -> None:
+    run_ranks(restore_beside_a_corrupt_copy, 2, args=(str(tmp_path),), timeout_s=60)
+    one, other = (path.read_bytes() for path in tmp_path.glob("[01]/*/step-00000001.*/__1_0.distcp"))
+    assert one == other
