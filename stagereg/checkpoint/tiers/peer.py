@@ -85,7 +85,7 @@ class Peer:
         """Send a part, whose files are in ``directory``; returns when it is complete there, and checked.
 
         Raises:
-            CheckpointError: there is no room for it, for one, or it was damaged on its way twice.
+            CheckpointError: there is no room for it, for one, or it was corrupted on its way.
         """
         with self._ending():
             control = self._link(0)
@@ -155,7 +155,7 @@ class _Sending:
         self._lock, self._until_half = threading.Lock(), (len(self.blocks) + 1) // 2
 
     def run(self, link: wire.Connection) -> None:
-        """Send blocks on one connection until there are no more; those that arrive damaged once again."""
+        """Send blocks on one connection until there are no more."""
         while (block := self._next()) is not None:
             self._send(link, *block)
             with self._lock:
@@ -163,11 +163,7 @@ class _Sending:
                 half = self._until_half == 0
             if half:
                 failpoint("sending")
-        bad = _ask(link, {"do": "end"}).get("bad")
-        for name, number in bad or ():
-            self._send(link, name, number)
-        if bad:
-            _ask(link, {"do": "end"})
+        _ask(link, {"do": "end"})
 
     def _next(self) -> tuple[str, int] | None:
         with contextlib.suppress(IndexError):

@@ -2,8 +2,8 @@
 
 A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
 whose blocks then come on this connection and on others that name the put (``stream``), each after a message that says
-which it is; ``end`` is answered with those that arrived damaged, and ``finish`` when the part is complete here. A block
-goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
+which it is; ``end`` is answered when all blocks of a connection are here, and ``finish`` when the part is complete. A
+block goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
 """
 
 from __future__ import annotations
@@ -161,8 +161,6 @@ class _Session:
         self._known: Part | None = None  # that was asked for last
         self._incoming: IncomingPart | None = None
         self._owns = False  # whether the part ends with this connection
-        self._bad: set[tuple[str, int]] = set()
-        self._again = False  # whether those are coming once more
         self._block: mmap | None = None  # past the heap of this thread, which would keep it
         self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
             "part": self._part,
@@ -266,21 +264,14 @@ class _Session:
         def touch() -> None:
             incoming.touched = time.monotonic()
 
-        if self._connection.receive_block(block, touch) == file.blocks[number]:
-            incoming.write(name, number, block)
-        elif self._again:
-            raise CheckpointError(f"block {number} of {name} arrived damaged, twice")
-        else:
-            self._bad.add((name, number))
+        if self._connection.receive_block(block, touch) != file.blocks[number]:
+            raise CheckpointError(f"block {number} of {name} arrived corrupt")
+        incoming.write(name, number, block)
 
     def _end(self, _: dict[str, Any]) -> dict[str, Any]:
-        bad, self._bad = sorted(self._bad), set()
-        self._again = bool(bad)
-        if not bad and not self._owns:
+        if not self._owns:
             self._incoming = None
-        if bad:
-            _log.warning("stagereg: block %d of %s arrived damaged, and is sent again", bad[0][1], bad[0][0])
-        return {"bad": bad}
+        return {}
 
     def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
         incoming = self._coming()
