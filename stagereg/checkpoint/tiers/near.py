@@ -23,10 +23,9 @@ from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lock import StoreLock
-from stagereg.checkpoint.tiers.copying import CopyThread
+from stagereg.checkpoint.tiers.copying import CopyLag, CopyThread
 from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder
 from stagereg.checkpoint.tiers.inventory import Lineage, NearStep
-from stagereg.checkpoint.tiers.lag import CopyLag
 from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.placement import Machine, partners
@@ -345,7 +344,7 @@ class NearCopies:
                 if (part := self.folder.find(step.save, rank)) is not None:
                     have = [each for each in step.parts[rank][1] if each != self.here]
                     directory = self.folder.directory(step.save)
-                    self._threads.submit(part, directory, machines, first=True, have=have)
+                    self._threads.submit(part, directory, machines, have)
 
     # -- ending
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,26 +47,30 @@ def steps_in(root: str, rank: int) -> set[int]:
     return {int(path.parent.name[5:13]) for path in Path(root, str(rank)).glob("*/step-*/part-*.json")}
 
 
-def lose_copies(rank: int, world_size: int, root: str) -> list[set[int]]:
-    """Save steps, of which only the first can be copied; return what each left on this rank."""
-    found = []
-    with checkpointer(root) as saving, pytest.MonkeyPatch.context() as patched:
-        for step in range(1, 5):
-            if step == 2:
-
-                def refuse(*_: object) -> None:
-                    raise CheckpointError("no room")
-
-                patched.setattr(Peer, "put", refuse)
-            saving.maybe_save(step, {"x": stagereg.per_rank(torch.tensor([rank, step]))})
-            settle(saving)
+def lose_copies(rank: int, world_size: int, root: str) -> tuple[list[set[int]], list[str]]:
+    """Save steps, of which those from 2 to 7 cannot be copied; return what each left on this rank, and what was logged."""
+    found, lines, handler = [], list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stagereg.checkpoint.tiers.copying")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    refused = mock.Mock(side_effect=CheckpointError("no room"))
+    with checkpointer(root) as saving:
+        for step in range(1, 10):
+            with mock.patch.object(Peer, "put", refused) if step in range(2, 8) else contextlib.nullcontext():
+                saving.maybe_save(step, {"x": stagereg.per_rank(torch.tensor([rank, step]))})
+                settle(saving)
             found.append(steps_in(root, rank))
-    return found
+    return found, [each for each in lines if "no copy of" not in each]
 
 
-def test_a_copied_step_stays_until_a_newer_one_is_copied(tmp_path: Path) -> None:
-    for found in run_ranks(lose_copies, 2, args=(str(tmp_path),), timeout_s=90):
-        assert found == [{1}, {1, 2}, {1, 3}, {1, 4}]
+def test_a_copied_step_stays_until_a_newer_one_is_copied_and_a_lag_is_logged(tmp_path: Path) -> None:
+    one, other = run_ranks(lose_copies, 2, args=(str(tmp_path),), timeout_s=90)
+    assert one[0] == other[0] == [{1}, *({1, step} for step in range(2, 9)), {8, 9}]
+    warned, mended = one[1]
+    assert "step 1 is the newest that is copied in the tier, and 5 saves have begun since: copies have failed" in warned
+    assert mended.endswith("keep up again: step 8 is copied.")
+    assert other[1] == []
 
 
 def save_in_both(rank: int, world_size: int, root: str) -> list[Any]:
