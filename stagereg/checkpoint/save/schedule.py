@@ -152,8 +152,7 @@ class Automatic(Schedule):
         write = max(self._ages, default=cost)
         steps = 0
         if step_s > 0:
-            best = interval.best(cost, self._mtbf_s, write)
-            steps = interval.in_steps(best, step_s, interval.least(cost, write))
+            steps = interval.in_steps(interval.daly(cost, self._mtbf_s), step_s, interval.least(cost, write))
         return [float(steps), cost, write, step_s, float(self._measured)]
 
     def _take_answer(self) -> None:
