@@ -47,7 +47,6 @@ class Schedule:
 
     @property
     def every(self) -> int:
-        """The present interval in steps."""
         return self._every
 
     def due(self, step: int) -> bool:
@@ -156,7 +155,6 @@ class Automatic(Schedule):
         return [float(steps), cost, write, step_s, float(self._measured)]
 
     def _take_answer(self) -> None:
-        """Take up what the ranks have agreed upon, if they were asked."""
         if self._asked is None:
             return
         (saved, answer), self._asked = self._asked, None

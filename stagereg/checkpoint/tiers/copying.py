@@ -60,9 +60,7 @@ class CopyThread:
         """Whether something that was submitted has not ended, well or badly."""
         return self._thread is not None
 
-    def submit(
-        self, part: Part, directory: str, machines: Sequence[str], have: Sequence[str] | None = None
-    ) -> None:
+    def submit(self, part: Part, directory: str, machines: Sequence[str], have: Sequence[str] | None = None) -> None:
         """Have a part copied; does not wait.
 
         Args:

@@ -52,7 +52,6 @@ class Lineage:
         return save.run == self.run and save.branch <= self.branch and not beyond
 
     def dumps(self) -> bytes:
-        """Return its text."""
         return (json.dumps({"run": self.run, "branches": self.branches}) + "\n").encode()
 
     @classmethod
@@ -80,7 +79,6 @@ class ReportedPart(NamedTuple):
 
 
 def report(parts: Iterable[Part]) -> list[ReportedPart]:
-    """Return what a machine tells of its parts."""
     found = []
     for part in parts:
         files = tuple((name, file.mark) for name, file in sorted(part.files.items()))
@@ -96,7 +94,6 @@ class NearStep(NamedTuple):
 
     @property
     def files(self) -> dict[str, FileMark]:
-        """The files of the step."""
         return {name: mark for part, _ in self.parts for name, mark in part.files}
 
     @property

@@ -45,7 +45,6 @@ class LocalPart:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another machine has it too."""
         return self.received or bool(self.copied)
 
 
@@ -64,7 +63,6 @@ class LocalStep:
 
     @property
     def step(self) -> int:
-        """The training step."""
         return step_of(os.path.basename(self.path)) or 0
 
     @property
@@ -74,12 +72,10 @@ class LocalStep:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its parts here."""
         return sum(each.part.nbytes for each in self.parts if each.part is not None)
 
     @property
     def damages(self) -> dict[str, str]:
-        """What is wrong with files, by their names."""
         return {name: what for each in self.parts for name, what in each.damages.items()}
 
     @property

@@ -44,8 +44,6 @@ _SHOWN = 4  # machines that a line names
 
 
 class Site(NamedTuple):
-    """Where a rank is."""
-
     machine: str  # what tells machines apart
     host: str
     domain: str

@@ -67,7 +67,6 @@ class PartFile:
     blocks: tuple[int, ...]
 
     def block(self, number: int) -> range:
-        """Return which bytes of the file a block has."""
         begin = number * BLOCK_BYTES
         return range(begin, min(begin + BLOCK_BYTES, self.nbytes))
 
@@ -93,7 +92,6 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its files."""
         return sum(each.nbytes for each in self.files.values())
 
     def dumps(self) -> str:
@@ -141,7 +139,6 @@ def _file(name: str, data: Any) -> PartFile:
 
 
 def manifest_name(rank: int) -> str:
-    """Return the name of the manifest of a rank's part."""
     return f"part-{rank}.json"
 
 

@@ -169,13 +169,11 @@ class BlockFile:
         self._reader, self._name = reader, name
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises: ``OSError`` if the file ends before."""
         self._reader.read_into(self._name, offset, memory)
 
     fetch_into = read_into
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return bytes of it."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data

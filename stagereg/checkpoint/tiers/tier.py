@@ -104,7 +104,6 @@ class NoTier(Tier):
         return "none"
 
     def prepare(self) -> str:
-        """Return the path of no folder."""
         return ""
 
 

@@ -43,7 +43,6 @@ class Bandwidth:
         """Bytes to take at once: a tenth of a second of them at most, so that whoever waits sees that they come."""
 
     def take(self, nbytes: int) -> None:
-        """Wait until so many bytes may leave."""
         if self._rate is not None:
             with self._lock:
                 begins = max(self._free_at, time.monotonic())
@@ -79,7 +78,6 @@ class Connection:
                 data = data[self._socket.send(data, socket.MSG_MORE if more else 0) :]
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message."""
         head = bytearray(_LENGTH.size)
         self.receive_into(memoryview(head))
         (length,) = _LENGTH.unpack(head)
@@ -96,7 +94,6 @@ class Connection:
         return message
 
     def send_file(self, descriptor: int, offset: int, count: int, bandwidth: Bandwidth) -> None:
-        """Send bytes of a file as they are."""
         end = offset + count
         while offset < end:
             piece = min(bandwidth.piece, end - offset)
@@ -140,7 +137,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it and let go of it."""
         self.end()
         self._socket.close()
 

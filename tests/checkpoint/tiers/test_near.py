@@ -48,7 +48,7 @@ def steps_in(root: str, rank: int) -> set[int]:
 
 
 def lose_copies(rank: int, world_size: int, root: str) -> tuple[list[set[int]], list[str]]:
-    """Save steps, of which those from 2 to 7 cannot be copied; return what each left on this rank, and what was logged."""
+    """Save steps, of which 2 to 7 cannot be copied; return what each left on this rank, and what was logged."""
     found, lines, handler = [], list[str](), logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("stagereg.checkpoint.tiers.copying")
@@ -209,7 +209,7 @@ def test_the_end_of_a_run_without_a_store_waits_for_the_last_copies(tmp_path: Pa
 
 
 def restore_beside_a_corrupt_copy(rank: int, world_size: int, root: str) -> None:
-    """Save a step, flip a bit of what rank 1 wrote there, and restore, where that machine is slow to delete its copy."""
+    """Save a step, flip a bit of what rank 1 wrote there, and restore; that machine is slow to delete its copy."""
     with checkpointer(root) as saving:
         saving.maybe_save(1, {"x": stagereg.per_rank(torch.ones(1000))})
         settle(saving)
