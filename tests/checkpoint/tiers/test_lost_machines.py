@@ -87,34 +87,6 @@ def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[
     assert runs.finish(machines=[1, 2], more=1).step == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("store", [True, False], ids=["store", "no store"])
-def test_an_abandoned_branch_stays_abandoned(
-    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, store: bool
-) -> None:
-    options = {"store": tmp_path / "store", "store_every": 3} if store else {}
-    runs = make_runs(tier="disk", copies=2, **options)
-    runs.hold(at=9)
-    lab.machines[2].kill()  # has all parts of step 8
-    runs.end()
-    if store:
-        back = {"resume": tmp_path / "store/step-00000003"}
-    else:  # what there is beyond step 6 is lost on all machines but that one
-        for machine in lab.machines[:2]:
-            [gone] = runs.tier_of(machine).glob("*/step-00000008.*")
-            shutil.rmtree(gone)
-        back = {}
-    [abandoned] = runs.tier_of(lab.machines[2]).glob("*/step-00000008.*")
-    assert runs.hold(at=7 if store else 9, machines=[0, 1], **back).step == (3 if store else 6)
-    runs.end()
-    lab.machines[2].reboot()
-    assert 8 in [each.step for each in runs.left([2]) if each.is_whole]
-    found = runs.hold(at=9)  # without a store the step has its number twice by now
-    assert (found.step, abandoned.name in found.path) == (6 if store else 8, False)
-    runs.end()
-    assert runs.finish(more=1).step == (9 if store else 8)  # each save to the store is one to the tier, too
-
-
 # -- kills at each moment of a copy
 
 
