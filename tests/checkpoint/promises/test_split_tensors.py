@@ -16,6 +16,7 @@ from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.save.whole_step import _noted
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
+from tests.checkpoint.state.test_optimizer_carries import error_of
 from tests.support.states import KINDS, build
 from tests.support.subclasses import Codes
 
@@ -193,12 +194,7 @@ def test_each_stager_keeps_the_attributes(tmp_path: Path, stager: str) -> None:
 
 
 def save_other_replicas(rank: int, world_size: int, root: str) -> str:
-    try:
-        with stagereg.Checkpointer(root, every=1) as checkpointer:
-            checkpointer.save(1, {"x": {"w": part_of(WHOLE + rank, [range(ROWS)])}})
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return error_of(root, x={"w": part_of(WHOLE + rank, [range(ROWS)])})
 
 
 def test_parts_of_one_place_that_differ_are_refused(tmp_path: Path) -> None:
