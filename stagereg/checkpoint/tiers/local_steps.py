@@ -107,19 +107,6 @@ class LocalRun:
         """The latest one that survives the loss of this machine."""
         return next((each for each in self.steps if each.state == "copied"), None)
 
-    @property
-    def behind(self) -> int:
-        """How many saves the newest copied step is older than the newest one; all that there were if none is copied."""
-        if (newest := self.newest) is None:
-            return 0
-        (branch, serial), copied = newest.order, self.newest_copied
-        return serial - copied.order[1] if copied is not None and copied.order[0] == branch else serial
-
-    @property
-    def too_old(self) -> bool:
-        """Whether copies do not keep up: the save before the newest one should be copied by now."""
-        return self.behind > 1
-
 
 def local_runs(target: str, look: Callable[[str], object] | None = None) -> list[LocalRun]:
     """Return what lies in the folder of a tier, of one run in it, or of one step of that; nothing if it is none.
