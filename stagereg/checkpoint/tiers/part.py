@@ -67,6 +67,9 @@ class PartFile:
     blocks: tuple[int, ...]
 
     def block(self, number: int) -> range:
+        """Return which bytes of the file a block has. Raises: ``LookupError`` if there is no such block."""
+        if type(number) is not int or not 0 <= number < len(self.blocks):
+            raise LookupError(f"there is no block {number!r:.100}")
         begin = number * BLOCK_BYTES
         return range(begin, min(begin + BLOCK_BYTES, self.nbytes))
 

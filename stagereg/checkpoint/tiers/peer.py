@@ -65,7 +65,7 @@ class Peer:
                 link, asked = self._link(stream), deque[tuple[int, memoryview]]()
                 while True:
                     while len(asked) < _AHEAD and (more := next(rest, None)):
-                        link.send({"do": "get", "save": save, "rank": rank, "file": name, "blocks": [more[0]]})
+                        link.send({"do": "get", "save": save, "rank": rank, "file": name, "block": more[0]})
                         asked.append(more)
                     if not asked:
                         return

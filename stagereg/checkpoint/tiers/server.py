@@ -215,19 +215,15 @@ class _Session:
         return {"part": None if part is None else part.dumps()}
 
     def _get(self, request: dict[str, Any]) -> None:
-        part, name, numbers = self._find(request), request["file"], request["blocks"]
+        part, name = self._find(request), request["file"]
         if part is None or name not in part.files:
             raise CheckpointError(f"{name!r:.100} of that part is not here")
-        known = part.files[name]
-        if any(type(number) is not int or not 0 <= number < len(known.blocks) for number in numbers):
-            raise CheckpointError(f"{name} has no such block")
+        span = part.files[name].block(request["block"])
         path = f"{self._folder.directory(part.save)}/{name}"
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self._connection.send({"nbytes": sum(len(known.block(number)) for number in numbers)}, more=True)
-            for number in numbers:
-                span = known.block(number)
-                self._connection.send_file(descriptor, span.start, len(span), _FREE)
+            self._connection.send({"nbytes": len(span)}, more=True)
+            self._connection.send_file(descriptor, span.start, len(span), _FREE)
         except OSError as error:  # an answer would be taken for bytes of the file
             raise ConnectionAbortedError(f"{path}: {error}") from error
         finally:
@@ -255,11 +251,10 @@ class _Session:
 
     def _take_block(self, request: dict[str, Any]) -> None:
         incoming, name, number = self._coming(), request["file"], request["block"]
-        file = incoming.part.files.get(name)
-        if file is None or type(number) is not int or not 0 <= number < len(file.blocks):
-            raise CheckpointError("the part has no such block")
+        file = incoming.part.files[name]
+        span = file.block(number)
         self._block = self._block or private_memory(BLOCK_BYTES)
-        block = memoryview(self._block)[: len(file.block(number))]
+        block = memoryview(self._block)[: len(span)]
 
         def touch() -> None:
             incoming.touched = time.monotonic()

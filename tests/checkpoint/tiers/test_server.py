@@ -172,13 +172,13 @@ def test_nothing_but_blocks_of_the_part_can_be_read(
     part = write_part(there, SEVERAL)
     (Path(there.path) / "secret").write_bytes(bytes(100))
     link = wire.connect(server.address, SECRET)
-    request = {"do": "get", "save": part.save, "rank": 0, "file": name, "blocks": [0]}
+    request = {"do": "get", "save": part.save, "rank": 0, "file": name, "block": 0}
     for each in (
         request,
-        {**request, "file": "small", "blocks": [1]},
-        {**request, "file": "small", "blocks": [-1]},
-        {**request, "file": "small", "blocks": ["0"]},
-        {**request, "file": "small", "blocks": 1},
+        {**request, "file": "small", "block": 1},
+        {**request, "file": "small", "block": -1},
+        {**request, "file": "small", "block": "0"},
+        {**request, "file": "small", "block": [0]},
         {**request, "save": ["../..", 0, 0, 0, "x", 1]},
         {**request, "rank": "../1"},
         {"do": "no"},
