@@ -102,7 +102,3 @@ def test_who_stands_in_for_a_lost_partner_is_in_another_domain_where_there_is_on
     standing_in = partners(machines, copies)[name][copies:]
     own = [domains[each] == domains[name] for each in standing_in]
     assert own == sorted(own)
-
-
-def test_no_machines_have_no_partners() -> None:
-    assert partners([], 1) == {}
