@@ -170,7 +170,7 @@ class CopyLag:
         if self._late == _MANY:
             _log.warning(
                 "stagereg: %s, and %d saves have begun since: %s. A machine that is lost now costs all steps since. "
-                "Look after the machines that have no copy, or raise tier.every or tier.bandwidth.",
+                "Look after the machines that have no copy, or raise tier.every.",
                 *(self._newest, self._late, why),
             )
 

@@ -32,7 +32,6 @@ from stagereg.checkpoint.tiers.placement import Machine, partners
 from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.checkpoint.tiers.step_reader import Found, StepReader
 from stagereg.checkpoint.tiers.tier import Tier
-from stagereg.checkpoint.tiers.wire import Bandwidth
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.machine import boot_id
 from stagereg.output import size_text
@@ -106,7 +105,7 @@ class NearCopies:
         agreed = ranks.round_trip(failing, self._prepare, self._agree, ranks.limit)
         self.folder = MachineFolder(agreed.root, agreed.run, tier.durable)
         self._path = MachineFolder(agreed.first, agreed.run, tier.durable).path
-        self._secret, self._bandwidth = agreed.secret, Bandwidth(tier.bandwidth)
+        self._secret = agreed.secret
         try:
             self._place(ranks.run_on_all(failing, self._start))
             self._threads = CopyThread(self._connect, self.folder, tier.copies)
@@ -183,7 +182,7 @@ class NearCopies:
         """Return a connection to a machine: to one of its ranks, so that theirs share the work."""
         ranks = self._ranks_on[machine]
         address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
-        return Peer(address, self._secret, self._bandwidth)
+        return Peer(address, self._secret)
 
     def lacking(self, nbytes: int) -> str:
         """Return why so many more bytes do not fit on this machine; nothing if they do."""

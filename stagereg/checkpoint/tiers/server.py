@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 _STRANGERS = 64  # at a time; who comes later waits, 5 s at most
 _CLOSE_S = 5.0
-_FREE = wire.Bandwidth(None)
 
 
 class PartServer:
@@ -223,7 +222,7 @@ class _Session:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             self._connection.send({"nbytes": len(span)}, more=True)
-            self._connection.send_file(descriptor, span.start, len(span), _FREE)
+            self._connection.send_file(descriptor, span.start, len(span))
         except OSError as error:  # an answer would be taken for bytes of the file
             raise ConnectionAbortedError(f"{path}: {error}") from error
         finally:

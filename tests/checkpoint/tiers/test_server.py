@@ -344,7 +344,7 @@ def test_a_put_lasts_while_something_comes_on_one_of_its_streams(
             time.sleep(0.7)
             stream.send({"do": "block", "file": name, "block": 0})
             with Path(here.directory(part.save), name).open("rb") as opened:
-                stream.send_file(opened.fileno(), 0, file.nbytes, wire.Bandwidth(None))
+                stream.send_file(opened.fileno(), 0, file.nbytes)
         stream.send({"do": "end"})
         assert stream.receive() == {}
         control.send({"do": "finish"})
