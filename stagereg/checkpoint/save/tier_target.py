@@ -37,7 +37,7 @@ class TierTarget(Target):
         self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
         self._save = self.near.begin_save(step)
         if self._save is None:
-            return self.near.folder.nowhere, True
+            return f"{self.near.folder.path}/.nowhere", True
         return self.near.folder.directory(self._save), False
 
     def expect_room(self, nbytes: int) -> None:

@@ -10,11 +10,12 @@ valid a later branch is newer, and in one branch a greater serial number. No clo
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.manifest import MOST, FileMark, Manifest
@@ -154,15 +155,13 @@ def missing_copies(
     return dict(found)
 
 
-def lineage_of(texts: Iterable[bytes]) -> Lineage | None:
+def lineage_of(texts: Iterable[bytes], run: str = "") -> Lineage | None:
     """Return the lineage that has come furthest, of what the store or machines have noted; ``None`` if there is none.
 
-    What cannot be read is passed over.
+    What cannot be read, or is of another run than ``run``, is passed over.
     """
-    found: list[Any] = []
+    found: list[Lineage] = []
     for text in texts:
-        try:
+        with contextlib.suppress(ValueError):
             found.append(Lineage.loads(text))
-        except ValueError:
-            continue
-    return max(found, key=lambda each: each.branch, default=None)
+    return max((each for each in found if not run or each.run == run), key=lambda each: each.branch, default=None)

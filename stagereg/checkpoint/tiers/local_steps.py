@@ -148,11 +148,11 @@ def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> L
         texts = [Path(path, NOTE).read_bytes()]
     with contextlib.suppress(OSError, ValueError):
         boot = Path(path, BOOT).read_text()
-    lineage = lineage_of(texts)
+    lineage = lineage_of(texts, run)
     steps = []
     for name in names:
         if step_of(name) is not None and os.path.isdir(f"{path}/{name}"):
-            step = _step(f"{path}/{name}", lineage if lineage is not None and lineage.run == run else None, boot, look)
+            step = _step(f"{path}/{name}", lineage, boot, look)
             if os.path.isdir(step.path):
                 steps.append(step)
     return LocalRun(path, run, tuple(sorted(steps, key=lambda each: each.order, reverse=True)), holder(path))

@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,8 +114,7 @@ class NearCopies:
         except BaseException:
             self._let_go()
             raise
-        found = [each for each in map(inventory.lineage_of, texts) if each is not None and each.run == agreed.run]
-        self._lineage = max(found, key=lambda each: each.branch, default=Lineage(agreed.run))
+        self._lineage = inventory.lineage_of(chain(*texts), agreed.run) or Lineage(agreed.run)
 
     # -- starting
 
@@ -136,7 +136,7 @@ class NearCopies:
                 f"own: {' and '.join(runs.values())} have different ones. Delete it where it is of another run, or "
                 "give this run a tier.dir of its own."
             )
-        lineage = max(filter(None, lineages), key=lambda each: each.branch, default=None)
+        lineage = inventory.lineage_of(text for _, known, _ in found for text in known)
         if lineage is None:
             lineage = Lineage(new_token())
             if self.shared:
