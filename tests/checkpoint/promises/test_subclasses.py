@@ -300,8 +300,7 @@ def save_mixed(rank: int, world_size: int, root: str) -> bool:
     mesh, layout = init_device_mesh("cpu", (world_size,)), {"shape": torch.Size([5, 3]), "stride": (3, 1)}
     local: torch.Tensor = codes(3) if rank == 0 else torch.full((2, 3), 7.0)
     made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **layout)  # type: ignore[arg-type]
-    with stagereg.Checkpointer(root, every=1) as checkpointer:
-        checkpointer.save(1, {"x": {"w": made}})
+    save(root, x={"w": made})
     blank: torch.Tensor = codes(3, first=5) if rank == 0 else torch.zeros(2, 3)
     live = DTensor.from_local(blank, mesh, [Shard(0)], run_check=False, **layout)  # type: ignore[arg-type]
     found = restore(root, x={"w": live})["x"]["w"]

@@ -53,26 +53,6 @@ def test_a_job_of_torchrun_goes_on_without_a_lost_machine(lab: Lab, tmp_path: Pa
     assert "was read in the tier" in first
 
 
-@pytest.mark.slow
-def test_any_number_of_machines_in_any_order_goes_on(tmp_path: Path) -> None:
-    with Lab(machines=4) as lab:
-        runs = Runs(lab, tmp_path)
-        runs.hold(at=7, machines=[0, 1, 2])
-        runs.end()
-        assert runs.hold(at=9, machines=[2, 0, 1]).step == 6  # what is of one rank alone, too
-        lab.machines[0].kill()
-        runs.end()
-        assert runs.hold(at=11, machines=[2, 1]).step == 8
-        runs.end()
-        lab.machines[0].replace()
-        assert runs.hold(at=13, machines=[3, 0, 2, 1]).step == 10
-        runs.end()
-        lab.machines[2].replace(same_name=True)
-        lab.machines[3].kill()
-        if runs.newest([0, 1, 2]) == 12:  # the two were no partners
-            assert runs.finish(machines=[0, 1, 2], more=1).step == 12
-
-
 def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[..., Runs], lab: Lab) -> None:
     runs = make_runs()
     runs.hold(at=2)

@@ -133,23 +133,21 @@ def test_a_stranger_is_sent_away_in_time(listener: socket.socket, said: bytes) -
 
 
 @pytest.mark.usefixtures("short")
-def test_a_side_that_sends_nothing_more_ends_the_wait(listener: socket.socket) -> None:
-    here, there = open_pair(listener)
-    assert isinstance(here, wire.Connection)
-    assert isinstance(there, wire.Connection)
+def test_a_side_that_sends_nothing_more_ends_the_wait(pair: tuple[wire.Connection, wire.Connection]) -> None:
+    here, there = pair
     there._socket.sendall(struct.pack("!I", 100) + b"half")
     with pytest.raises(TimeoutError, match="moved nothing"):
         here.receive()
 
 
 @pytest.mark.usefixtures("short")
-def test_a_side_that_reads_nothing_more_ends_the_wait(listener: socket.socket, tmp_path: Path) -> None:
-    here, _there = open_pair(listener)
-    assert isinstance(here, wire.Connection)
+def test_a_side_that_reads_nothing_more_ends_the_wait(
+    pair: tuple[wire.Connection, wire.Connection], tmp_path: Path
+) -> None:
     with (tmp_path / "file").open("wb+") as file:
         file.truncate(64 << 20)
         with pytest.raises(TimeoutError, match="moved nothing"):
-            here.send_file(file.fileno(), 0, 64 << 20)
+            pair[0].send_file(file.fileno(), 0, 64 << 20)
 
 
 @pytest.mark.parametrize(
