@@ -37,8 +37,6 @@ _log = logging.getLogger(__name__)
 
 
 class Hold:
-    """The hold of one run, which all of its ranks take and release together."""
-
     def __init__(self, store: CheckpointStore, ranks: RankGroup, seconds: float, resume: str) -> None:
         self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
         self._lock: StoreLock | None = None  # of rank 0

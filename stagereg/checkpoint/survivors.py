@@ -134,7 +134,6 @@ class Survivors:
             time.sleep(_LOOK_S * (1 + told.world_size // 64))
 
     def _decide(self, told: Loss, posted: Sequence[_Posted]) -> _Decided:
-        """Return the decision, which is made once for all."""
         kinds = {each.rank: each.kinds for each in posted}
         for rank in {*range(told.world_size)} - kinds.keys():
             key = f"kinds/{rank}"
@@ -183,8 +182,6 @@ class Survivors:
 
 
 class _Try:
-    """The save of one step by some ranks."""
-
     def __init__(self, told: Loss, store: Any, step: int, ranks: list[int], token: str) -> None:
         self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
         self.leads = told.rank == ranks[0]
@@ -228,7 +225,6 @@ class _Try:
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
 
     def outcome(self) -> tuple[int | None, str]:
-        """Return the step that is saved, and a sentence."""
         self._wait("outcome")
         saved, text = json.loads(self.store.get("outcome"))
         return saved, text

@@ -36,7 +36,7 @@ def list_steps(asked: argparse.Namespace) -> int | None:
         rows = [(*_cells(each, columns[:-1], run), _more(each)) for each in run.steps]
         output.echo() if number else None
         output.table(f"{run.path}: on this machine", columns, rows, verdict="state")
-        output.echo(f"\n{_judgement(run)}", "yellow" if run.too_old else "")
+        output.echo(f"\n{_judgement(run)}")
         if run.held_by is not None:
             output.echo(f"Held by {run.held_by}")
     return 0
@@ -91,8 +91,6 @@ def _plain(run: LocalRun) -> dict[str, Any]:
         "held_by": run.held_by and dataclasses.asdict(run.held_by),
         "newest": newest and newest.path,
         "newest_copied": copied and copied.path,
-        "saves_behind": run.behind,
-        "too_old": run.too_old,
         "steps": [_entry(each) for each in run.steps],
     }
 
@@ -143,17 +141,12 @@ def _more(step: LocalStep) -> str:
 
 def _judgement(run: LocalRun) -> str:
     """Return what the loss of this machine would cost, as far as it knows itself."""
-    newest, copied, behind = run.newest, run.newest_copied, run.behind
+    newest, copied = run.newest, run.newest_copied
     if newest is None:
         return "No step is whole here that the run may go on from."
     if copied is None:
         return f"None is copied: step {newest.step} does not survive the loss of this machine."
-    if run.too_old:
-        return (
-            f"TOO OLD: step {copied.step}, the newest that is copied, is {behind} saves older than step {newest.step}. "
-            "The loss of this machine would cost all steps since."
-        )
-    return f"The newest step that survives the loss of this machine is {copied.step}."
+    return f"The newest step that survives the loss of this machine is {copied.step}; the newest one is {newest.step}."
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from stagereg.errors import ConfigError, reason
 from stagereg.machine import file_system
 from stagereg.testing.contract import Contract
 
-_OPTIONS = {"every": 7, "copies": 0, "keep": 3, "domain": "rack1", "bandwidth": "1MiB", "host_memory": "1GiB"}
+_OPTIONS = {"every": 7, "copies": 0, "keep": 3, "domain": "rack1", "host_memory": "1GiB"}
 _TOO_MUCH = 1 << 60
 _DATA = bytes(range(256)) * 64
 

@@ -56,6 +56,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+def holds(path: Any, value: float, **options: Any) -> bool:
+    """Whether the reader finds the state with this value there."""
+    found = state(0)
+    dcp.load(found, storage_reader=stagereg.DcpReader(path), **options)
+    return same(found, state(value))
+
+
 def round_trips(rank: int, world_size: int, root: str) -> None:
     """Save in each way, over what is there too, and load through both readers."""
     for number, save in enumerate((dcp.save, lambda *a, **k: dcp.async_save(*a, **k).result(timeout=60)), 1):
@@ -95,10 +102,8 @@ def staged(rank: int, world_size: int, root: str) -> None:
     saved = dcp.async_save(given, storage_writer=stagereg.DcpWriter(f"{root}/a"), async_stager=stager)
     given["x"].zero_()
     saved.result(timeout=60)
-    found = state(0)
-    dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/a"))
     stager.close()
-    assert same(found, state(3))
+    assert holds(f"{root}/a", 3)
 
 
 def stages_itself(rank: int, world_size: int, root: str) -> None:
@@ -110,9 +115,7 @@ def stages_itself(rank: int, world_size: int, root: str) -> None:
         saved = dcp.async_save(given, storage_writer=writer)
         given["x"].zero_()
         saved.result(timeout=60)
-        found = state(0)
-        dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{value}"))
-        assert same(found, state(value))
+        assert holds(f"{root}/{value}", value)
     pool = dcp_writer._default_stager()._copier.pool
     del saved
     gc.collect()
@@ -134,9 +137,7 @@ def test_plan_caching_of_torch_writes_the_new_values(tmp_path: Path) -> None:
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state(value), storage_writer=stagereg.DcpWriter(tmp_path / str(value)), planner=planner, no_dist=True)
     for value in (1, 2, 3):
-        found = state(0)
-        dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / str(value)), no_dist=True)
-        assert same(found, state(value))
+        assert holds(tmp_path / str(value), value, no_dist=True)
 
 
 def damage(path: Path, how: str) -> None:
@@ -233,9 +234,7 @@ def test_what_torchs_writer_wrote_is_loaded_with_a_warning(tmp_path: Path, caplo
 def test_a_checkpoint_of_torchs_writer_is_replaced(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
     dcp.save(state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
-    found = state(0)
-    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
-    assert same(found, state(2))
+    assert holds(tmp_path / "a", 2, no_dist=True)
 
 
 def test_without_an_exchange_of_directories_two_renames_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,9 +243,7 @@ def test_without_an_exchange_of_directories_two_renames_do(tmp_path: Path, monke
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
     for value in (1, 2):
         dcp.save(state(value), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
-    found = state(0)
-    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
-    assert same(found, state(2))
+    assert holds(tmp_path / "a", 2, no_dist=True)
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -286,9 +283,7 @@ def test_a_save_beside_another_to_the_same_path_is_refused(tmp_path: Path) -> No
         finally:
             goes_on.set()
         first.result(60)
-    found = state(0)
-    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
-    assert same(found, state(2))
+    assert holds(tmp_path / "a", 2, no_dist=True)
     save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
 
 
@@ -311,9 +306,7 @@ def test_a_save_that_failed_blocks_no_later_one(tmp_path: Path) -> None:
         with pytest.raises(CheckpointException, match="mine"):
             pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a"), planner=Failing()).result(60)
     save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))
-    found = state(0)
-    dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
-    assert same(found, state(1))
+    assert holds(tmp_path / "a", 1, no_dist=True)
 
 
 ODD = {
@@ -351,9 +344,7 @@ def overlapping(rank: int, world_size: int, root: str) -> None:
         each.result(timeout=60)
     watch(None)
     for value in (1, 2):
-        found = state(0)
-        dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{value}"))
-        assert same(found, state(value))
+        assert holds(f"{root}/{value}", value)
 
 
 def test_saves_that_overlap_may_share_a_writer(tmp_path: Path) -> None:
@@ -384,9 +375,7 @@ def failing(rank: int, world_size: int, root: str) -> None:
     watch(None)
     dcp.save(state(3), storage_writer=stagereg.DcpWriter(f"{root}/b"))
     for name, value in (("a", 1), ("b", 3)):
-        found = state(0)
-        dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/{name}"))
-        assert same(found, state(value))
+        assert holds(f"{root}/{name}", value)
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -20,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.launch.loss as loss
-import stagereg.record as record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
@@ -28,8 +25,6 @@ from stagereg.data import ResumableSampler
 from stagereg.launch.loss import AfterLoss
 from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
-
-from ..support.programs import TORCHRUN, Program
 
 NOTICE_S = 2.0
 LACKS = "random numbers, own"
@@ -258,101 +253,3 @@ def step_while_saving(training: Training, rank: int) -> None:
         stepped.set()
 
     threading.Thread(target=step, daemon=True).start()
-
-
-TRAIN = """
-import hashlib, os, signal, threading
-import stagereg
-
-
-@stagereg.main(config_path="conf", config_name="app")
-def train(cfg):
-    import torch
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)]
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    sampler = stagereg.data.ResumableSampler(range(120), seed=3)
-    loader = torch.utils.data.DataLoader(torch.arange(120.0), batch_size=4, sampler=sampler)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "sampler": sampler}
-    kills = cfg.kill if rank == 1 else ""
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
-        step = start = checkpointer.restore(state) or 0
-        if rank == 0:
-            print("FROM", start, flush=True)
-        optimizer.register_step_post_hook(lambda *_: die() if kills == "inside" and step == 7 else None)
-        for batch in sampler.batches(loader, limit=12 - start):
-            step += 1
-            if step == 7 and start == 0:
-                if kills == "before":
-                    die()
-                if cfg.kill == "stop":  # and a signal comes
-                    launcher = int(os.environ.get("FORKED_BY") or os.getppid())
-                    threading.Timer(1.0, os.kill, (launcher, signal.SIGTERM)).start() if rank == 0 else None
-                    os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else None
-                if kills == "error":
-                    raise KeyError("no cheese")
-            loss = model(batch[:, None] / 120 + torch.arange(4.0)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            checkpointer.maybe_save(step, state)
-            if step == 4:
-                checkpointer.wait()
-    if rank == 0:
-        print("END", hashlib.sha256(b"".join(x.numpy().tobytes() for x in model.state_dict().values())).hexdigest())
-
-
-if __name__ == "__main__":
-    train()
-"""
-CONFIG = (
-    "defaults: [stagereg, _self_]\nanswers: ???\nkill: ''\nnproc: 2\nnotice_s: 5\ncheckpoint: {dir: ck, every: 4}\n"
-)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What is printed with two ranks; with three DDP adds up in another order after a restart."""
-    ended = Program(tmp_path_factory.mktemp("uninterrupted"), CONFIG, TRAIN).run()
-    assert ended.returncode == 0, ended.stderr
-    return said_by(ended.stdout)
-
-
-def said_by(printed: str) -> str:
-    return "\n".join(re.findall("^(?:FROM|END) .*", printed, re.MULTILINE))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [None, TORCHRUN], ids=["python", "torchrun"])
-@pytest.mark.parametrize(
-    ("kill", "step", "said"),
-    [
-        ("before", 6, r"Rank 0 saved step 6, in .*/ck/step-00000006; of rank 1 it lacks random numbers\."),
-        ("inside", 7, r"Rank 0 saved step 7, in "),
-        ("error", 4, r"KeyError: 'no cheese'"),
-        ("stop", 6, r"Rank 0 saved step 6, in "),
-    ],
-)
-def test_a_run_goes_on_from_what_was_saved_as_if_nothing_had_happened(
-    tmp_path: Path, uninterrupted: str, kill: str, step: int, said: str, start: list[str] | None
-) -> None:
-    program = Program(tmp_path, CONFIG, TRAIN)
-    ended = program.run(f"kill={kill}", f"notice_s={60 if kill == 'stop' else 5}", start=start)
-    assert ended.returncode == (143 if kill == "stop" and start is None else 1), ended.stderr
-    assert re.search(said, ended.stderr), ended.stderr
-    again = program.run(start=start)
-    assert again.returncode == 0, again.stderr
-    assert said_by(again.stdout) == uninterrupted.replace("FROM 0", f"FROM {step}")
-    records = (json.loads(line) for path in tmp_path.rglob(record.file_name(0)) for line in path.open())
-    origins = [each["origin"] for each in records if "origin" in each]
-    assert sorted(origins) == ["", "store" if kill == "error" else "survivors"]

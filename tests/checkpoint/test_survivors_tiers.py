@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -29,12 +27,6 @@ BOUND_S = 30.0
 STAYS = stagereg.Leave(save_last=False)
 
 
-def checkpointer(root: str, rank: int, every: int) -> Checkpointer:
-    """Return the checkpointer of a rank, with a folder of its own in the tier: each rank is a machine."""
-    tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=every)
-    return Checkpointer(f"{root}/store", every=1000, tier=tier, leave=STAYS)
-
-
 def own(training: Training, rank: int) -> None:
     """Values of this rank alone, which are others at each step."""
     values = training.state["own"].value
@@ -51,31 +43,24 @@ def of(training: Training) -> dict[str, Any]:
     return {**training.copy(), "own": [*own], "seen": seen, **positions}
 
 
-def lose(
-    rank: int,
-    world_size: int,
-    root: str,
-    how: str,
-    every: int,
-    then: Callable[[Training, int], object] = lambda *_: None,
-) -> tuple[str, dict[int, dict[str, Any]]]:
-    """Train three steps; then rank 1 is lost, and the others do what ``then`` does, and save.
+def lose(rank: int, world_size: int, root: str) -> tuple[str, dict[str, Any]]:
+    """Train three steps, each rank as a machine of the tier; then rank 1 is lost in the next step, and the others save.
 
-    Returns what they say, and what the state was at each step.
+    Returns what they say, and what the state was.
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
     run.lost_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
     after = AfterLoss(run, rank, world_size, NOTICE_S)
     with loss.of_process(after):
-        training = Training(how)
-        saving = training.checkpointer = checkpointer(root, rank, every)
+        training = Training("ddp")
+        tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=2)
+        saving = training.checkpointer = Checkpointer(f"{root}/store", every=1000, tier=tier, leave=STAYS)
         training.state["marked"] = per_rank(ResumableSampler(range(1000)))
-        was = {}
         for step in range(1, STEPS + 1):
             training.step()
             own(training, rank)
-            was[step] = of(training)
+            was = of(training)
             saving.maybe_save(step, training.state)
             saving.wait()
             assert comes_true(lambda: not saving._tiering.near._threads.busy, BOUND_S)
@@ -85,7 +70,7 @@ def lose(
             time.sleep(0.1)
             store.wait(["over"])
             return "", was
-        then(training, rank)
+        begin_next_step(training, rank)
         outcome = after.save()
         store.add("ended", 1)
         while store.add("ended", 0) < world_size - 1:
@@ -94,16 +79,16 @@ def lose(
         return outcome, was
 
 
-def restored(rank: int, world_size: int, root: str, how: str, has_tier: bool) -> dict[str, Any]:
-    """What the next start goes on from: on the same machines, or without a tier."""
-    training = Training(how)
+def restored(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """What the next start goes on from, without a tier."""
+    training = Training("ddp")
     training.state |= {
         "marked": per_rank(ResumableSampler(range(1000))),
         "own": per_rank([]),
         "seen": per_rank(torch.zeros(2, dtype=torch.int64)),
         "large": per_rank([]),
     }
-    saving = checkpointer(root, rank, 1) if has_tier else Checkpointer(f"{root}/store", every=1000, leave=STAYS)
+    saving = Checkpointer(f"{root}/store", every=1000, leave=STAYS)
     torch.manual_seed(7)
     step = saving.restore(training.state)
     found = {"step": step, "was": of(training), "large": len(training.state["large"].value)}
@@ -121,25 +106,13 @@ def names_of_others(found: dict[str, Any], was: dict[str, Any]) -> set[str]:
 
 def test_what_a_failed_rank_alone_had_is_named_as_missing_and_stays_as_the_program_begins_it(tmp_path: Path) -> None:
     root = str(tmp_path)
-    told = run_ranks(lose, 3, args=(root, "ddp", 2, begin_next_step))
+    told = run_ranks(lose, 3, args=(root,))
     lacks = ["random numbers", "own", "seen", "large", "an exact position of marked"]
     saved = f"Ranks 0, 2 saved step 3, in {root}/store/step-00000003"
     assert told[0][0] == f"{saved}; of rank 1 it lacks {', '.join(lacks)}."
     assert open_store(f"{root}/store").checkpoints()[0][0].manifest.lost == {"1": lacks}
-    for rank, found in enumerate(run_ranks(restored, 3, args=(root, "ddp", False))):
+    for rank, found in enumerate(run_ranks(restored, 3, args=(root,))):
         differ = {"generator", "own", "seen", "marked"} if rank == 1 else set()
-        assert names_of_others(found["was"], told[rank][1][3]) == differ
+        assert names_of_others(found["was"], told[rank][1]) == differ
         assert (found["step"], found["large"]) == (3, 0 if rank == 1 else 70_000)
         assert rank != 1 or (found["was"]["own"], found["was"]["seen"].tolist()) == ([], [0, 0])
-
-
-@pytest.mark.slow
-def test_where_shards_are_lost_nothing_is_saved_and_the_next_start_reads_the_tier(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    told = run_ranks(lose, 3, args=(root, "fsdp2", 1))
-    assert told[0][0] == told[2][0]
-    assert told[0][0].startswith("Those who are left have not saved step 3: ")
-    assert open_store(f"{root}/store").checkpoints() == ([], [])
-    for rank, found in enumerate(run_ranks(restored, 3, args=(root, "fsdp2", True))):
-        assert names_of_others(found["was"], told[rank][1][3]) == set()
-        assert (found["step"], found["large"]) == (3, 70_000)

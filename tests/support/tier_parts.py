@@ -37,9 +37,11 @@ def data_of(nbytes: int) -> bytes:
     return (random.Random(nbytes).randbytes(4099) * (nbytes // 4099 + 1))[:nbytes]
 
 
-def write_part(folder: MachineFolder, sizes: Mapping[str, int], step: int = 1, rank: int = 0, run: str = RUN) -> Part:
-    """Write a part with files of these sizes, and complete it."""
-    save = SaveId(run, 0, step, step, secrets.token_hex(8), rank + 1)
+def write_part(
+    folder: MachineFolder, sizes: Mapping[str, int], step: int = 1, rank: int = 0, run: str = RUN, token: str = ""
+) -> Part:
+    """Write a part with files of these sizes, and complete it; by default of a save of its own."""
+    save = SaveId(run, 0, step, step, token or secrets.token_hex(8), 4)
     part = Part(save, rank, {name: PartFile.of_bytes(data_of(nbytes)) for name, nbytes in sizes.items()})
     os.makedirs(folder.directory(save), exist_ok=True)
     for name, nbytes in sizes.items():

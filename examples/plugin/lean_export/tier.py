@@ -21,7 +21,6 @@ class LocalSsdTier(Tier):
         copies: on how many other machines each machine's parts are copied.
         keep: how many steps stay.
         domain: what fails together with this machine, such as its rack.
-        bandwidth: bytes a second that each process sends at most.
         host_memory: bytes that the files may take on this machine.
         free: bytes of the disk that are left to others.
     """
@@ -35,11 +34,10 @@ class LocalSsdTier(Tier):
         copies: int = 1,
         keep: int = 2,
         domain: str | None = None,
-        bandwidth: ByteSize | None = None,
         host_memory: ByteSize | None = None,
         free: ByteSize = ByteSize("64MiB"),  # noqa: B008
     ) -> None:
-        super().__init__(dir, every, copies, keep, domain, bandwidth, host_memory)
+        super().__init__(dir, every, copies, keep, domain, host_memory)
         self.free = ByteSize(free)
 
     def prepare(self) -> str:

@@ -60,7 +60,6 @@ class RankEntries:
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
 
     def digests(self) -> EntryDigests:
-        """Return what the other ranks have to know of them."""
         return EntryDigests({name: digest(each) for name, each in self.structures.items()}, self._samples)
 
     def structures_for(self, asked: Asked) -> Sent:

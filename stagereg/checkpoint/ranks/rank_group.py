@@ -174,7 +174,6 @@ class RankGroup:
         return partial(store.delete_key, str(rank))
 
     def machine_of(self, rank: int) -> str:
-        """Return the name of the machine that a rank is on."""
         found: str = self._store.get(f"machine/{rank}").decode()
         return found
 
@@ -185,7 +184,6 @@ class RankGroup:
 
     @property
     def number(self) -> int:
-        """Which of ``numbers`` this rank is."""
         return self.numbers[self.rank]
 
     def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
@@ -289,7 +287,6 @@ class RankGroup:
         return f"{name_ranks(gone)} ended, or the connection was lost: look at the end of the output there."
 
     def _missing(self, seconds: float) -> str:
-        """Say which ranks do not wait here."""
 
         def look() -> str:
             missing = [r for r in range(self.size) if r != self.rank and not self._store.check([f"waits/{r}"])]

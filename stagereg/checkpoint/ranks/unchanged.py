@@ -77,7 +77,6 @@ class Exchange:
 
 
 def pack(parts: Sequence[Any], ranks: int) -> Sequence[Any]:
-    """Return parts as a rank sends them."""
     return parts if ranks == 1 else [zlib.compress(pickle.dumps(part), 1) for part in parts]
 
 

@@ -139,7 +139,6 @@ class _Work:
             before._copy = {}
 
     def run(self) -> tuple[float, int] | None:
-        """Do it. Returns, and raises, as :func:`write_and_commit`."""
         save, to, last = self._save, self._to, self._to.last
         failing = f"Step {save.step} was not saved"
         try:
@@ -294,7 +293,6 @@ class _Work:
         return {rank: join_plans([next(parts) for _ in given[rank]]) for rank in self._order}
 
     def take_answer(self, answer: tuple[SavePlan | None, Asked]) -> None:
-        """Note what rank 0 has answered."""
         dealt, self.asked = answer
         self._more = self._plans if dealt is None else []
         if dealt is not None:
@@ -332,7 +330,6 @@ class _Work:
         copy.record(self._save.step)
 
     def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
-        """Commit what all have written, and return the bytes of each rank's files."""
         save, to = self._save, self._to
         save.at = "committing"
         if save.abandoned:
@@ -412,7 +409,6 @@ def _is_shard(item: WriteItem) -> bool:
 
 
 def _parts(x: Any) -> list[torch.Tensor]:
-    """Return what this rank has of a tensor."""
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
     return [*inner_tensors(x)] if isinstance(x, torch.Tensor) else []

@@ -47,7 +47,6 @@ class Failures:
             self._kept.append(failure)
 
     def raise_first(self) -> None:
-        """Raise the first failure that no call has raised yet, and log later ones."""
         failures = [self._kept.popleft() for _ in range(len(self._kept))]
         for failure in failures:
             shutdown.withdraw_error(failure)

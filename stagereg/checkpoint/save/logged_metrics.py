@@ -60,7 +60,6 @@ class LoggedMetrics:
             _hold(self._saved, step, dict(self._logged.get(step, {})))
 
     def of_step(self, step: int) -> dict[str, float]:
-        """Return the metrics for the manifest of a step."""
         with self._lock:
             return dict(self._saved.get(step, self._logged.get(step, {})))
 

@@ -80,15 +80,12 @@ class CommitCalls:
         return not (self._leaving and any(caller.calling for caller in self._callers))
 
     def close(self) -> None:
-        """As :meth:`finish`, and end the threads."""
         self.finish()
         for caller in self._callers:
             caller.add(None)
 
 
 class _Caller:
-    """The thread of one component."""
-
     def __init__(self, name: str, component: OnCommit, target: SaveTarget, background: SaveThread) -> None:
         self.limit_s = background.timeout_s  # of a call
         self._stopped = ""  # why no further call begins

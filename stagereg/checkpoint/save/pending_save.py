@@ -245,7 +245,6 @@ class StagedCopy:
 
 @contextlib.contextmanager
 def _as_save_error() -> Iterator[None]:
-    """Turn what a stager raises about a written source into an error by which all ranks know it."""
     try:
         yield
     except WrittenWhileStagedError as error:

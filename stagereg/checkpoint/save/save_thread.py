@@ -173,7 +173,6 @@ class SaveThread:
         self.failures.raise_first()
 
     def describe_newest(self) -> str:
-        """Return a sentence on the newest good checkpoint."""
         here, ahead = self.newest, self.ahead
         if ahead is not None and ahead.newest is not None and (here is None or ahead.newest > here):
             more = "" if here is None else f" Step {here} is in {self.target.where}."

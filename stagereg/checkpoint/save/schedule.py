@@ -47,7 +47,6 @@ class Schedule:
 
     @property
     def every(self) -> int:
-        """The present interval in steps."""
         return self._every
 
     def due(self, step: int) -> bool:
@@ -152,12 +151,10 @@ class Automatic(Schedule):
         write = max(self._ages, default=cost)
         steps = 0
         if step_s > 0:
-            best = interval.best(cost, self._mtbf_s, write)
-            steps = interval.in_steps(best, step_s, interval.least(cost, write))
+            steps = interval.in_steps(interval.daly(cost, self._mtbf_s), step_s, interval.least(cost, write))
         return [float(steps), cost, write, step_s, float(self._measured)]
 
     def _take_answer(self) -> None:
-        """Take up what the ranks have agreed upon, if they were asked."""
         if self._asked is None:
             return
         (saved, answer), self._asked = self._asked, None

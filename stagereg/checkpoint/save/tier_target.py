@@ -25,8 +25,6 @@ from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 
 
 class TierTarget(Target):
-    """The tier ``near`` of one checkpointer."""
-
     optional = True
 
     def __init__(self, near: NearCopies, ranks: RankGroup, schedule: Schedule) -> None:
@@ -39,7 +37,7 @@ class TierTarget(Target):
         self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
         self._save = self.near.begin_save(step)
         if self._save is None:
-            return self.near.folder.nowhere, True
+            return f"{self.near.folder.path}/.nowhere", True
         return self.near.folder.directory(self._save), False
 
     def expect_room(self, nbytes: int) -> None:
@@ -55,7 +53,6 @@ class TierTarget(Target):
         return dict(self._files.marks)
 
     def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
-        """Write the index beside the files of rank 0."""
         place = Path(path, INDEX)
         place.write_bytes(index)
         if self.near.tier.durable:
@@ -63,7 +60,6 @@ class TierTarget(Target):
         self._index = index
 
     def complete(self, step: int) -> None:
-        """Complete this rank's part, and have it copied."""
         assert self._save is not None
         blocks = self._files.blocks
         files = {name: PartFile(mark.bytes, blocks[name]) for name, mark in self._files.marks.items()}

@@ -167,7 +167,6 @@ def positions(state: Mapping[str, Any]) -> list[str]:
 
 
 def replicated(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of modules and optimizers, which stay alike on ranks that train one model."""
     return [name for name, x in state.items() if module_state.modules_of(x) or optimizer_state.optimizers_of(x)]
 
 
@@ -216,7 +215,6 @@ def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
     if not isinstance(x, DTensor):
         return cast("torch.Tensor", x)
     return x._local_tensor if wraps(x) else x.to_local()  # which asks a subclass for a view

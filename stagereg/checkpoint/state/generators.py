@@ -71,7 +71,6 @@ class GeneratorState:
 
 
 def generator_state(value: Any) -> GeneratorState | None:
-    """Return the state of a generator as an object; ``None`` if ``value`` is something else."""
     return GeneratorState(value) if is_generator(value) else None
 
 

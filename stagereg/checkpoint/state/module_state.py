@@ -32,7 +32,6 @@ _MAY_BE_WRAPPED = re.compile(rf"(^|\.)(module|{'|'.join(_WRAPPED)})(\.|$)")
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``."""
     while True:
         if isinstance(module, _PARALLEL):
             module = module.module

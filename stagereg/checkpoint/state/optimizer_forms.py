@@ -128,7 +128,6 @@ def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Return the groups of each optimizer in a state: their parameters, by the first one's name."""
     optimizers = {name: saved[GROUPS] for name, saved in state.items() if is_by_name(saved)}
     return {name: {of: each[PARAMS] for of, each in groups.items()} for name, groups in optimizers.items()}
 

@@ -340,7 +340,6 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]
 
 
 def _options_of(groups: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Return the options of all groups, without those that schedulers add."""
     every = {key: value for group in groups for key, value in hyperparameters(group).items()}
     return {key: value for key, value in every.items() if not str(key).endswith(("_lr", "_momentum"))}
 
@@ -381,7 +380,6 @@ def _keep_apart(structures: dict[str, Any]) -> None:
 
 
 def _sources(own: Sequence[str], saved: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return the name under which each parameter here was saved."""
     if all(map(str.isdecimal, own)) != all(map(str.isdecimal, saved)) and len(own) == len(saved):
         return dict(zip(own, saved, strict=True))
     return {name: name if name in saved else aliases.get(name, name) for name in own}

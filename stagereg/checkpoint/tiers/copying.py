@@ -23,16 +23,16 @@ from stagereg.errors import CheckpointError, reason
 _log = logging.getLogger(__name__)
 
 _END_S = 2.0  # that a transfer takes to notice that it was ended
+_MANY = 5  # saves
 
 
 class _Copying(NamedTuple):
-    """What is to be copied, and to which machines; those in ``have`` have it already."""
+    """The arguments of :meth:`CopyThread.submit`."""
 
     part: Part
     directory: str
-    machines: tuple[str, ...]
-    have: tuple[str, ...]
-    again: bool
+    machines: Sequence[str]
+    have: Sequence[str] | None
 
 
 class CopyThread:
@@ -60,25 +60,21 @@ class CopyThread:
         """Whether something that was submitted has not ended, well or badly."""
         return self._thread is not None
 
-    def submit(
-        self, part: Part, directory: str, machines: Sequence[str], first: bool = False, have: Sequence[str] = ()
-    ) -> None:
+    def submit(self, part: Part, directory: str, machines: Sequence[str], have: Sequence[str] | None = None) -> None:
         """Have a part copied; does not wait.
 
         Args:
             part: which; complete on this machine, with its files in ``directory``.
             machines: where it may go, the best first; as many as there should be copies, if they all work.
-            first: whether it is a copy that was lost, which is made before all others; else it is an own part.
-            have: the machines that have a copy already, not counted.
+            have: if copies of it were lost, the machines that still have one; ``None`` for an own part that is new.
         """
-        copying = _Copying(part, directory, tuple(machines), tuple(have), first)
+        copying = _Copying(part, directory, machines, have)
         with self._changed:
-            if not first:
+            if have is None:
                 self.copied = not self._wanted(copying)
             if self._closed or not self._wanted(copying):
                 return
-            places = sum(each.again for each in self._waiting) if first else len(self._waiting)
-            self._waiting.insert(places, copying)
+            self._waiting.append(copying)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="stagereg-tier-copy", daemon=True)
                 try:
@@ -121,8 +117,7 @@ class CopyThread:
                 copying = self._waiting.popleft()
             copied = self._copy(copying)
             with self._changed:
-                # A later own part, if there is one, is still waiting, and says what is copied.
-                if not copying.again and all(each.again for each in self._waiting):
+                if copying.have is None and all(each.have is not None for each in self._waiting):
                     self.copied = copied
 
     def _copy(self, copying: _Copying) -> bool:
@@ -139,7 +134,7 @@ class CopyThread:
         try:
             self._peer(machine).put(part, copying.directory)
             failpoint("acknowledged")
-            self._folder.note_copied(part, [*copying.have, *done, machine])
+            self._folder.note_copied(part, [*(copying.have or ()), *done, machine])
             failpoint("copied")
             self._failing.discard(machine)
         except Exception as why:
@@ -161,3 +156,28 @@ class CopyThread:
             if machine not in self._peers:
                 self._peers[machine] = self._connect(machine)
             return self._peers[machine]
+
+
+class CopyLag:
+    """Logs on rank 0 if the copies of a run do not keep up with its saves, and if they do again."""
+
+    def __init__(self) -> None:
+        self._late, self._newest = 0, "no step of the tier is copied yet"
+
+    def note_late(self, why: str) -> None:
+        """Another save begins, and the previous one is not copied, or none can begin, for this reason."""
+        self._late += 1
+        if self._late == _MANY:
+            _log.warning(
+                "stagereg: %s, and %d saves have begun since: %s. A machine that is lost now costs all steps since. "
+                "Look after the machines that have no copy, or raise tier.every.",
+                *(self._newest, self._late, why),
+            )
+
+    def note_copied(self, step: int | None) -> None:
+        """Another save begins, and this step is copied as often as it should be; ``None`` for the first save."""
+        if self._late >= _MANY:
+            _log.info("stagereg: the copies of the tier keep up again: step %s is copied.", step)
+        self._late = 0
+        if step is not None:
+            self._newest = f"step {step} is the newest that is copied in the tier"

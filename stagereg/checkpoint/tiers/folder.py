@@ -61,11 +61,6 @@ class MachineFolder:
             self.delete((), keep=True)
         self.make()
 
-    @property
-    def nowhere(self) -> str:
-        """The path of a folder for what is not to stay."""
-        return f"{self.path}/.nowhere"
-
     def directory(self, save: SaveId) -> str:
         """Return the full path of the folder of a save; makes nothing."""
         return f"{self.path}/{save.folder}"

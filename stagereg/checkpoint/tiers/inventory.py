@@ -10,11 +10,12 @@ valid a later branch is newer, and in one branch a greater serial number. No clo
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.manifest import MOST, FileMark, Manifest
@@ -52,7 +53,6 @@ class Lineage:
         return save.run == self.run and save.branch <= self.branch and not beyond
 
     def dumps(self) -> bytes:
-        """Return its text."""
         return (json.dumps({"run": self.run, "branches": self.branches}) + "\n").encode()
 
     @classmethod
@@ -80,7 +80,6 @@ class ReportedPart(NamedTuple):
 
 
 def report(parts: Iterable[Part]) -> list[ReportedPart]:
-    """Return what a machine tells of its parts."""
     found = []
     for part in parts:
         files = tuple((name, file.mark) for name, file in sorted(part.files.items()))
@@ -96,7 +95,6 @@ class NearStep(NamedTuple):
 
     @property
     def files(self) -> dict[str, FileMark]:
-        """The files of the step."""
         return {name: mark for part, _ in self.parts for name, mark in part.files}
 
     @property
@@ -157,15 +155,13 @@ def missing_copies(
     return dict(found)
 
 
-def lineage_of(texts: Iterable[bytes]) -> Lineage | None:
+def lineage_of(texts: Iterable[bytes], run: str = "") -> Lineage | None:
     """Return the lineage that has come furthest, of what the store or machines have noted; ``None`` if there is none.
 
-    What cannot be read is passed over.
+    What cannot be read, or is of another run than ``run``, is passed over.
     """
-    found: list[Any] = []
+    found: list[Lineage] = []
     for text in texts:
-        try:
+        with contextlib.suppress(ValueError):
             found.append(Lineage.loads(text))
-        except ValueError:
-            continue
-    return max(found, key=lambda each: each.branch, default=None)
+    return max((each for each in found if not run or each.run == run), key=lambda each: each.branch, default=None)

@@ -45,7 +45,6 @@ class LocalPart:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another machine has it too."""
         return self.received or bool(self.copied)
 
 
@@ -64,7 +63,6 @@ class LocalStep:
 
     @property
     def step(self) -> int:
-        """The training step."""
         return step_of(os.path.basename(self.path)) or 0
 
     @property
@@ -74,12 +72,10 @@ class LocalStep:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its parts here."""
         return sum(each.part.nbytes for each in self.parts if each.part is not None)
 
     @property
     def damages(self) -> dict[str, str]:
-        """What is wrong with files, by their names."""
         return {name: what for each in self.parts for name, what in each.damages.items()}
 
     @property
@@ -110,19 +106,6 @@ class LocalRun:
     def newest_copied(self) -> LocalStep | None:
         """The latest one that survives the loss of this machine."""
         return next((each for each in self.steps if each.state == "copied"), None)
-
-    @property
-    def behind(self) -> int:
-        """How many saves the newest copied step is older than the newest one; all that there were if none is copied."""
-        if (newest := self.newest) is None:
-            return 0
-        (branch, serial), copied = newest.order, self.newest_copied
-        return serial - copied.order[1] if copied is not None and copied.order[0] == branch else serial
-
-    @property
-    def too_old(self) -> bool:
-        """Whether copies do not keep up: the save before the newest one should be copied by now."""
-        return self.behind > 1
 
 
 def local_runs(target: str, look: Callable[[str], object] | None = None) -> list[LocalRun]:
@@ -165,11 +148,11 @@ def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> L
         texts = [Path(path, NOTE).read_bytes()]
     with contextlib.suppress(OSError, ValueError):
         boot = Path(path, BOOT).read_text()
-    lineage = lineage_of(texts)
+    lineage = lineage_of(texts, run)
     steps = []
     for name in names:
         if step_of(name) is not None and os.path.isdir(f"{path}/{name}"):
-            step = _step(f"{path}/{name}", lineage if lineage is not None and lineage.run == run else None, boot, look)
+            step = _step(f"{path}/{name}", lineage, boot, look)
             if os.path.isdir(step.path):
                 steps.append(step)
     return LocalRun(path, run, tuple(sorted(steps, key=lambda each: each.order, reverse=True)), holder(path))

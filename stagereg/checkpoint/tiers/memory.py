@@ -38,11 +38,10 @@ class MemoryTier(Tier):
         copies: int = 1,
         keep: int = 2,
         domain: str | None = None,
-        bandwidth: ByteSize | None = None,
         host_memory: ByteSize | None = None,
     ) -> None:
         own = f"/dev/shm/stagereg-{os.getuid()}"
-        super().__init__(own if dir is None else dir, every, copies, keep, domain, bandwidth, host_memory)
+        super().__init__(own if dir is None else dir, every, copies, keep, domain, host_memory)
 
     def prepare(self) -> str:
         """Make the folder and return it. Raises: ``ConfigError`` if it is not in memory; ``OSError``."""

@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,17 +24,15 @@ from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lock import StoreLock
-from stagereg.checkpoint.tiers.copying import CopyThread
+from stagereg.checkpoint.tiers.copying import CopyLag, CopyThread
 from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder
 from stagereg.checkpoint.tiers.inventory import Lineage, NearStep
-from stagereg.checkpoint.tiers.lag import CopyLag
 from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.checkpoint.tiers.placement import Machine, partners
 from stagereg.checkpoint.tiers.server import PartServer
 from stagereg.checkpoint.tiers.step_reader import Found, StepReader
 from stagereg.checkpoint.tiers.tier import Tier
-from stagereg.checkpoint.tiers.wire import Bandwidth
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.machine import boot_id
 from stagereg.output import size_text
@@ -45,8 +44,6 @@ _SHOWN = 4  # machines that a line names
 
 
 class Site(NamedTuple):
-    """Where a rank is."""
-
     machine: str  # what tells machines apart
     host: str
     domain: str
@@ -109,7 +106,7 @@ class NearCopies:
         agreed = ranks.round_trip(failing, self._prepare, self._agree, ranks.limit)
         self.folder = MachineFolder(agreed.root, agreed.run, tier.durable)
         self._path = MachineFolder(agreed.first, agreed.run, tier.durable).path
-        self._secret, self._bandwidth = agreed.secret, Bandwidth(tier.bandwidth)
+        self._secret = agreed.secret
         try:
             self._place(ranks.run_on_all(failing, self._start))
             self._threads = CopyThread(self._connect, self.folder, tier.copies)
@@ -117,8 +114,7 @@ class NearCopies:
         except BaseException:
             self._let_go()
             raise
-        found = [each for each in map(inventory.lineage_of, texts) if each is not None and each.run == agreed.run]
-        self._lineage = max(found, key=lambda each: each.branch, default=Lineage(agreed.run))
+        self._lineage = inventory.lineage_of(chain(*texts), agreed.run) or Lineage(agreed.run)
 
     # -- starting
 
@@ -140,7 +136,7 @@ class NearCopies:
                 f"own: {' and '.join(runs.values())} have different ones. Delete it where it is of another run, or "
                 "give this run a tier.dir of its own."
             )
-        lineage = max(filter(None, lineages), key=lambda each: each.branch, default=None)
+        lineage = inventory.lineage_of(text for _, known, _ in found for text in known)
         if lineage is None:
             lineage = Lineage(new_token())
             if self.shared:
@@ -186,7 +182,7 @@ class NearCopies:
         """Return a connection to a machine: to one of its ranks, so that theirs share the work."""
         ranks = self._ranks_on[machine]
         address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
-        return Peer(address, self._secret, self._bandwidth)
+        return Peer(address, self._secret)
 
     def lacking(self, nbytes: int) -> str:
         """Return why so many more bytes do not fit on this machine; nothing if they do."""
@@ -320,7 +316,7 @@ class NearCopies:
             yield closing.enter_context(StepReader(step, self.folder, self.here, connect))
 
     def restored(self, step: NearStep, found: Sequence[Found]) -> None:
-        """Make the copies again that a restored step lacks, before anything else is sent. On all ranks.
+        """Make the copies again that a restored step lacks, before anything else is sent. Collective.
 
         Older steps stay until another save begins, when they are made. ``found`` is what each rank has found, in rank
         order.
@@ -334,16 +330,18 @@ class NearCopies:
         record.emit("restored", step=step.save.step, branch=step.save.branch, sources=dict(own.sources))
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
+        gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
+        # A machine takes no copy of a part that it still has, so all corrupt copies are deleted before any is sent.
+        drop = functools.partial(self.folder.drop, step.save, gone if self.leads else [])
+        self._ranks.run_on_all("Corrupt copies in the tier could not be deleted", drop)
         self._whole = [step.save]
         if self.leads:
-            gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
-            self.folder.drop(step.save, gone)
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
             for rank, machines in wanted.get(self.here, {}).items():
                 if (part := self.folder.find(step.save, rank)) is not None:
                     have = [each for each in step.parts[rank][1] if each != self.here]
                     directory = self.folder.directory(step.save)
-                    self._threads.submit(part, directory, machines, first=True, have=have)
+                    self._threads.submit(part, directory, machines, have)
 
     # -- ending
 

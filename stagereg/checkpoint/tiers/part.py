@@ -67,7 +67,9 @@ class PartFile:
     blocks: tuple[int, ...]
 
     def block(self, number: int) -> range:
-        """Return which bytes of the file a block has."""
+        """Return which bytes of the file a block has. Raises: ``LookupError`` if there is no such block."""
+        if type(number) is not int or not 0 <= number < len(self.blocks):
+            raise LookupError(f"there is no block {number!r:.100}")
         begin = number * BLOCK_BYTES
         return range(begin, min(begin + BLOCK_BYTES, self.nbytes))
 
@@ -93,7 +95,6 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its files."""
         return sum(each.nbytes for each in self.files.values())
 
     def dumps(self) -> str:
@@ -141,7 +142,6 @@ def _file(name: str, data: Any) -> PartFile:
 
 
 def manifest_name(rank: int) -> str:
-    """Return the name of the manifest of a rank's part."""
     return f"part-{rank}.json"
 
 

@@ -24,15 +24,15 @@ _ANSWER_S = 30.0  # that an answer may take which waits for the other machine's 
 class Peer:
     """A connection to a :class:`.PartServer`, made when it is needed. One thread at a time, but :meth:`close`.
 
-    ``secret`` is that of the run; ``bandwidth`` says how fast this process sends, ``None`` for no bound.
+    ``secret`` is that of the run.
 
     Raises:
         OSError: from any method: the other side does not answer, is no process of this run, or stops.
         CheckpointError: from any method: it refuses, with its reason.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, bandwidth: wire.Bandwidth | None = None) -> None:
-        self._address, self._secret, self._bandwidth = address, secret, bandwidth or wire.Bandwidth(None)
+    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
+        self._address, self._secret = address, secret
         self._lock = threading.Lock()
         self._links: dict[int, wire.Connection] = {}
         self._busy = self._closed = False
@@ -65,7 +65,7 @@ class Peer:
                 link, asked = self._link(stream), deque[tuple[int, memoryview]]()
                 while True:
                     while len(asked) < _AHEAD and (more := next(rest, None)):
-                        link.send({"do": "get", "save": save, "rank": rank, "file": name, "blocks": [more[0]]})
+                        link.send({"do": "get", "save": save, "rank": rank, "file": name, "block": more[0]})
                         asked.append(more)
                     if not asked:
                         return
@@ -85,14 +85,14 @@ class Peer:
         """Send a part, whose files are in ``directory``; returns when it is complete there, and checked.
 
         Raises:
-            CheckpointError: there is no room for it, for one, or it was damaged on its way twice.
+            CheckpointError: there is no room for it, for one, or it was corrupted on its way.
         """
         with self._ending():
             control = self._link(0)
             answer = _ask(control, {"do": "put", "part": part.dumps()})
             if answer.get("have"):
                 return
-            sending = _Sending(part, directory, self._bandwidth)
+            sending = _Sending(part, directory)
 
             def run(stream: int) -> None:
                 try:
@@ -149,13 +149,13 @@ class Peer:
 class _Sending:
     """The blocks of a part that are to be sent, by whichever connection is free."""
 
-    def __init__(self, part: Part, directory: str, bandwidth: wire.Bandwidth) -> None:
-        self._part, self._directory, self._bandwidth = part, directory, bandwidth
+    def __init__(self, part: Part, directory: str) -> None:
+        self._part, self._directory = part, directory
         self.blocks = deque((name, number) for name, file in part.files.items() for number in range(len(file.blocks)))
         self._lock, self._until_half = threading.Lock(), (len(self.blocks) + 1) // 2
 
     def run(self, link: wire.Connection) -> None:
-        """Send blocks on one connection until there are no more; those that arrive damaged once again."""
+        """Send blocks on one connection until there are no more."""
         while (block := self._next()) is not None:
             self._send(link, *block)
             with self._lock:
@@ -163,11 +163,7 @@ class _Sending:
                 half = self._until_half == 0
             if half:
                 failpoint("sending")
-        bad = _ask(link, {"do": "end"}).get("bad")
-        for name, number in bad or ():
-            self._send(link, name, number)
-        if bad:
-            _ask(link, {"do": "end"})
+        _ask(link, {"do": "end"})
 
     def _next(self) -> tuple[str, int] | None:
         with contextlib.suppress(IndexError):
@@ -181,7 +177,7 @@ class _Sending:
         descriptor = os.open(f"{self._directory}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             link.send({"do": "block", "file": name, "block": number}, more=True)
-            link.send_file(descriptor, span.start, len(span), self._bandwidth)
+            link.send_file(descriptor, span.start, len(span))
         finally:
             os.close(descriptor)
 

@@ -2,8 +2,8 @@
 
 A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
 whose blocks then come on this connection and on others that name the put (``stream``), each after a message that says
-which it is; ``end`` is answered with those that arrived damaged, and ``finish`` when the part is complete here. A block
-goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
+which it is; ``end`` is answered when all blocks of a connection are here, and ``finish`` when the part is complete. A
+block goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 _STRANGERS = 64  # at a time; who comes later waits, 5 s at most
 _CLOSE_S = 5.0
-_FREE = wire.Bandwidth(None)
 
 
 class PartServer:
@@ -161,8 +160,6 @@ class _Session:
         self._known: Part | None = None  # that was asked for last
         self._incoming: IncomingPart | None = None
         self._owns = False  # whether the part ends with this connection
-        self._bad: set[tuple[str, int]] = set()
-        self._again = False  # whether those are coming once more
         self._block: mmap | None = None  # past the heap of this thread, which would keep it
         self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
             "part": self._part,
@@ -217,19 +214,15 @@ class _Session:
         return {"part": None if part is None else part.dumps()}
 
     def _get(self, request: dict[str, Any]) -> None:
-        part, name, numbers = self._find(request), request["file"], request["blocks"]
+        part, name = self._find(request), request["file"]
         if part is None or name not in part.files:
             raise CheckpointError(f"{name!r:.100} of that part is not here")
-        known = part.files[name]
-        if any(type(number) is not int or not 0 <= number < len(known.blocks) for number in numbers):
-            raise CheckpointError(f"{name} has no such block")
+        span = part.files[name].block(request["block"])
         path = f"{self._folder.directory(part.save)}/{name}"
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self._connection.send({"nbytes": sum(len(known.block(number)) for number in numbers)}, more=True)
-            for number in numbers:
-                span = known.block(number)
-                self._connection.send_file(descriptor, span.start, len(span), _FREE)
+            self._connection.send({"nbytes": len(span)}, more=True)
+            self._connection.send_file(descriptor, span.start, len(span))
         except OSError as error:  # an answer would be taken for bytes of the file
             raise ConnectionAbortedError(f"{path}: {error}") from error
         finally:
@@ -257,30 +250,22 @@ class _Session:
 
     def _take_block(self, request: dict[str, Any]) -> None:
         incoming, name, number = self._coming(), request["file"], request["block"]
-        file = incoming.part.files.get(name)
-        if file is None or type(number) is not int or not 0 <= number < len(file.blocks):
-            raise CheckpointError("the part has no such block")
+        file = incoming.part.files[name]
+        span = file.block(number)
         self._block = self._block or private_memory(BLOCK_BYTES)
-        block = memoryview(self._block)[: len(file.block(number))]
+        block = memoryview(self._block)[: len(span)]
 
         def touch() -> None:
             incoming.touched = time.monotonic()
 
-        if self._connection.receive_block(block, touch) == file.blocks[number]:
-            incoming.write(name, number, block)
-        elif self._again:
-            raise CheckpointError(f"block {number} of {name} arrived damaged, twice")
-        else:
-            self._bad.add((name, number))
+        if self._connection.receive_block(block, touch) != file.blocks[number]:
+            raise CheckpointError(f"block {number} of {name} arrived corrupt")
+        incoming.write(name, number, block)
 
     def _end(self, _: dict[str, Any]) -> dict[str, Any]:
-        bad, self._bad = sorted(self._bad), set()
-        self._again = bool(bad)
-        if not bad and not self._owns:
+        if not self._owns:
             self._incoming = None
-        if bad:
-            _log.warning("stagereg: block %d of %s arrived damaged, and is sent again", bad[0][1], bad[0][0])
-        return {"bad": bad}
+        return {}
 
     def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
         incoming = self._coming()

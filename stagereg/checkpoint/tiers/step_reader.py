@@ -36,7 +36,6 @@ _THREADS = 4
 class Found(NamedTuple):
     """What reading a step has shown on one rank."""
 
-    machine: str  # of the rank
     sources: Counter[str]  # how many bytes were read from which machine
     bad: set[tuple[str, int]]  # copies that are not what was staged: the machine, and the rank whose part it is
 
@@ -55,7 +54,7 @@ class StepReader(ExitStack):
         self._blocks: dict[tuple[str, int], memoryview] = {}
         self._mapped: dict[str, memoryview] = {}
         self._lock = threading.Lock()
-        self.found = Found(here, Counter(), set())
+        self.found = Found(Counter(), set())
 
     def content(self, name: str) -> bytes:
         """Return all of a small file, checked. Raises: ``DamagedError``: no machine has it whole."""
@@ -75,9 +74,12 @@ class StepReader(ExitStack):
         reasons: list[str] = []
         for machine in sorted(machines, key=lambda each: each != self._here):
             if missing:
-                take = self._take_here if machine == self._here else partial(self._take_from, machine)
                 try:
-                    take(name, rank, known, missing)
+                    if machine == self._here:
+                        self._take_here(name, known, missing)
+                    else:
+                        keep = partial(self._keep, machine, name)
+                        self._connect(machine).get(self.step.save, rank, name, missing, known, keep)
                 except (OSError, CheckpointError, ValueError) as error:
                     reasons.append(f"{machine}: {reason(error)}")
                     if isinstance(error, DamagedError):
@@ -112,7 +114,8 @@ class StepReader(ExitStack):
             reported, machines = self.step.parts[rank]
             for machine in sorted(machines, key=lambda each: each != self._here):
                 try:
-                    part = self._find(machine, rank)
+                    there = self._folder.find if machine == self._here else self._connect(machine).part
+                    part = there(self.step.save, rank)
                 except (OSError, CheckpointError, ValueError) as error:
                     _log.warning("stagereg: %s does not say what it has of rank %d: %s", machine, rank, reason(error))
                     continue
@@ -122,33 +125,24 @@ class StepReader(ExitStack):
             raise DamagedError(f"no machine has the part of rank {rank} any more")
         return self._parts[rank]
 
-    def _find(self, machine: str, rank: int) -> Part | None:
-        if machine != self._here:
-            return self._connect(machine).part(self.step.save, rank)
-        return self._folder.find(self.step.save, rank)
-
-    def _take_here(self, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
+    def _take_here(self, name: str, known: PartFile, numbers: Sequence[int]) -> None:
         """Compare blocks of this machine's own file where they lie."""
         data = self._map(name)
         if len(data) != known.nbytes:
             raise DamagedError(f"it has {len(data)} of {known.nbytes} bytes")
 
-        def check(number: int) -> bool:
+        def take(number: int) -> bool:
             span = known.block(number)
-            return crc32(data[span.start : span.stop]) == known.blocks[number]
+            block = data[span.start : span.stop]
+            is_good = crc32(block) == known.blocks[number]
+            if is_good:
+                self._keep(self._here, name, number, block)
+            return is_good
 
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1, len(numbers))) as threads:
-            good = dict(zip(numbers, threads.map(check, numbers), strict=True))
-        for number in (each for each in numbers if good[each]):
-            span = known.block(number)
-            self._keep(self._here, name, number, data[span.start : span.stop])
-        if wrong := [number for number in numbers if not good[number]]:
-            raise DamagedError(f"flipped bits in block {wrong[0]}")
-
-    def _take_from(self, machine: str, name: str, rank: int, known: PartFile, numbers: Sequence[int]) -> None:
-        """Get blocks from another machine; those that are right stay, whatever it raises."""
-        keep = partial(self._keep, machine, name)
-        self._connect(machine).get(self.step.save, rank, name, numbers, known, keep)
+            good = [*threads.map(take, numbers)]
+        if not all(good):
+            raise DamagedError(f"flipped bits in block {numbers[good.index(False)]}")
 
     def _keep(self, machine: str, name: str, number: int, block: memoryview) -> None:
         with self._lock:
@@ -175,13 +169,11 @@ class BlockFile:
         self._reader, self._name = reader, name
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises: ``OSError`` if the file ends before."""
         self._reader.read_into(self._name, offset, memory)
 
     fetch_into = read_into
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return bytes of it."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data

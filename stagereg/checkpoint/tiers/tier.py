@@ -41,7 +41,6 @@ class Tier(ABC):
         keep: how many steps stay, at least 1: the one before goes when the newer one is copied.
         domain: this machine's failure domain, such as its rack; copies go to others. By default what Slurm's topology
             says, else each machine is one of its own.
-        bandwidth: bytes a second that each process sends at most; ``None`` for no bound.
         host_memory: bytes that this run's files may take on this machine; ``None`` for what is there.
 
     Attributes:
@@ -60,7 +59,6 @@ class Tier(ABC):
         copies: int = 1,
         keep: int = 2,
         domain: str | None = None,
-        bandwidth: ByteSize | None = None,
         host_memory: ByteSize | None = None,
     ) -> None:
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir) or "://" in os.fspath(dir):
@@ -73,7 +71,6 @@ class Tier(ABC):
         self.keep = at_least(1, "tier.keep", keep)
         slurm = os.environ.get("SLURM_TOPOLOGY_ADDR", "")  # of this node, as rack1.switch2.node3
         self.domain = slurm.rpartition(".")[0] if domain is None else str(domain)
-        self.bandwidth = None if bandwidth is None else ByteSize(bandwidth)
         self.host_memory = None if host_memory is None else ByteSize(host_memory)
 
     def __str__(self) -> str:
@@ -104,7 +101,6 @@ class NoTier(Tier):
         return "none"
 
     def prepare(self) -> str:
-        """Return the path of no folder."""
         return ""
 
 

@@ -16,7 +16,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,23 +31,6 @@ _LENGTH = struct.Struct("!I")
 _PIECE_BYTES = 1 << 18  # stay in the processor's cache between the socket and the checksum
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HELLO = b"stagereg-tier/1\n"
-
-
-class Bandwidth:
-    """How many bytes a second may leave, for all threads that share it; ``None`` for no bound."""
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        self._rate, self._lock, self._free_at = bytes_per_s, threading.Lock(), 0.0
-        self.piece = 1 << 30 if bytes_per_s is None else max(1, min(1 << 20, bytes_per_s // 10))
-        """Bytes to take at once: a tenth of a second of them at most, so that whoever waits sees that they come."""
-
-    def take(self, nbytes: int) -> None:
-        """Wait until so many bytes may leave."""
-        if self._rate is not None:
-            with self._lock:
-                begins = max(self._free_at, time.monotonic())
-                self._free_at = begins + nbytes / self._rate
-            time.sleep(max(0.0, begins - time.monotonic()))
 
 
 class Connection:
@@ -79,7 +61,6 @@ class Connection:
                 data = data[self._socket.send(data, socket.MSG_MORE if more else 0) :]
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message."""
         head = bytearray(_LENGTH.size)
         self.receive_into(memoryview(head))
         (length,) = _LENGTH.unpack(head)
@@ -95,19 +76,14 @@ class Connection:
             raise ConnectionAbortedError("what came is no message")
         return message
 
-    def send_file(self, descriptor: int, offset: int, count: int, bandwidth: Bandwidth) -> None:
-        """Send bytes of a file as they are."""
+    def send_file(self, descriptor: int, offset: int, count: int) -> None:
         end = offset + count
         while offset < end:
-            piece = min(bandwidth.piece, end - offset)
-            bandwidth.take(piece)
-            stop = offset + piece
-            while offset < stop:
-                with _moving():
-                    sent = os.sendfile(self._socket.fileno(), descriptor, offset, stop - offset)
-                    if not sent:
-                        raise ConnectionAbortedError(f"the file ends at byte {offset}, before all was sent")
-                    offset += sent
+            with _moving():
+                sent = os.sendfile(self._socket.fileno(), descriptor, offset, end - offset)
+            if not sent:
+                raise ConnectionAbortedError(f"the file ends at byte {offset}, before all was sent")
+            offset += sent
 
     def receive_into(self, memory: memoryview) -> None:
         """Fill ``memory`` with what comes next."""
@@ -140,7 +116,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it and let go of it."""
         self.end()
         self._socket.close()
 

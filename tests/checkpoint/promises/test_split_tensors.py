@@ -16,6 +16,9 @@ from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.save.whole_step import _noted
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
+from tests.checkpoint.state.test_optimizer_carries import error_of
+from tests.checkpoint.state.test_optimizer_carries import restore as restore_state
+from tests.checkpoint.state.test_optimizer_carries import save as save_state
 from tests.support.states import KINDS, build
 from tests.support.subclasses import Codes
 
@@ -73,8 +76,7 @@ def restore(rank: int, world_size: int, root: str) -> list[bool]:
     values = {"x": of_rank(blank, rank, world_size), "zeros": of_rank(blank, rank, world_size)}
     layer = Layer(of_rank(blank, rank, world_size))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    with stagereg.Checkpointer(root, every=1, resume="auto") as checkpointer:
-        checkpointer.restore({"values": values, "layer": layer, "optimizer": optimizer})
+    restore_state(root, values=values, layer=layer, optimizer=optimizer)
     moment = optimizer.state[layer.weight]["momentum_buffer"]
     trained_layer, _ = trained(of_rank(WHOLE, rank, world_size))
     mine = torch.tensor([True, False] * (len(layer.weight) // 2))  # without the padding
@@ -93,8 +95,7 @@ def test_parts_are_taken_on_any_number_of_ranks(tmp_path: Path, saved: int) -> N
         assert torch.equal(checkpoint["values.x"], WHOLE)
         assert checkpoint["layer.weight"].shape == WHOLE.shape
     full = {"x": torch.empty(ROWS, COLUMNS), "zeros": torch.ones(ROWS, COLUMNS)}
-    with stagereg.Checkpointer(str(tmp_path), every=1, resume="auto") as checkpointer:
-        checkpointer.restore({"values": full})
+    restore_state(tmp_path, values=full)
     assert torch.equal(full["x"], WHOLE)
     assert not full["zeros"].any()
     for world_size in (1, 2):
@@ -120,16 +121,14 @@ def of_ranks(whole: torch.Tensor, rank: int, world_size: int, order: int = 1) ->
 
 def save_adam(rank: int, world_size: int, root: str, grad: torch.Tensor) -> bool:
     layer, optimizer = adam(of_ranks(WHOLE, rank, world_size), of_ranks(grad, rank, world_size))
-    with stagereg.Checkpointer(root, every=1) as checkpointer:
-        checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
+    save_state(root, layer=layer, optimizer=optimizer)
     return not any(is_split(x) for x in optimizer.state[layer.weight].values())
 
 
 def restore_adam(rank: int, world_size: int, root: str, grad: torch.Tensor, order: int, had: bool) -> list[bool]:
     blank = of_ranks(torch.full_like(WHOLE, 5.0), rank, world_size, order)
     layer, optimizer = adam(blank, blank if had else None)
-    with stagereg.Checkpointer(root, every=1, resume="auto") as checkpointer:
-        checkpointer.restore({"layer": layer, "optimizer": optimizer})
+    restore_state(root, layer=layer, optimizer=optimizer)
     expected = adam(of_ranks(WHOLE, rank, world_size, order), of_ranks(grad, rank, world_size, order))
     for each, optimizer_of_it in ((layer, optimizer), expected):  # the state is the optimizer's own: it steps
         each.weight.grad = of_ranks(WHOLE, rank, world_size, order)
@@ -160,11 +159,9 @@ def test_the_padding_of_moments_that_are_new_is_zero(tmp_path: Path) -> None:
     parts = [range(0, 3), range(3, ROWS)]
     layer, optimizer = adam(part_of(WHOLE, parts), part_of(WHOLE, parts))
     optimizer.state[layer.weight]["exp_avg"] = optimizer.state[layer.weight]["exp_avg"].t().contiguous().t()
-    with stagereg.Checkpointer(str(tmp_path), every=1) as checkpointer:
-        checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
+    save_state(tmp_path, layer=layer, optimizer=optimizer)
     fresh, other = adam(part_of(torch.zeros_like(WHOLE), parts))
-    with stagereg.Checkpointer(str(tmp_path), every=1, resume="auto") as checkpointer:
-        checkpointer.restore({"layer": fresh, "optimizer": other})
+    restore_state(tmp_path, layer=fresh, optimizer=other)
     for key in ("exp_avg", "exp_avg_sq"):
         found, saved = other.state[fresh.weight][key], optimizer.state[layer.weight][key].clone()
         saved[3], saved[-1] = 0, 0
@@ -174,11 +171,8 @@ def test_the_padding_of_moments_that_are_new_is_zero(tmp_path: Path) -> None:
 def test_moments_that_wrap_tensors_are_refused_by_name(tmp_path: Path) -> None:
     layer, optimizer = adam(part_of(WHOLE, [range(ROWS)]))
     optimizer.state[layer.weight]["exp_avg"] = Codes(torch.zeros(ROWS + 1, COLUMNS, dtype=torch.int8), torch.ones(()))
-    with (
-        pytest.raises(CheckpointError, match=r"'optimizer': 'state\.weight\.exp_avg' is a Codes, which cannot"),
-        stagereg.Checkpointer(str(tmp_path), every=1) as checkpointer,
-    ):
-        checkpointer.save(1, {"layer": layer, "optimizer": optimizer})
+    with pytest.raises(CheckpointError, match=r"'optimizer': 'state\.weight\.exp_avg' is a Codes, which cannot"):
+        save_state(tmp_path, layer=layer, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("stager", [*KINDS, "torch_default"])
@@ -193,12 +187,7 @@ def test_each_stager_keeps_the_attributes(tmp_path: Path, stager: str) -> None:
 
 
 def save_other_replicas(rank: int, world_size: int, root: str) -> str:
-    try:
-        with stagereg.Checkpointer(root, every=1) as checkpointer:
-            checkpointer.save(1, {"x": {"w": part_of(WHOLE + rank, [range(ROWS)])}})
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return error_of(root, x={"w": part_of(WHOLE + rank, [range(ROWS)])})
 
 
 def test_parts_of_one_place_that_differ_are_refused(tmp_path: Path) -> None:
@@ -217,13 +206,11 @@ def test_any_split_goes_into_any_other(
 
     root = tmp_path_factory.mktemp("split")
     parts = data.draw(st.permutations(split(cuts)))
-    with stagereg.Checkpointer(str(root), every=1, stager=build("blocking")) as checkpointer:
-        checkpointer.save(1, {"x": {"w": part_of(WHOLE, parts, padding)}})
+    save_state(root, x={"w": part_of(WHOLE, parts, padding)})
     others = data.draw(st.lists(st.integers(0, ROWS), max_size=3).map(sorted).map(split).flatmap(st.permutations))
     wanted = others[: data.draw(st.integers(1, len(others)))]
     found = {"w": part_of(torch.zeros(ROWS, COLUMNS), wanted)}
-    with stagereg.Checkpointer(str(root), every=1, resume="auto") as checkpointer:
-        checkpointer.restore({"x": found})
+    restore_state(root, x=found)
     assert torch.equal(found["w"], part_of(WHOLE, wanted))
 
 
@@ -243,19 +230,13 @@ def test_attributes_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: 
     x = part_of(WHOLE, [range(ROWS)])
     for name, value in change.items():
         setattr(x, name, value)
-    with (
-        pytest.raises(CheckpointError, match=r"'x\.w'.*global_offsets"),
-        stagereg.Checkpointer(str(tmp_path), every=1) as checkpointer,
-    ):
-        checkpointer.save(1, {"x": {"w": x}})
+    with pytest.raises(CheckpointError, match=r"'x\.w'.*global_offsets"):
+        save_state(tmp_path, x={"w": x})
 
 
 def test_parts_that_leave_a_hole_are_refused_by_name(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CheckpointError, match=r"'x\.w' do not make up"),
-        stagereg.Checkpointer(str(tmp_path), every=1) as checkpointer,
-    ):
-        checkpointer.save(1, {"x": {"w": part_of(WHOLE, [range(0, 3), range(4, 8)])}})
+    with pytest.raises(CheckpointError, match=r"'x\.w' do not make up"):
+        save_state(tmp_path, x={"w": part_of(WHOLE, [range(0, 3), range(4, 8)])})
 
 
 def test_what_is_noted_at_the_end_of_a_step_is_a_part_too() -> None:

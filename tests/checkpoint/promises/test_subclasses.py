@@ -16,7 +16,7 @@ from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.load.export import TensorOptions, export
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.testing import run_ranks
-from tests.checkpoint.state.test_optimizer_carries import restore, save
+from tests.checkpoint.state.test_optimizer_carries import error_of, restore, save
 from tests.support.states import KINDS as STAGERS
 from tests.support.states import build
 from tests.support.subclasses import Codes, Dense, Nested, Opaque, Whole, codes, nested
@@ -272,12 +272,7 @@ def save_replicas(rank: int, world_size: int, root: str, differ: bool) -> str:
 def save_mirrored(rank: int, world_size: int, root: str) -> str:
     mesh = init_device_mesh("cpu", (world_size,))
     made = DTensor.from_local(codes(4, first=rank), mesh, [Replicate()], run_check=False)
-    try:
-        with stagereg.Checkpointer(root, every=1) as checkpointer:
-            checkpointer.save(1, {"x": {"w": made}})
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return error_of(root, x={"w": made})
 
 
 def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
@@ -292,12 +287,7 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
 
 def save_strided(rank: int, world_size: int, root: str) -> str:
     """Save replicas of a strided subclass that differ."""
-    try:
-        with stagereg.Checkpointer(root, every=1) as checkpointer:
-            checkpointer.save(1, {"x": {"w": torch.full((3,), float(rank)).as_subclass(Dense)}})
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return error_of(root, x={"w": torch.full((3,), float(rank)).as_subclass(Dense)})
 
 
 def test_replicas_of_a_strided_subclass_that_differ_are_refused(tmp_path: Path) -> None:
@@ -310,8 +300,7 @@ def save_mixed(rank: int, world_size: int, root: str) -> bool:
     mesh, layout = init_device_mesh("cpu", (world_size,)), {"shape": torch.Size([5, 3]), "stride": (3, 1)}
     local: torch.Tensor = codes(3) if rank == 0 else torch.full((2, 3), 7.0)
     made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **layout)  # type: ignore[arg-type]
-    with stagereg.Checkpointer(root, every=1) as checkpointer:
-        checkpointer.save(1, {"x": {"w": made}})
+    save(root, x={"w": made})
     blank: torch.Tensor = codes(3, first=5) if rank == 0 else torch.zeros(2, 3)
     live = DTensor.from_local(blank, mesh, [Shard(0)], run_check=False, **layout)  # type: ignore[arg-type]
     found = restore(root, x={"w": live})["x"]["w"]
@@ -327,11 +316,7 @@ def save_misfit(rank: int, world_size: int, root: str) -> str:
     mesh, layout = init_device_mesh("cpu", (world_size,)), {"shape": torch.Size([6, 3]), "stride": (3, 1)}
     local: torch.Tensor = codes(4 if rank == 0 else 2)
     made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **layout)  # type: ignore[arg-type]
-    try:
-        save(root, x={"w": made})
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return error_of(root, x={"w": made})
 
 
 def test_parts_of_other_shapes_than_their_place_are_refused(tmp_path: Path) -> None:

@@ -91,18 +91,12 @@ def test_a_save_that_met_a_write_is_made_again_at_a_later_step_with_one_line(
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "embedding_renorm_": lambda w: torch.embedding_renorm_(w, torch.randint(ROWS, (500,)), 0.5, 2.0),
-    "index_copy_": lambda w: w.index_copy_(0, torch.arange(50), torch.rand(50, WIDTH)),
     "e[i] = v": lambda w: w.__setitem__(int(torch.randint(ROWS, ())), torch.rand(WIDTH)),
-    "index_add_": lambda w: w.index_add_(0, torch.arange(50), torch.rand(50, WIDTH)),
-    "masked_fill_": lambda w: w.masked_fill_(w > 0.9, 0.5),
     "clamp_ of .data": lambda w: w.data.clamp_(-0.5, 0.5),
 }
 
 
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("index_copy_", "index_add_", "masked_fill_")]
-
-
-@pytest.mark.parametrize("write", ["embedding_renorm_", "e[i] = v", "clamp_ of .data", *SLOW])
+@pytest.mark.parametrize("write", WRITES)
 def test_a_program_that_writes_a_parameter_right_after_each_save_loses_no_save(write: str, tmp_path: Path) -> None:
     run = Run(writes_from=1000)
     with Checkpointer(str(tmp_path), every=1, keep=20) as checkpointer:

@@ -97,14 +97,12 @@ def save(rank: int, size: int, root: str, happens: str) -> tuple[list[int], list
     )
 
 
-def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[bool], int]:
+def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, int]:
     """Train stages whose rates and random numbers change.
 
     Returns:
-        This rank's bytes in each save; those of the index; what came back; and how often it listed a directory.
+        This rank's bytes in each save; those of the index; and how often it listed a directory.
     """
-    import numpy
-
     counts: list[int] = []
     listed: list[str] = []
     collect, files = RankGroup._collect, Directory.list
@@ -118,38 +116,24 @@ def scheduled(rank: int, size: int, root: str) -> tuple[list[int], int, list[boo
         counts[-1] += len(post)
         return collect(group, post, limit)
 
-    def stage() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        layers = {f"layer_{rank * 40 + i}": torch.nn.Linear(2, 2) for i in range(40)}
-        model = torch.nn.ModuleDict(layers)
-        weights, biases = ([x for x in model.parameters() if x.ndim == ndim] for ndim in (2, 1))
-        return model, torch.optim.Adam([{"params": weights, "lr": 0.25}, {"params": biases, "lr": 0.5}])
-
-    def drawn() -> list[float]:
-        return [random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))]
-
-    model, optimizer = stage()
+    model = torch.nn.ModuleDict({f"layer_{rank * 40 + i}": torch.nn.Linear(2, 2) for i in range(40)})
+    weights, biases = ([x for x in model.parameters() if x.ndim == ndim] for ndim in (2, 1))
+    optimizer = torch.optim.Adam([{"params": weights, "lr": 0.25}, {"params": biases, "lr": 0.5}])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    random.seed(rank), numpy.random.seed(rank), torch.manual_seed(rank)
+    torch.manual_seed(rank)
     with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
         RankGroup._collect, Directory.list = collected, counted  # type: ignore[method-assign]
         for step in range(6):
             for x in model.parameters():
-                x.grad = torch.full_like(x, drawn()[0])
+                x.grad = torch.full_like(x, random.gauss(0, 1) + float(torch.rand(())))
             optimizer.step()
             schedule.step()
             counts.append(0)
             keeper.save(step, state)
             keeper.wait()
         RankGroup._collect, Directory.list = collect, files  # type: ignore[method-assign]
-        expected = drawn(), [group["lr"] for group in optimizer.param_groups]
-    model, optimizer = stage()
-    drawn()
-    with Checkpointer(root, stager=BlockingAsyncStager()) as keeper:
-        keeper.restore({"model": model, "optimizer": optimizer})
-    found = drawn(), [group["lr"] for group in optimizer.param_groups]
-    index = len((Path(root) / "latest" / "index.json").read_bytes())
-    return counts, index, [one == other for one, other in zip(found, expected, strict=True)], len(listed)
+    return counts, len((Path(root) / "latest" / "index.json").read_bytes()), len(listed)
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +142,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_rates_and_random_numbers_do_not_send_the_plan_again(stages: Any) -> None:
-    for counts, index, same, _ in stages:
-        assert same == [True, True]
+    for counts, index, _ in stages:
         assert counts[0] > 5000
         assert max(counts[4:]) < counts[0] / 2, counts
         assert index < 120_000

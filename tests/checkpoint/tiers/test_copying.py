@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from stagereg import record
-from stagereg.checkpoint.tiers.copying import CopyThread
+from stagereg.checkpoint.tiers.copying import CopyLag, CopyThread
 from stagereg.checkpoint.tiers.folder import MachineFolder, notes_of_part
 from stagereg.checkpoint.tiers.part import Part, manifest_name
 from stagereg.checkpoint.tiers.peer import Peer
@@ -136,25 +137,25 @@ def test_one_machine_is_enough_where_there_is_no_other(machines: Machines, folde
     assert threads.copied
 
 
-def test_lost_copies_are_made_before_others_and_are_no_own_ones(machines: Machines, folder: MachineFolder) -> None:
+def test_lost_copies_are_no_own_ones(machines: Machines, folder: MachineFolder) -> None:
     machines.gate.clear()
     threads = CopyThread(machines, folder, 1)
     submit(threads, folder, ["a"], 1)
     assert machines.begun.wait(BOUND_S)
     submit(threads, folder, ["a"], 2)
-    lost = submit(threads, folder, ["b"], 3, first=True, have=["z"])
-    submit(threads, folder, ["b"], 4, first=True)
+    lost = submit(threads, folder, ["b"], 3, have=["z"])
+    submit(threads, folder, ["b"], 4, have=[])
     assert threads.busy
     assert not threads.copied
     machines.failing["b"] = OSError("gone")
     machines.gate.set()
     wait_for(lambda: not threads.busy)
     assert machines.sent == [("a", 1), ("a", 2)]
-    assert machines.tried == [1, 3, 4, 2]
+    assert machines.tried == [1, 2, 3, 4]
     assert threads.copied
     assert copied_of(folder, lost) == ()
     machines.failing.clear()
-    lost = submit(threads, folder, ["b"], 5, first=True, have=["z"])
+    lost = submit(threads, folder, ["b"], 5, have=["z"])
     submit(threads, folder, ["b"], 6)
     wait_for(lambda: not threads.busy)
     assert copied_of(folder, lost) == ("z", "b")
@@ -229,3 +230,31 @@ def test_a_real_machine_has_the_copy_before_it_is_noted(folder: MachineFolder, t
             assert peer.part(part.save, 0) == part
     assert seen[-2:] == [("acknowledged", True, ()), ("copied", True, ("there",))]
     assert files_below(there) == ["part-0.json", "x"]
+
+
+def test_each_lag_is_one_warning_and_one_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lag = CopyLag()
+    lag.note_copied(None)
+    for _ in range(20):
+        lag.note_late("copies have failed")
+    lag.note_copied(40)
+    for _ in range(20):
+        lag.note_late("rank 1 still sending copies")
+    lag.note_copied(90)
+    lag.note_copied(100)
+    texts = [each.getMessage() for each in caplog.records]
+    assert [each.levelname for each in caplog.records] == ["WARNING", "INFO", "WARNING", "INFO"]
+    assert "no step of the tier is copied yet, and 5 saves have begun since: copies have failed." in texts[0]
+    assert "step 40 is the newest that is copied in the tier, and 5 saves have begun since: rank 1 still" in texts[2]
+    assert [each.rpartition(": ")[2] for each in texts[1::2]] == ["step 40 is copied.", "step 90 is copied."]
+
+
+def test_a_few_slow_copies_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lag = CopyLag()
+    for step in range(20):
+        for _ in range(4):
+            lag.note_late("rank 1 still sending copies")
+        lag.note_copied(step)
+    assert not caplog.records

@@ -8,25 +8,17 @@ import pytest
 
 import stagereg.checkpoint.tiers.folder as folder_module
 from stagereg.checkpoint.tiers.folder import MachineFolder, notes_of_part
-from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId, manifest_name
+from stagereg.checkpoint.tiers.part import Part, manifest_name
+from tests.support.tier_parts import new_folder, write_part
 
-RUN = "0123abcd"
 
-
-def written(folder: MachineFolder, step: int = 1, rank: int = 0, data: bytes = b"abc") -> Part:
-    part = Part(SaveId(RUN, 1, step, step, f"{step:08x}", 4), rank, {f"__{rank}_0.distcp": PartFile.of_bytes(data)})
-    where = Path(folder.directory(part.save))
-    where.mkdir(parents=True, exist_ok=True)
-    (where / f"__{rank}_0.distcp").write_bytes(data)
-    folder.complete(part)
-    return part
+def written(folder: MachineFolder, step: int = 1, rank: int = 0) -> Part:
+    return write_part(folder, {f"__{rank}_0.distcp": 3}, step, rank, token=f"{step:08x}")
 
 
 @pytest.fixture(params=[True, False], ids=["durable", "memory"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> MachineFolder:
-    made = MachineFolder(str(tmp_path), RUN, request.param)
-    made.prepare()
-    return made
+    return new_folder(tmp_path, request.param)
 
 
 def test_parts_are_listed_the_latest_first_with_who_has_copies(folder: MachineFolder) -> None:
@@ -97,8 +89,7 @@ def test_two_runs_in_one_tier_do_not_see_each_other(folder: MachineFolder, tmp_p
 def test_a_reboot_makes_void_what_was_in_memory_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    folder = MachineFolder(str(tmp_path), RUN, durable)
-    folder.prepare()
+    folder = new_folder(tmp_path, durable)
     written(folder)
     folder.prepare()
     assert len(folder.parts()) == 1

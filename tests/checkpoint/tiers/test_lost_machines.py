@@ -53,26 +53,6 @@ def test_a_job_of_torchrun_goes_on_without_a_lost_machine(lab: Lab, tmp_path: Pa
     assert "was read in the tier" in first
 
 
-@pytest.mark.slow
-def test_any_number_of_machines_in_any_order_goes_on(tmp_path: Path) -> None:
-    with Lab(machines=4) as lab:
-        runs = Runs(lab, tmp_path)
-        runs.hold(at=7, machines=[0, 1, 2])
-        runs.end()
-        assert runs.hold(at=9, machines=[2, 0, 1]).step == 6  # what is of one rank alone, too
-        lab.machines[0].kill()
-        runs.end()
-        assert runs.hold(at=11, machines=[2, 1]).step == 8
-        runs.end()
-        lab.machines[0].replace()
-        assert runs.hold(at=13, machines=[3, 0, 2, 1]).step == 10
-        runs.end()
-        lab.machines[2].replace(same_name=True)
-        lab.machines[3].kill()
-        if runs.newest([0, 1, 2]) == 12:  # the two were no partners
-            assert runs.finish(machines=[0, 1, 2], more=1).step == 12
-
-
 def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[..., Runs], lab: Lab) -> None:
     runs = make_runs()
     runs.hold(at=2)
@@ -85,34 +65,6 @@ def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[
     runs.end()
     lab.machines[1].reboot()
     assert runs.finish(machines=[1, 2], more=1).step == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", [True, False], ids=["store", "no store"])
-def test_an_abandoned_branch_stays_abandoned(
-    make_runs: Callable[..., Runs], lab: Lab, tmp_path: Path, store: bool
-) -> None:
-    options = {"store": tmp_path / "store", "store_every": 3} if store else {}
-    runs = make_runs(tier="disk", copies=2, **options)
-    runs.hold(at=9)
-    lab.machines[2].kill()  # has all parts of step 8
-    runs.end()
-    if store:
-        back = {"resume": tmp_path / "store/step-00000003"}
-    else:  # what there is beyond step 6 is lost on all machines but that one
-        for machine in lab.machines[:2]:
-            [gone] = runs.tier_of(machine).glob("*/step-00000008.*")
-            shutil.rmtree(gone)
-        back = {}
-    [abandoned] = runs.tier_of(lab.machines[2]).glob("*/step-00000008.*")
-    assert runs.hold(at=7 if store else 9, machines=[0, 1], **back).step == (3 if store else 6)
-    runs.end()
-    lab.machines[2].reboot()
-    assert 8 in [each.step for each in runs.left([2]) if each.is_whole]
-    found = runs.hold(at=9)  # without a store the step has its number twice by now
-    assert (found.step, abandoned.name in found.path) == (6 if store else 8, False)
-    runs.end()
-    assert runs.finish(more=1).step == (9 if store else 8)  # each save to the store is one to the tier, too
 
 
 # -- kills at each moment of a copy

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import stagereg
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.checkpoint.tiers.copying import CopyThread
+from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -44,26 +47,30 @@ def steps_in(root: str, rank: int) -> set[int]:
     return {int(path.parent.name[5:13]) for path in Path(root, str(rank)).glob("*/step-*/part-*.json")}
 
 
-def lose_copies(rank: int, world_size: int, root: str) -> list[set[int]]:
-    """Save steps, of which only the first can be copied; return what each left on this rank."""
-    found = []
-    with checkpointer(root) as saving, pytest.MonkeyPatch.context() as patched:
-        for step in range(1, 5):
-            if step == 2:
-
-                def refuse(*_: object) -> None:
-                    raise CheckpointError("no room")
-
-                patched.setattr(Peer, "put", refuse)
-            saving.maybe_save(step, {"x": stagereg.per_rank(torch.tensor([rank, step]))})
-            settle(saving)
+def lose_copies(rank: int, world_size: int, root: str) -> tuple[list[set[int]], list[str]]:
+    """Save steps, of which 2 to 7 cannot be copied; return what each left on this rank, and what was logged."""
+    found, lines, handler = [], list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stagereg.checkpoint.tiers.copying")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    refused = mock.Mock(side_effect=CheckpointError("no room"))
+    with checkpointer(root) as saving:
+        for step in range(1, 10):
+            with mock.patch.object(Peer, "put", refused) if step in range(2, 8) else contextlib.nullcontext():
+                saving.maybe_save(step, {"x": stagereg.per_rank(torch.tensor([rank, step]))})
+                settle(saving)
             found.append(steps_in(root, rank))
-    return found
+    return found, [each for each in lines if "no copy of" not in each]
 
 
-def test_a_copied_step_stays_until_a_newer_one_is_copied(tmp_path: Path) -> None:
-    for found in run_ranks(lose_copies, 2, args=(str(tmp_path),), timeout_s=90):
-        assert found == [{1}, {1, 2}, {1, 3}, {1, 4}]
+def test_a_copied_step_stays_until_a_newer_one_is_copied_and_a_lag_is_logged(tmp_path: Path) -> None:
+    one, other = run_ranks(lose_copies, 2, args=(str(tmp_path),), timeout_s=90)
+    assert one[0] == other[0] == [{1}, *({1, step} for step in range(2, 9)), {8, 9}]
+    warned, mended = one[1]
+    assert "step 1 is the newest that is copied in the tier, and 5 saves have begun since: copies have failed" in warned
+    assert mended.endswith("keep up again: step 8 is copied.")
+    assert other[1] == []
 
 
 def save_in_both(rank: int, world_size: int, root: str) -> list[Any]:
@@ -199,3 +206,32 @@ def test_the_end_of_a_run_without_a_store_waits_for_the_last_copies(tmp_path: Pa
     run_ranks(end_without_store, 2, args=(str(tmp_path),), timeout_s=60)
     for machine in "01":
         assert len([*tmp_path.glob(f"{machine}/*/step-00000001.*/part-?.json")]) == 2
+
+
+def restore_beside_a_corrupt_copy(rank: int, world_size: int, root: str) -> None:
+    """Save a step, flip a bit of what rank 1 wrote there, and restore; that machine is slow to delete its copy."""
+    with checkpointer(root) as saving:
+        saving.maybe_save(1, {"x": stagereg.per_rank(torch.ones(1000))})
+        settle(saving)
+    if rank == 1:
+        [path] = Path(root, "1").glob("*/step-00000001.*/__1_0.distcp")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    drop = MachineFolder.drop
+
+    def drop_late(*given: Any) -> None:
+        time.sleep(1.0 if rank else 0.0)
+        drop(*given)
+
+    with pytest.MonkeyPatch.context() as patched, checkpointer(root) as saving:
+        patched.setattr(MachineFolder, "drop", drop_late)
+        assert saving.restore({"x": stagereg.per_rank(torch.zeros(1000))}) == 1
+        settle(saving)
+
+
+def test_a_corrupt_copy_is_replaced_also_where_its_machine_deletes_it_late(tmp_path: Path) -> None:
+    run_ranks(restore_beside_a_corrupt_copy, 2, args=(str(tmp_path),), timeout_s=60)
+    one, other = (path.read_bytes() for path in tmp_path.glob("[01]/*/step-00000001.*/__1_0.distcp"))
+    assert one == other

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stagereg
 from stagereg import Checkpointer
@@ -15,6 +16,7 @@ from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.load.choosing import with_steps_of_tier
 from stagereg.checkpoint.tiers.inventory import Lineage, NearStep, ReportedPart
+from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.checkpoint.tiers.part import SaveId
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.errors import CheckpointError, ConfigError
@@ -129,3 +131,30 @@ def test_a_save_that_is_called_for_at_a_step_of_the_tier_goes_to_the_store_too(t
         checkpointer.wait()
         assert checkpointer.saved == 1
         assert str(checkpointer.latest).endswith("step-00000001")
+
+
+def test_a_save_that_cannot_begin_leaves_the_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = NearCopies.begin_save
+
+    def begin_save(self: NearCopies, step: int) -> SaveId | None:
+        if step == 2:
+            raise CheckpointError("rank 1 ended")
+        return begin(self, step)
+
+    monkeypatch.setattr(NearCopies, "begin_save", begin_save)
+    state = {"value": torch.tensor([1.0])}
+    tier = tier_in(tmp_path)
+
+    def run() -> None:
+        with Checkpointer(None, tier=tier) as checkpointer:
+            assert checkpointer.restore(state) is None
+            for step in (1, 2):
+                checkpointer.maybe_save(step, state)
+                checkpointer.wait()
+
+    with pytest.raises(CheckpointError, match="rank 1 ended"):
+        run()
+    state["value"].zero_()
+    with Checkpointer(None, tier=tier) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    assert state["value"].item() == 1.0

@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def test_messages_and_bytes_arrive_as_they_were_sent(
 
     def send() -> None:
         here.send({"x": [1, "é", None]}, more=True)
-        here.send_file(descriptor, 5, len(data) - 5, wire.Bandwidth(None))
+        here.send_file(descriptor, 5, len(data) - 5)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -134,23 +133,21 @@ def test_a_stranger_is_sent_away_in_time(listener: socket.socket, said: bytes) -
 
 
 @pytest.mark.usefixtures("short")
-def test_a_side_that_sends_nothing_more_ends_the_wait(listener: socket.socket) -> None:
-    here, there = open_pair(listener)
-    assert isinstance(here, wire.Connection)
-    assert isinstance(there, wire.Connection)
+def test_a_side_that_sends_nothing_more_ends_the_wait(pair: tuple[wire.Connection, wire.Connection]) -> None:
+    here, there = pair
     there._socket.sendall(struct.pack("!I", 100) + b"half")
     with pytest.raises(TimeoutError, match="moved nothing"):
         here.receive()
 
 
 @pytest.mark.usefixtures("short")
-def test_a_side_that_reads_nothing_more_ends_the_wait(listener: socket.socket, tmp_path: Path) -> None:
-    here, _there = open_pair(listener)
-    assert isinstance(here, wire.Connection)
+def test_a_side_that_reads_nothing_more_ends_the_wait(
+    pair: tuple[wire.Connection, wire.Connection], tmp_path: Path
+) -> None:
     with (tmp_path / "file").open("wb+") as file:
         file.truncate(64 << 20)
         with pytest.raises(TimeoutError, match="moved nothing"):
-            here.send_file(file.fileno(), 0, 64 << 20, wire.Bandwidth(None))
+            pair[0].send_file(file.fileno(), 0, 64 << 20)
 
 
 @pytest.mark.parametrize(
@@ -167,27 +164,8 @@ def test_a_file_that_ends_early_is_an_error(pair: tuple[wire.Connection, wire.Co
     (tmp_path / "file").write_bytes(b"abc")
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
     with pytest.raises(ConnectionAbortedError, match="ends at byte 3"):
-        pair[0].send_file(descriptor, 0, 10, wire.Bandwidth(None))
+        pair[0].send_file(descriptor, 0, 10)
     os.close(descriptor)
-
-
-def test_bandwidth_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, slept = [100.0], []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", sleep)
-    bandwidth = wire.Bandwidth(1000)
-    for _ in range(3):
-        bandwidth.take(100)
-    clock[0] = 101.0
-    bandwidth.take(100)
-    assert slept == pytest.approx([0.0, 0.1, 0.2, 0.0])
-    assert bandwidth.piece == 100
-    wire.Bandwidth(None).take(1 << 60)
-    assert len(slept) == 4
 
 
 def test_a_forked_process_does_not_hold_connections(pair: tuple[wire.Connection, wire.Connection]) -> None:
