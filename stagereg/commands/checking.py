@@ -12,7 +12,6 @@ import atexit
 import importlib.metadata
 import importlib.util
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -32,7 +31,6 @@ CONTRACTS = "stagereg.contracts"  # the entry points that announce contracts, by
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
 _START_S = 300.0  # seconds that a child process has to start and to import torch, which is not the plugin's doing
 _BESIDE = 20  # columns of a line that neither a promise nor what was seen of it has
-_OF_A_COPY = re.compile(r".*\bcopy(?:\[[^\]]*\])* ((?:has the|is a) .*)")
 _TARGET = (
     "a package that announces plugins, the folder of one that is not installed, a module, a file (plugin.py), or "
     "kind/name of a component (stager/shared)"
@@ -74,23 +72,10 @@ def _print(before: str, cases: list[Case]) -> None:
     """Print a table of each section, with ``before`` in its title."""
     wide = (output.line_width() - _BESIDE) // 2
     for title in dict.fromkeys(case["section"] for case in cases):
-        mine = _by_cause([case for case in cases if case["section"] == title])
+        mine = [case for case in cases if case["section"] == title]
         rows = [(case["verdict"], textwrap.fill(case["promise"], wide), case["seen"]) for case in mine]
         output.table(f"{before}{title}", ("verdict", "promise", "seen"), rows, verdict="verdict")
         output.echo()
-
-
-def _by_cause(cases: list[Case]) -> list[Case]:
-    """Put together those that saw the same of one copy or another."""
-    found: dict[str, list[Case]] = {}
-    for case in cases:
-        cause = _OF_A_COPY.match(case["seen"])
-        found.setdefault(cause[1] if cause else case["name"], []).append(case)
-    text = "{} promises break for one cause, first: {}"
-    return [
-        {**each[0], "promise": text.format(len(each), each[0]["promise"])} if len(each) > 1 else each[0]
-        for each in found.values()
-    ]
 
 
 def _tried(target: str, limit_s: float) -> list[Case]:
