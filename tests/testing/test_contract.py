@@ -108,7 +108,7 @@ ONES = torch.ones(2)
         (
             torch.ones(2, dtype=torch.float64),
             ONES,
-            "dtype torch.float64, not torch.float32; if it changes that on purpose, its contract says so: expected(tensor)",
+            "not torch.float32; if it changes that on purpose, its contract says so: expected(tensor)",
         ),
         (torch.ones(1), ONES, "has the shape (1,), not (2,)"),
         (torch.ones(2, 2).t(), torch.ones(2, 2), "has the strides (1, 2), not (2, 1)"),
