@@ -40,8 +40,6 @@ _EPOCH_S = time.time() - time.perf_counter()
 
 
 class _Recorder:
-    """The open file of a recording. Methods may be called on any thread."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         # Reentrant, since a signal handler that emits an event may interrupt an emission.

@@ -267,7 +267,6 @@ class Registry:
         return _distinct(self._installed().get((kind, name), []), decorated)
 
     def _entries(self) -> list[Entry]:
-        """All entries, announced ones first."""
         packages, decorated = self._installed(), defaultdict[tuple[str, str], list[Entry]](list)
         for own in self.decorated:
             decorated[own.kind, own.name].append(own)
@@ -319,7 +318,6 @@ def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
 
 
 def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
-    """The entries of one name, those of packages first."""
     found = []
     for entry in packages:
         file = next((own.file for own in decorated if _is_same(own, entry)), "")

@@ -139,7 +139,6 @@ class _Cases:
         self._contracts += [(contract.__name__, contract) for contract in contracts]
 
     def component(self, entry: Entry, contract: str | type[Contract]) -> None:
-        """Try what every component has to have, and add its contract to those that are run."""
         section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
         promise = f"It can be imported, has what a {kind} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
@@ -214,7 +213,6 @@ class _Cases:
 
 
 def _loaded(entry: Entry) -> str:
-    """Import a component and make its config; return what options it has."""
     options = ", ".join(schema.options(entry.load()))
     OmegaConf.structured(schema.schema(entry))
     return f"options: {options}" if options else ""

@@ -69,7 +69,6 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _print(before: str, cases: list[Case]) -> None:
-    """Print a table of each section, with ``before`` in its title."""
     wide = (output.line_width() - _BESIDE) // 2
     for title in dict.fromkeys(case["section"] for case in cases):
         mine = [case for case in cases if case["section"] == title]

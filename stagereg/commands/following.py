@@ -106,8 +106,6 @@ class _Stop(Exception):
 
 
 class _Follower:
-    """What is done, and the command that runs."""
-
     def __init__(self, asked: argparse.Namespace, store: CheckpointStore, notes: CheckpointStore, name: str) -> None:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
         self._done: dict[str, str] = {}  # checkpoints, and what has become of their command
@@ -128,7 +126,6 @@ class _Follower:
             os.killpg(self._process.pid, signal.SIGKILL if again and number == signal.SIGINT else number)
 
     def run(self) -> int:
-        """Follow to the end; return the exit code."""
         try:
             if self._await_directory():
                 with self._lock() as hold:

@@ -222,7 +222,6 @@ def _plan(
 
 
 def _argument(component: _Component, name: str, value: Any, path: NodePath, allow_list: TargetAllowList) -> Any:
-    """Check one argument; return it with a :class:`Call` in the place of each node in it."""
     option, inner = component.options.get(name), path.child(name)
     hint = option.hint if option else Any
     if isinstance(value, Given):

@@ -58,12 +58,10 @@ class ResumedFit:
             self._loaded = {**own.value, "saved": _generators()} if as_many else None
 
     def begin_training(self) -> None:
-        """Set the generators, where a checkpoint is gone on from; called when all is set up."""
         if self._loaded is not None:
             rng.restore(self._loaded["saved"])
 
     def forget(self) -> None:
-        """Go on from no checkpoint."""
         self._loaded = None
 
     def _before_first_iterator(self) -> None:

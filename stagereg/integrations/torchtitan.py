@@ -185,14 +185,12 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             self._stager.synchronize_staging()
 
     def _wait_for_saving(self) -> None:
-        """Wait until every save is complete. Raises: ``CheckpointError`` if one failed."""
         self._checkpointer.wait()
         if self.save_future is not None:
             self.save_future.set_result(None)
             self.save_future = None
 
     def _close(self) -> None:
-        """Wait for every save and free all. Raises: ``CheckpointError`` if one failed and was not reported yet."""
         if not hasattr(self, "_checkpointer"):
             return
         try:
@@ -292,7 +290,6 @@ def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _agreed(look: Callable[[], Any]) -> Any:
-    """Return what the first rank sees, or raise its error, on all ranks."""
     return agreed(look, not dist.is_initialized() or dist.get_rank() == 0, _from_first)
 
 

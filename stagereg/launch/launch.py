@@ -96,7 +96,6 @@ class _End:
 
     @property
     def received(self) -> signal.Signals | None:
-        """The signal that a rank has been sent, as it says itself."""
         return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
 
     def hear(self) -> None:
@@ -120,8 +119,6 @@ class _End:
 
 @dataclass
 class _Run:
-    """The ranks of this task, which run once or, after a failure, again."""
-
     local: LocalRanks
     store: Any
     task: SchedulerTask
@@ -131,7 +128,6 @@ class _Run:
     restarts: Restarts
 
     def attempt(self) -> _End:
-        """Start all ranks of this task, and wait for their end."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         local, task, variables = self.local, self.task, self.start.variables
@@ -248,7 +244,6 @@ def _newest_checkpoint(directory: str) -> str:
 
 
 def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
-    """Raise for ranks that have failed, after this signal, if there was one."""
     if received is None:
         raise RanksFailedError(f"{end}{more}")
     if end.errors:

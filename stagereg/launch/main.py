@@ -246,5 +246,4 @@ class _Job:
 
 
 def _print(error: StageregError) -> None:
-    """Print an error; one of ranks begins with the rank instead of the program."""
     print(error if isinstance(error, RanksFailedError) else f"stagereg: {error}", file=sys.stderr, flush=True)

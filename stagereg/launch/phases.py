@@ -45,8 +45,6 @@ FAILURE = "STAGEREG_FAILURE"
 
 
 class _Start:
-    """The start of an attempt on rank 0, until its first step is taken."""
-
     def __init__(self, earlier: Earlier | None, failure: Mapping[str, Any]) -> None:
         self.earlier, self.failure = earlier, failure
         self.reported = False

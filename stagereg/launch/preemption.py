@@ -198,7 +198,6 @@ class SignalListener:
         self.received = received
 
     def _end(self, why: str) -> None:
-        """End the process from the thread, if a handler is left."""
         handlers, received = self.handlers, self.received
         if not handlers or received is None:
             return

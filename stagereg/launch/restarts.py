@@ -50,7 +50,6 @@ class Progress(NamedTuple):
 
 
 def _last_events(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last step and checkpoints that a rank has recorded, by kind."""
     found: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
     with contextlib.suppress(OSError):

@@ -56,7 +56,6 @@ class WarmProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it has ended; ``None`` if it has not."""
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -66,13 +65,11 @@ class WarmProcess:
         return self._code or 0
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def end(self, code: int) -> None:
-        """Note how it has ended."""
         self._code = code
         self._ended.set()
 
@@ -238,7 +235,6 @@ class _Server:
 
 
 def _can_fork() -> bool:
-    """Whether this process has one thread, and no GPU open."""
     opened = []
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -248,7 +244,6 @@ def _can_fork() -> bool:
 
 
 def _run(start: Start, server: int) -> None:
-    """Run the program in this process, as a fresh interpreter would."""
     end_with(server)
     os.chdir(start.folder)
     os.environ.clear()

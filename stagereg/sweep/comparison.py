@@ -41,7 +41,6 @@ class Cell:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Cell:
-        """The cell of at least one value."""
         spread = None
         if len(values) > 1:
             first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -261,7 +260,6 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
 
 
 def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow]) -> Iterator[str]:
-    """What keeps the rows from being compared as they stand."""
     if mixed := sorted({row.versions for row in rows if row.versions}):
         yield (
             f"Results of different versions are mixed ({few_of(mixed, _NAMED, '; ')}). Each has rows of its own: "
@@ -283,7 +281,6 @@ def _machine(job: JobResult) -> str:
 
 
 def _beside(jobs: Sequence[JobResult]) -> int:
-    """The most jobs that ran at the same time on one host."""
     long = [job for job in jobs if job.seconds > 2 * _OVERLAP_S and job.environment.get("host")]
     most = 0
     for one in long:  # most run at a time when one of them begins

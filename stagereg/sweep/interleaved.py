@@ -144,7 +144,6 @@ class ContainedTask:
 
 
 def _directories(job: DictConfig, number: int) -> dict[str, str]:
-    """Where a job writes, by the key that it comes from."""
     with read_write(job):
         OmegaConf.update(job, "hydra.job.num", number, force_add=True)
         OmegaConf.update(job, "hydra.job.id", str(number), force_add=True)

@@ -39,7 +39,6 @@ class Span:
 
     @property
     def end(self) -> float:
-        """When it ended, on the same clock as ``start``."""
         return self.start + self.seconds
 
 
@@ -58,7 +57,6 @@ class Started:
 
     @property
     def seconds(self) -> float:
-        """From there to the first step."""
         return sum(self.phases.values())
 
 
@@ -137,7 +135,6 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first event to the last."""
         return max(record.last for record in self.ranks) - self.began
 
     @property

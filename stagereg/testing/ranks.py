@@ -132,7 +132,6 @@ class _Rank:
     was_ended: bool = False
 
     def end(self) -> None:
-        """Kill the rank and whatever it has started; harmless once they are gone."""
         self.was_ended = self.was_ended or self.process.is_alive()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -58,7 +58,6 @@ class Scenario:
     failing: int = 0  # so many ranks, from rank 0 on, raise after their first step
 
     def __str__(self) -> str:
-        """Describe it, for parentheses after what was observed."""
         counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
         shown = dataclasses.fields(self)[1:]
         options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
@@ -202,7 +201,6 @@ class _Play:
             self._note_state(subject)
 
     def _note_state(self, subject: Any) -> None:
-        """Note a state as it is now, in tensors of the CPU and numbers."""
         state = dict(self._contract.state(subject))
         self._seen.states.append(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state))
 

@@ -94,11 +94,9 @@ class StagerTrial(Contract):
             return copied
 
     def ones(self, *shape: int) -> Tensor:
-        """Return ones of a shape, on the contract's device."""
         return torch.ones(shape, dtype=torch.float32, device=self.device)
 
     def counted(self, n: int) -> Tensor:
-        """Return 0.0, 1.0, ... n - 1 on the contract's device."""
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
     @functools.cached_property

@@ -173,7 +173,6 @@ class TierContract(Contract):
 
 
 def _written(rank: int, world_size: int, kind: type[TierContract], folder: str) -> str:
-    """Prepare the tier in this process, leave a file in it, and return where."""
     path = kind().make(folder).prepare()
     Path(path, f"{rank}").write_bytes(_DATA)
     return path

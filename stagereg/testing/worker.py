@@ -87,8 +87,6 @@ class Assignment:
 
 @dataclass
 class _Running:
-    """What this process works on; a rank is one process, and works on one thing."""
-
     job: Assignment
     store: Any
     stacks: BinaryIO

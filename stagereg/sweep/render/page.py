@@ -23,8 +23,6 @@ from stagereg.sweep.result import CONFIG
 
 @dataclass(frozen=True)
 class _Detail:
-    """A part of a page that is folded: texts by their labels."""
-
     title: str
     texts: Sequence[tuple[str, str]]
     verdict: str

@@ -105,7 +105,6 @@ def document(figure: Figure, format: str) -> bytes:
 
 @contextlib.contextmanager
 def _styled() -> Iterator[None]:
-    """Matplotlib's own settings, and ours, until left; then the user's are there again."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -115,12 +114,10 @@ def _styled() -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    """``text`` with its dollar signs kept from turning it into mathematics."""
     return text.replace("$", r"\$")
 
 
 def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
-    """Draw the points, the middle half and the median of every row, the first row on top."""
     drawn: list[float] = []
     for at, row in enumerate(rows):
         cell = row.cells.get(metric.name)
