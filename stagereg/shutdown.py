@@ -1,11 +1,8 @@
 """What the end of a job, or of the process, waits for and reports.
 
-Work in the background outlives the call that began it, and it can fail when no call is left to raise its error. So it
-registers here (:func:`wait_for`) and reports its failures here (:func:`report_error`).
-``stagereg.main`` calls :func:`finish` at the end of a job, so that such a failure is the job's. In any other program
-the end of the process waits, prints the failure and makes the exit status 1.
-
-Imports nothing heavy, and does not know what it waits for.
+Work in the background outlives its call and can fail when no call is left to raise the error. So it registers here
+(:func:`wait_for`) and reports failures here (:func:`report_error`). ``stagereg.main`` calls :func:`finish` at the end
+of a job. In any other program the end of the process waits, prints the failure and makes the exit status 1.
 """
 
 from __future__ import annotations

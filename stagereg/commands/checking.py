@@ -1,8 +1,7 @@
 """``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
 
-Each component is tried in a child process (``check_cases``), which runs its contract by pytest. If that crashes or
-hangs, the case that was running is broken, those after it are not tried, and the next component is. Here is the command
-line, what its target means, and the table. Nothing is imported here.
+Each component is tried in a child process (``check_cases``) by pytest. If the process crashes or hangs, the running
+case is broken and the rest of that component is not tried. This module has the command line, the target and the table.
 """
 
 from __future__ import annotations

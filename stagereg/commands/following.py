@@ -1,10 +1,8 @@
 """``stagereg follow``: run a command once on each new checkpoint of a directory, such as an evaluation.
 
-One checkpoint after the other: it is kept from being deleted, the content of all of its files is verified, and the
-command is run with its path. What is done is noted in ``.follow-NAME/`` of the directory, or where ``--state`` says,
-after the command has ended; so a follower that is started again goes on after it, and one that was killed between the
-end of a command and the note runs that command a second time. That directory is locked as one of checkpoints is, so two
-followers of one name never run at a time.
+The follower takes one checkpoint at a time: it keeps the checkpoint from being deleted, verifies the content of all
+files, and runs the command with the path. After the command it notes the result in ``.follow-NAME/`` or in ``--state``,
+so a follower killed before that note runs the command again. A lock there excludes a second follower of the same name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The launcher: starts local ranks of this program's own command line, and waits for their end.
 
-Each rank is a fresh interpreter that runs the same script and composes the same config again. So the typed config is
-never pickled, and it works the same below joblib and submitit. The launcher has made the run directory and written
-``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). In a scheduler's job with
-several tasks each task does so for its part of the ranks, and the first one has the store. After a failure all do so
-again, on the same store, as often as the user has said (:mod:`stagereg.launch.restarts`).
+Each rank is a fresh interpreter that composes the same config again, so the typed config is never pickled. The launcher
+makes the run directory and ``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). Of
+several tasks of a scheduler's job, each starts its part of the ranks, and the first one has the store.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
 
-Plain ``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``).
-Under ``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or no ``nproc`` at all, the job runs in
-this process as the only rank. Each job of a sweep gets fresh ranks: in one process, a job would have the memory and the
-warm caches of those before it.
+``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``). Under
+``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or without ``nproc``, this process is the only
+rank. Each job of a sweep gets fresh ranks.
 """
 
 from __future__ import annotations

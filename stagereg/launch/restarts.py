@@ -1,8 +1,7 @@
-"""Whether a run that has failed starts again: as often as the user has said, and not for what would come again.
+"""Whether a run that has failed starts again: as often as the user allows, and not for an error that would come again.
 
-What counts is whether it gets anywhere. A checkpoint that is newer than that at the failure before is progress, and the
-count begins anew; an error of the program that comes again at the same step ends the run at once. Not where the error
-tells of bad numbers: a checkpoint may be whole and have them, so that an older one is tried (``give_up_after``).
+A checkpoint newer than at the failure before is progress, and resets the count. An error of the program that comes
+again at the same step ends the run, unless the error reports bad numbers: an older checkpoint may be free of them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Ranks that begin at once: forked from a process that has imported what takes seconds, such as torch.
 
-The launcher starts one while its ranks train, if a failed run is to start again. It imports the installed modules that
-the launcher has imported; the program's own files each rank imports by itself, since they may look at its number. A
-process with several threads, or with a GPU open, cannot be forked safely: if an import leaves it like that, it ends,
-and ranks are fresh interpreters as before.
+The launcher starts that server while its ranks train, if a failed run may start again. The server imports the installed
+modules of the launcher; each rank imports the program's own files. The server ends if it cannot be forked safely, with
+several threads or an open GPU, and ranks are fresh interpreters then.
 
-The server is this module, run with a socket to the launcher, from which come lines of JSON: first the names of modules
-and the folder that programs import from, then a :class:`Start` each. It says when it is ready, answers with the number
-of the process, and tells later how it has ended. (The forkserver of ``multiprocessing`` runs no exit handlers, and
-imports the program.)
+The launcher sends lines of JSON over a socket: names of modules and the first folder of ``sys.path``, then a
+:class:`Start` for each rank. The server reports when it is ready, each process number, and how each process ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One run as its ranks have recorded it: the lines of :mod:`stagereg.record`, read back into records of plain values.
 
-Runs end in every way: a torn last line is what a killed process was writing, and is left out; a damaged line elsewhere
-is left out and counted; a rank without an ``end`` was killed or is still running. Where a directory was used twice,
-what follows the last start of each file counts; the attempts before it are kept of rank 0. What the figures of a run
-are is for :mod:`stagereg.sweep.figures`.
+A torn last line, of a killed process, is left out; a damaged line elsewhere is left out and counted. A rank without an
+``end`` was killed or is running. If a directory was used twice, the lines after the last start of each file count, and
+of rank 0 also the earlier attempts.
 """
 
 from __future__ import annotations

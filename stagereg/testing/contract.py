@@ -1,9 +1,7 @@
 """The base of the contracts: promises, how one is tried, and how a broken one is reported.
 
-A contract is a class to inherit: each of its methods named ``test_*`` tries one promise, so pytest runs them as they
-are, and :meth:`Contract.outcome` runs them without pytest. A promise is tried on a fresh instance. The first line of a
-method's docstring is the promise, as a person reads it in a table. The contracts are in ``stager``, ``join``
-and ``on_commit_contract``.
+A contract is a class to inherit: each method named ``test_*`` tries one promise on a fresh instance, under pytest or by
+:meth:`Contract.outcome`. The first line of the method's docstring is the promise.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The contracts of joins: what a joinable, or a join hook, promises to those who train with it.
 
-An author inherits one, says how to make the thing, what a training step with it is, and what comes out of it in a
-single process; the contract runs training loops with it on ranks (``scenario``) and compares what it observed with each
-promise. All promises share the processes of their scenarios, so a plugin that keeps them takes a few seconds for all.
-
-The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them, and has a
-whole example that runs.
+An author inherits one, and writes how to make the component, one training step, and the result of a single process. The
+contract runs training loops on ranks (``scenario``), whose processes all promises share, and compares what it observed
+with each promise. ``docs/contracts.md`` lists the promises and has a whole example.
 """
 
 from __future__ import annotations

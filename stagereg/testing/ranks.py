@@ -1,9 +1,7 @@
 """Run a function on several local ranks, and always come back: with the results, or with who failed, died or hung.
 
-A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
-library's forkserver) that has imported torch and the project's components and done nothing else: no thread, no
-autograd, no collective has ever run in it. A hung rank dumps its Python stack by ``faulthandler``, which needs no
-cooperation of the thread that hangs. What a rank does is in ``worker``.
+The ranks are forked from a server process (the standard library's forkserver) that has imported torch and the project's
+components and has never run a thread, autograd or a collective. ``faulthandler`` dumps the Python stack of a hung rank.
 """
 
 from __future__ import annotations

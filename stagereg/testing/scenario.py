@@ -1,11 +1,8 @@
 """One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
 
-All the scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. If a
-rank hangs or dies in that call, each scenario that is asked for is run by itself.
-
-What a join could leave behind is found by a walk from the joinables through their attributes, a few levels deep. Of
-modules and optimizers it lists which attributes they have of their own and how many hooks; of other objects also the
-values of simple attributes, since a flag that stays set is a side effect too.
+All scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. If a rank
+hangs or dies in that call, each requested scenario runs alone. To find what a join leaves behind, a walk from the
+joinables compares their attributes and hooks, and of other objects also the values of simple attributes.
 """
 
 from __future__ import annotations

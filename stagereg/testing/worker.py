@@ -1,11 +1,8 @@
-"""What one rank of the multi-rank harness does, from its start to its end.
+"""What one rank of the multi-rank harness does, from its start to its end, in a process forked from a server.
 
-It runs in a process of its own, forked from a server that has only imported things. It writes its result, its
-traceback, its output and its stacks into files of the run's folder, so a rank that dies leaves what it had written.
-
-The call comes pickled, which names functions and classes by module and attribute; a test module that pytest imported by
-file path has a name under which no other process finds it. So the files of the caller's own modules travel along, and
-the rank imports them from the same files under the same names, each when it is first needed.
+The rank writes its result, traceback, output and stacks into files of the run's folder, so they outlive the rank. The
+call comes pickled, by module and attribute. Other processes do not find a test module that pytest imported by file
+path, so the rank imports the caller's own modules from the same files under the same names.
 """
 
 from __future__ import annotations
