@@ -1,10 +1,7 @@
 """The errors of the project: one root, one class per thing that can go wrong, a message that says what to do.
 
-Every error raised on purpose by stagereg derives from :class:`StageregError`. Where PyTorch raises a built-in
-type in the same place (``ValueError`` for a join without joinables, ``RuntimeError`` for uneven inputs), the class
-here derives from that type too, so code written against torch keeps catching what it caught.
-
-This module is the ground floor: it imports nothing of the project and nothing heavy.
+Where PyTorch raises a built-in type in the same place (``ValueError`` for a join without joinables), the class here
+derives from that type too. This module imports nothing of the project and nothing heavy.
 """
 
 from __future__ import annotations

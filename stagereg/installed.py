@@ -1,7 +1,7 @@
 """What is installed, read from metadata: the plugins that packages announce, and the stagereg that they require.
 
-Nothing is imported. Each distribution is read by itself, so one with broken metadata hides no other; it is reported
-instead. Of two distributions with one name the first on ``sys.path`` counts, as it does for an import.
+Nothing is imported. Broken metadata of one distribution is reported and hides no other. Of two distributions with one
+name the first on ``sys.path`` counts.
 """
 
 from __future__ import annotations

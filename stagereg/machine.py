@@ -89,7 +89,6 @@ def memory(figure: str) -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,8 +1,7 @@
 """What the commands print: tables and lines for people, one JSON document for programs.
 
-A command calls :func:`table` and :func:`echo`, or, when ``--json`` was given, :func:`as_json` once and neither of them.
-They are aligned text, on a terminal with colours, so that a pipe or a log gets text alone. Long cells of the last
-column are folded, never cut. Nothing here knows what it prints, and nothing heavy is imported.
+A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Colours are for a terminal
+alone. Long cells of the last column are folded, never cut. Nothing heavy is imported.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Records a run's events: JSON lines in its own directory, from which all figures about it are made later.
 
-One file a rank, one object a line, each with ``"event"`` and ``"t"`` (:func:`now` of the event). A line is a single
-unbuffered write to the end of the file, so a killed process loses at most the line it was in. JSON has no NaN and no
-infinity: both are written as null. A step takes one line of about 50 bytes and a few microseconds.
-
-Code that emits an event does not know the file format; without a recorder, events are dropped. No failure of the
-recording stops training: when the disk is full, one warning says that the recording has ended. A forked child of a
-recording process records nothing. What an event means is decided by the code that emits it and by
-:mod:`stagereg.sweep.run`, which reads it.
+Each rank writes one file, one object a line, with ``"event"`` and ``"t"`` (:func:`now`). A line is one unbuffered
+write, so a killed process loses at most one line. NaN and infinity are written as null. A step takes about 50 bytes and
+a few microseconds. Without a recorder events are dropped, and no failure of the recording stops training. A forked
+child records nothing. :mod:`stagereg.sweep.run` reads the events.
 """
 
 from __future__ import annotations
@@ -40,8 +36,6 @@ _EPOCH_S = time.time() - time.perf_counter()
 
 
 class _Recorder:
-    """The open file of a recording. Methods may be called on any thread."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         # Reentrant, since a signal handler that emits an event may interrupt an emission.

@@ -1,11 +1,8 @@
 """What the end of a job, or of the process, waits for and reports.
 
-Work in the background outlives the call that began it, and it can fail when no call is left to raise its error. So it
-registers here (:func:`wait_for`) and reports its failures here (:func:`report_error`).
-``stagereg.main`` calls :func:`finish` at the end of a job, so that such a failure is the job's. In any other program
-the end of the process waits, prints the failure and makes the exit status 1.
-
-Imports nothing heavy, and does not know what it waits for.
+Work in the background outlives its call and can fail when no call is left to raise the error. So it registers here
+(:func:`wait_for`) and reports failures here (:func:`report_error`). ``stagereg.main`` calls :func:`finish` at the end
+of a job. In any other program the end of the process waits, prints the failure and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -103,10 +100,9 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _at_exit() -> None:
-    """Wait, and print the failures that are left.
+    """Wait, print the failures that are left, and end the process if there is one, or if a thread hangs.
 
-    Python takes no exit status from an exit handler, so this ends the process itself if there is a failure, and
-    also if a thread hangs, which could not be ended otherwise.
+    Python takes no exit status from an exit handler.
     """
     ended = _shutdown.wait_at_exit()
     errors: list[object] = list(_shutdown.take_errors())

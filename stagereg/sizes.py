@@ -1,7 +1,6 @@
 """Sizes in bytes that are written as people write them: ``ByteSize("4GiB")``.
 
-A size is an ``int``, so it goes wherever a number of bytes goes; only its text has a unit. As the annotation of an
-option it makes a config hold that text (``config``). This module needs nothing heavy and imports no torch.
+A size is an ``int``; only its text has a unit. An option annotated with it has that text in a config.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The lab of machines keeps what tests in it rely on: machines are apart, lose power and packets, and leave nothing."""
+"""The lab of machines keeps what tests in it rely on: machines are apart, lose power and packets."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .support.lab import CHECKOUT, LOCAL, Lab, Process
-from .support.programs import comes_true
+from .support.lab import LOCAL, Lab, Process
 
 TELL = f"hostname; cat /proc/sys/kernel/random/boot_id; cat /etc/hosts; ls {LOCAL} /dev/shm; ps -e -o pid= | wc -l"
 ANSWER = """
@@ -33,14 +29,6 @@ with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
     print("connected", flush=True)
     connection.settimeout(float(sys.argv[2]))
     print(connection.recv(1))
-"""
-KILLED = """
-import signal
-from tests.support.lab import Lab
-with Lab(machines=2) as lab:
-    lab.machines[1].start(["sleep", "1000"])
-    print(lab.pid, *(machine.pid for machine in lab.machines), flush=True)
-    signal.pause()
 """
 ASK = """
 import socket, sys
@@ -62,19 +50,6 @@ def answering(lab: Lab) -> Process:
     process = lab.machines[0].start([sys.executable, "-c", ANSWER])
     process.await_output("listens", 20)
     return process
-
-
-def namespaces(*pids: int) -> set[str]:
-    return {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
-
-
-def processes_in(spaces: set[str]) -> int:
-    """How many processes of the host are in these namespaces."""
-    found = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(process / "ns/net") in spaces
-    return found
 
 
 def test_machines_differ_in_all_but_the_files_that_they_share(lab: Lab, tmp_path: Path) -> None:
@@ -130,13 +105,3 @@ def test_others_hear_nothing_of_a_power_loss(
     lab.machines[0].replace()
     lab.machines[0].start([sys.executable, "-c", ANSWER]).await_output("listens", 20)
     assert lab.machines[1].start([sys.executable, "-c", ASK, lab.machines[0].name]).wait(20) == 0
-
-
-def test_nothing_is_left_of_a_lab_whose_test_was_killed() -> None:
-    command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as test:
-        assert test.stdout is not None
-        spaces = namespaces(*map(int, test.stdout.readline().split()))
-        assert processes_in(spaces) > 0
-        test.kill()
-    assert comes_true(lambda: processes_in(spaces) == 0)

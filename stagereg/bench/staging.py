@@ -58,7 +58,6 @@ class Warm(Case):
                 raise StagingError([], "the copy shares the memory of the state")
 
     def close(self) -> None:
-        """Close the stager; the next turn makes another one."""
         if self._stager is not None:
             self._stager.close()
             self._stager = None

@@ -139,7 +139,6 @@ class _Cases:
         self._contracts += [(contract.__name__, contract) for contract in contracts]
 
     def component(self, entry: Entry, contract: str | type[Contract]) -> None:
-        """Try what every component has to have, and add its contract to those that are run."""
         section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
         promise = f"It can be imported, has what a {kind} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
@@ -154,7 +153,7 @@ class _Cases:
             self.attempt(section, "contract", promise, lambda: self._add(section, entry, contract))
         elif isinstance(found := _configured(entry), str):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
-            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
+            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.name}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{found}; {write}")
         else:
@@ -214,7 +213,6 @@ class _Cases:
 
 
 def _loaded(entry: Entry) -> str:
-    """Import a component and make its config; return what options it has."""
     options = ", ".join(schema.options(entry.load()))
     OmegaConf.structured(schema.schema(entry))
     return f"options: {options}" if options else ""
@@ -222,7 +220,7 @@ def _loaded(entry: Entry) -> str:
 
 def _announced(entry: Entry) -> str:
     """Where the contract of a component is, ``"package.module:Name"``, as its own package announces it."""
-    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
+    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.name}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
             return point.value
     return ""

@@ -1,8 +1,7 @@
 """``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
 
-Each component is tried in a child process (``check_cases``), which runs its contract by pytest. If that crashes or
-hangs, the case that was running is broken, those after it are not tried, and the next component is. Here is the command
-line, what its target means, and the table. Nothing is imported here.
+Each component is tried in a child process (``check_cases``) by pytest. If the process crashes or hangs, the running
+case is broken and the rest of that component is not tried. This module has the command line, the target and the table.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import atexit
 import importlib.metadata
 import importlib.util
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -32,7 +30,6 @@ CONTRACTS = "stagereg.contracts"  # the entry points that announce contracts, by
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
 _START_S = 300.0  # seconds that a child process has to start and to import torch, which is not the plugin's doing
 _BESIDE = 20  # columns of a line that neither a promise nor what was seen of it has
-_OF_A_COPY = re.compile(r".*\bcopy(?:\[[^\]]*\])* ((?:has the|is a) .*)")
 _TARGET = (
     "a package that announces plugins, the folder of one that is not installed, a module, a file (plugin.py), or "
     "kind/name of a component (stager/shared)"
@@ -71,26 +68,12 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _print(before: str, cases: list[Case]) -> None:
-    """Print a table of each section, with ``before`` in its title."""
     wide = (output.line_width() - _BESIDE) // 2
     for title in dict.fromkeys(case["section"] for case in cases):
-        mine = _by_cause([case for case in cases if case["section"] == title])
+        mine = [case for case in cases if case["section"] == title]
         rows = [(case["verdict"], textwrap.fill(case["promise"], wide), case["seen"]) for case in mine]
         output.table(f"{before}{title}", ("verdict", "promise", "seen"), rows, verdict="verdict")
         output.echo()
-
-
-def _by_cause(cases: list[Case]) -> list[Case]:
-    """Put together those that saw the same of one copy or another."""
-    found: dict[str, list[Case]] = {}
-    for case in cases:
-        cause = _OF_A_COPY.match(case["seen"])
-        found.setdefault(cause[1] if cause else case["name"], []).append(case)
-    text = "{} promises break for one cause, first: {}"
-    return [
-        {**each[0], "promise": text.format(len(each), each[0]["promise"])} if len(each) > 1 else each[0]
-        for each in found.values()
-    ]
 
 
 def _tried(target: str, limit_s: float) -> list[Case]:
@@ -131,7 +114,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if package := _package(target):
         return package
     folder, entries = Path(target), registry.entries()
-    named = any(target in (entry.name, entry.bare) for entry in entries)
+    named = any(target == entry.name for entry in entries)
     if not named and (folder / "pyproject.toml").is_file():
         return _project(folder)
     kind, _, name = target.partition("/")

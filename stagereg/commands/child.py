@@ -1,9 +1,7 @@
 """Calls a function in a child process, so that one that crashes, hangs or ends its process costs only its result.
 
-The child has the module path of this process and leads a session of its own. It ends with this process, however that
-ends. What it prints is kept out of this process's output. If it hangs, ``faulthandler`` dumps its stack,
-which needs no cooperation of the thread that hangs. Unlike ``run_ranks``, no torch is needed here or there: whether
-importing it works is one of the questions.
+The child has the module path of this process, leads a session of its own, and ends with this process. Its output is
+kept apart. If it hangs, ``faulthandler`` dumps its stack. Unlike ``run_ranks``, neither side needs torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``, or as several.
 
-What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.load.export` describes such files. A
-directory that plain torch has written (``torch.distributed.checkpoint.save``) is converted as well; it has no
-checksums.
+The command verifies the checkpoint first, of a directory the newest good one, and never changes it. A directory of
+plain ``torch.distributed.checkpoint.save`` is converted too, without checksums. See
+:mod:`stagereg.checkpoint.load.export`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ def describe(entry: Entry) -> Described:
 
 
 def _fields(key: str, option: schema.Option) -> Iterator[Field]:
-    """The option itself, or the keys of the dataclass that it is."""
     default = OmegaConf.to_container(option.default) if OmegaConf.is_config(option.default) else option.default
     nested = next((t for t in (option.hint, *typing.get_args(option.hint)) if dataclasses.is_dataclass(t)), None)
     if nested is None or not isinstance(default, dict):

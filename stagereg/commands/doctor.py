@@ -60,7 +60,6 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _versions() -> Iterator[Finding]:
-    """Python, stagereg and each package that it requires, or has an extra for, against the versions that it takes."""
     from packaging.requirements import Requirement
 
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
@@ -85,7 +84,6 @@ def _versions() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
-    """Processor, memory, how that is copied, shared memory, page-locked memory and open files."""
     memory = size_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     yield Finding("machine", "ok", f"{machine.cores()} of {os.cpu_count()} cores for this process, {memory}")
     how = f"the compiled part, with {compiled.way}" if compiled.way else "the C library; the compiled part is missing"
@@ -101,7 +99,6 @@ def _limits() -> Iterator[Finding]:
 
 
 def _directory(where: Path) -> Finding:
-    """The file system of a directory, or of the nearest parent that is there, and its space."""
     folder = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
     found = f"{machine.file_system(folder)} {size_text(shutil.disk_usage(folder).free)} free"
     verdict, what = ("ok", "") if os.access(folder, os.W_OK) else ("broken", "cannot be written, ")
@@ -128,7 +125,6 @@ def torch_finding() -> tuple[str, str]:
 
 
 def _components(limit_s: float) -> Iterator[Finding]:
-    """Whether the components of stagereg and of other packages load, and what packages announce in vain."""
     every = {f"{each.kind}/{each.name}": each for each in registry.entries() if each.distribution}
     own = [what for what, each in every.items() if each.distribution == DISTRIBUTION]
     others = [(what, [what], f"{e.distribution} {e.version}", limit_s) for what, e in every.items() if what not in own]

@@ -1,16 +1,13 @@
 """``stagereg follow``: run a command once on each new checkpoint of a directory, such as an evaluation.
 
-One checkpoint after the other: it is kept from being deleted, the content of all of its files is verified, and the
-command is run with its path. What is done is noted in ``.follow-NAME/`` of the directory, or where ``--state`` says,
-after the command has ended; so a follower that is started again goes on after it, and one that was killed between the
-end of a command and the note runs that command a second time. That directory is locked as one of checkpoints is, so two
-followers of one name never run at a time.
+The follower takes one checkpoint at a time: it keeps the checkpoint from being deleted, verifies the content of all
+files, and runs the command with the path. After the command it notes the result in ``.follow-NAME/`` or in ``--state``,
+so a follower killed before that note runs the command again. A lock there excludes a second follower of the same name.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -35,7 +32,7 @@ from stagereg.output import above_zero
 _NOTE = "done.json"
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
 _LOOK_S = 0.2  # how often a signal is looked for
-_END_S = 10.0  # from SIGTERM to SIGKILL, for a command that takes too long
+_PAUSE_S = 5.0  # seconds before the first retry of a command, then doubled
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
 """The signals that end a follower, and its exit codes."""
 
@@ -48,7 +45,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "evaluate.py {}. It gets the checkpoint's path in place of each {} and as STAGEREG_CHECKPOINT, its step as "
         "STAGEREG_STEP.",
     )
-    seconds = above_zero(seconds_of)
     add = parser.add_argument
     add("directory", help="of checkpoints (checkpoint.dir); a path or a URL, which need not be there yet")
     add("command", nargs="+", help="what to run, after --")
@@ -58,14 +54,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--state", metavar="DIR", help="where to note what is done, a path or URL; by default .follow-NAME in directory"
     )
     add("--retries", type=above_zero(int, or_zero=True), default=2, metavar="N", help="of one that fails; default 2")
-    add("--pause", type=seconds, default=5.0, metavar="T", help="before the first retry, then doubled; default 5s")
     add(
-        "--command-timeout",
-        type=seconds,
+        "--poll",
+        type=above_zero(seconds_of),
+        default=10.0,
         metavar="T",
-        help="end the command after so long: it has failed; default none",
+        help="how often to look for new ones; default 10s",
     )
-    add("--poll", type=seconds, default=10.0, metavar="T", help="how often to look for new ones; default 10s")
     add("--until-step", type=int, metavar="N", help="end once a checkpoint of this step, or a later one, is done")
     limit = above_zero(seconds_of, or_zero=True)
     add("--idle", type=limit, metavar="T", help="end when nothing new has come for so long; 0 takes what is there")
@@ -109,8 +104,6 @@ class _Stop(Exception):
 
 
 class _Follower:
-    """What is done, and the command that runs."""
-
     def __init__(self, asked: argparse.Namespace, store: CheckpointStore, notes: CheckpointStore, name: str) -> None:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
         self._done: dict[str, str] = {}  # checkpoints, and what has become of their command
@@ -131,7 +124,6 @@ class _Follower:
             os.killpg(self._process.pid, signal.SIGKILL if again and number == signal.SIGINT else number)
 
     def run(self) -> int:
-        """Follow to the end; return the exit code."""
         try:
             if self._await_directory():
                 with self._lock() as hold:
@@ -237,32 +229,21 @@ class _Follower:
         environment = {**os.environ, "STAGEREG_CHECKPOINT": checkpoint.path, "STAGEREG_STEP": step}
         for trial in range(self._asked.retries + 1):
             if trial:
-                self._sleep(self._asked.pause * 2 ** (trial - 1))
+                self._sleep(_PAUSE_S * 2 ** (trial - 1))
             self._check_signal()
             # In a group of its own, so that a signal reaches what it has started too, and once.
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
             if self._received is not None:  # before there was a process to have it
                 os.killpg(self._process.pid, self._received)
-            ended = self._wait(self._process)
+            code = self._process.wait()
             self._check_signal()
-            if ended == "with 0":
+            if code == 0:
                 _say(f"done: {checkpoint.name}")
                 return "done"
             left = self._asked.retries - trial
             more = f"trying again, {left} more time{'s' * (left > 1)}" if left else "given up"
-            _say(f"the command has failed on {checkpoint.name} {ended}; {more}")
+            _say(f"the command has failed on {checkpoint.name} with {code}; {more}")
         return "failed"
-
-    def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        try:
-            return f"with {process.wait(self._asked.command_timeout)}"
-        except subprocess.TimeoutExpired:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError):  # what it has started may live on
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-            return f"since it took longer than {self._asked.command_timeout:g} s (--command-timeout)"
 
     def _read(self) -> None:
         try:

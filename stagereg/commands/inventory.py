@@ -1,11 +1,8 @@
-"""``stagereg ls`` and ``stagereg verify``: what checkpoints there are, and whether they are what was written.
+"""``stagereg ls`` and ``stagereg verify``: the checkpoints of a store, and whether they are what was written.
 
-What a tier has on this machine is shown by ``tier_inventory``; here are the checkpoints of a store.
-``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file. Both change no checkpoint,
-load nothing, and do not disturb a run that writes there, which deletes none while it is read. ``ls --leftovers``
-deletes what killed runs have left half-written, as the next run there would, and is refused while one writes there.
-``verify`` exits with 0 if all are good, 1 if something is wrong with one, 2 if there is nothing to look at; so a shell
-can ask before it resumes, copies or deletes.
+``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file; both change no checkpoint
+and do not disturb a run. ``ls --leftovers`` deletes what killed runs have left half-written. ``verify`` exits with 0 if
+all are good, 1 if one is not, 2 if there is nothing to read. ``tier_inventory`` does the same for a tier.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ def import_plugins(asked: argparse.Namespace) -> None:
 
 
 def list_components(asked: argparse.Namespace) -> int:
-    """Print the components, or those of one kind; return 0."""
     if asked.kind:
         registry.names(asked.kind)  # raises if there is no such kind
     import_plugins(asked)
@@ -66,7 +65,6 @@ def list_components(asked: argparse.Namespace) -> int:
 
 
 def show(asked: argparse.Namespace) -> int:
-    """Print one component; return 0."""
     import_plugins(asked)
     entry = find(asked.component)
     with output.stdout_to_stderr():
@@ -100,7 +98,7 @@ def find(text: str) -> Entry:
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)
-    having = sorted({e.kind for e in registry.entries() if e.bare == text.partition("@")[0]})
+    having = sorted({e.kind for e in registry.entries() if e.name == text})
     if len(having) == 1:
         return registry.find(having[0], text)
     if having:

@@ -1,8 +1,7 @@
-"""``stagereg report``: the tables, pictures and pages of a run or of a sweep, made again from what lies on disk.
+"""``stagereg report``: what a sweep ended with, or the figures and checkpoints of a run, made again from their files.
 
-For a sweep it is what the sweep ended with, for a run its figures and its checkpoints. It can be asked at any time:
-while a run goes on, after it was killed, on another machine. That jobs have failed is part of what is reported, not a
-failure of the report.
+It works at any time: while a run trains, after a kill, on another machine. Failed jobs are part of the report, and do
+not make the report fail.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from typing import Any
 import stagereg.launch.phases as phases
 import stagereg.output as output
 import stagereg.sweep.render as render
-import stagereg.sweep.render.page as page
 import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
 from stagereg.sweep.answer import answer
-from stagereg.sweep.comparison import compare
+from stagereg.sweep.comparison import Comparison, compare
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.goodput import Goodput, failures, goodput, starts
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
@@ -35,58 +33,57 @@ _FIRST, _LAST = 7, 7
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "show a run or a sweep again: tables, pictures, an HTML page"
+    help_ = "show a run or a sweep again: tables, and of a sweep pictures and an HTML page"
     parser = output.add_command(commands, "report", help_, run, "With --json it writes files only with --output.")
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
-    parser.add_argument("--output", default="", metavar="DIR", help="where the files go; next to the run if not given")
+    parser.add_argument(
+        "--output", default="", metavar="DIR", help="where the files of a sweep go; its directory if not given"
+    )
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report and write its files; return 0, also where what is reported on has failed."""
+    """Print the report, and write the files of a sweep; return 0, also where what is reported on has failed."""
     directory = Path(asked.directory)
-    is_sweep = kind_of(directory) == "sweep"
-    if not is_sweep and (asked.metric or asked.direction):
-        raise ConfigError(f"--metric and --direction rank the jobs of a sweep, and {directory} is a single run.")
-    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory)
-    if not asked.json:
+    if kind_of(directory) == "sweep":
+        _report_sweep(asked, directory)
+        return 0
+    if asked.metric or asked.direction or asked.output:
+        raise ConfigError(f"--metric, --direction and --output are for a sweep, and {directory} is a single run.")
+    report = RunReport(directory)
+    if asked.json:
+        output.as_json(report.plain())
+    else:
         report.show()
+    return 0
+
+
+def _report_sweep(asked: argparse.Namespace, directory: Path) -> None:
+    jobs = results(directory)
+    own, its_direction = _ranking(jobs)
+    comparison = compare(jobs, asked.metric or own, asked.direction or (None if asked.metric else its_direction))
+    if not asked.json:
+        tables.terminal(comparison)
     target = Path(asked.output or directory)
     try:
-        files = report.write(target) if asked.output or not asked.json else []
+        files = render.write(comparison, target) if asked.output or not asked.json else []
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.") from error
     if asked.json:
-        output.as_json({**report.plain(), "files": files})
-    elif files:
+        output.as_json({**_plain(comparison), "files": files})
+    else:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
-    return 0
 
 
-class SweepReport:
-    """The comparison of a sweep's jobs, ranked by ``metric`` and ``direction``, else by what it was run with."""
-
-    def __init__(self, directory: Path, metric: str, direction: str | None) -> None:
-        jobs = results(directory)
-        own, its_direction = _ranking(jobs)
-        self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
-
-    def write(self, target: Path) -> list[Path]:
-        return render.write(self._comparison, target)
-
-    def show(self) -> None:
-        tables.terminal(self._comparison)
-
-    def plain(self) -> dict[str, Any]:
-        comparison = self._comparison
-        rows = []
-        for row in comparison.rows:
-            jobs = [job.directory for job in row.jobs]
-            rows.append(dataclasses.asdict(row) | {"status": row.status, "jobs": jobs})
-        ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
-        return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison), "rows": rows} | ranking
+def _plain(comparison: Comparison) -> dict[str, Any]:
+    rows = []
+    for row in comparison.rows:
+        jobs = [job.directory for job in row.jobs]
+        rows.append(dataclasses.asdict(row) | {"status": row.status, "jobs": jobs})
+    ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
+    return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison), "rows": rows} | ranking
 
 
 def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
@@ -144,13 +141,6 @@ class RunReport:
             output.echo()
             columns = tuple(map(str, table.columns))
             output.table(table.title, columns, rows, verdict="state" if "state" in columns else "")
-
-    def write(self, target: Path) -> list[Path]:
-        """Write the page into ``target`` and return its path. Raises: ``OSError``."""
-        if not self._run.ranks:
-            return []
-        text = page.run_page(self._job, self._answer(), self._warnings, self._tables)
-        return render.put({"report.html": text.encode()}, ("report.html",), target)
 
     def _answer(self) -> str:
         text, run, found = self._job.status.capitalize(), self._run, self._job.figures

@@ -1,9 +1,8 @@
 """``stagereg run``: torchrun that keeps the exit code, for schedulers that start a preempted job again.
 
-It takes torchrun's arguments and is torchrun, in this process, but for three things. It ends with the exit code of the
-rank that ended first, such as 75: saved, start me again. SIGTERM and SIGUSR1 go to the ranks and to nothing else, so
-that these leave by themselves, with no limit of 30 seconds; before there are ranks, they end it. And the ranks copy
-with the memory settings that ``stagereg.main`` gives to its own.
+It runs torchrun in this process, with three differences. It exits with the code of the rank that ended first, such as
+75. SIGTERM and SIGUSR1 go to the ranks alone, which exit by themselves without a limit of 30 seconds; before there are
+ranks, they end it. The ranks copy with the memory settings of ``stagereg.main``.
 """
 
 from __future__ import annotations

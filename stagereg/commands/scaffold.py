@@ -135,7 +135,6 @@ def _problem(kind: str, name: str) -> str:
 
 
 def _folder(installed: str, of_checkout: str) -> Path:
-    """Where what is copied lies, as it is installed or in a checkout."""
     there = Path(__file__).parents[1] / installed
     return there if there.is_dir() else Path(__file__).parents[2] / of_checkout
 

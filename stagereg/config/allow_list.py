@@ -1,12 +1,10 @@
 """The allow-list of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
 
 A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
-as text, whole: no attribute of it is followed, so another way to reach a component, or a way from a component to
-something else (``module.os.system``, ``Component.__class__``), is a name that is not registered. Only an object that
-the program gives has further names (``torch.optim.AdamW``): those in modules that are imported already. The entry that
-was found says where it is loaded from; the config's text is never imported. Hydra's block-list and its environment
-variable are not asked, so the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) lead
-nowhere.
+as text, whole, and no attribute of it is followed. Only an object that the program gives (``torch.optim.AdamW``) has
+further names: those in modules that are imported already. The entry, not the config's text, is imported. Hydra's
+block-list is not used, so the ways around it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) do
+nothing.
 """
 
 from __future__ import annotations

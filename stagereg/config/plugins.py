@@ -1,14 +1,10 @@
 """``plugins: [my_module]``: modules that a config names, imported before its options are composed.
 
-The decorators of such a module have then registered what the config goes on to choose: ``stager=mine``. Hydra has no
-step for that, but it asks every source on the search path for every config it is about to read. The first one calls
-:func:`note`, which reads the ``plugins`` of those that become part of the root of the config: the primary one, those
-beside it, and those of any group with ``# @package _global_``. A module is imported when an option of one of the
-registry's kinds is about to be looked up.
-
-Hydra goes through a defaults list from its end. So a chosen config (``experiment: fast``) is in time when it comes
-after the option that needs its modules. Not seen are overrides, which are for :func:`from_overrides`, and configs in
-folders that only ``hydra.searchpath`` adds.
+Hydra asks every source on the search path for each config that it reads. The first source calls :func:`note`, which
+reads the ``plugins`` of the configs that become part of the root: the primary config, its defaults, and configs with
+``# @package _global_``. The modules are imported when an option of a kind of the registry is looked up. Hydra goes
+through a defaults list from its end, so a chosen config is in time after the option that needs its modules.
+:func:`from_overrides` reads overrides. Configs in folders that only ``hydra.searchpath`` adds are not read.
 """
 
 from __future__ import annotations

@@ -160,7 +160,6 @@ def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _scope(component: Any, name: str) -> dict[str, Any]:
-    """The names that an annotation was written with: those of its module."""
     if _is_dataclass(component) and name in component.__dataclass_fields__:
         owner = next(c for c in component.__mro__ if name in vars(c).get("__annotations__", {}))
         return {**vars(sys.modules.get(owner.__module__, types)), owner.__name__: owner}

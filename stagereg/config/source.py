@@ -1,11 +1,9 @@
 """Registered components as Hydra options: the config source ``stagereg://``, and its place on the search path.
 
-Each kind of the registry is a config group, each name in it an option: ``stager=pinned_cached``. Listing and TAB
-completion read names only and import nothing but the modules that the app's config names as its plugins; choosing an
-option imports that one component and makes its typed config from its signature (``schema``). Presets and the
-composition itself are YAML files, in ``pkg://stagereg.conf``.
-
-Errors raised here are Hydra's composition errors too, so Hydra prints their message and no traceback.
+Each kind of the registry is a config group, each name an option: ``stager=pinned_cached``. Listing and TAB completion
+read names only; choosing an option imports that component and makes its typed config (``schema``). Presets are YAML
+files in ``pkg://stagereg.conf``. Errors raised here are Hydra's composition errors too, which Hydra prints as a
+message.
 """
 
 from __future__ import annotations

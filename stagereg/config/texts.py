@@ -8,7 +8,7 @@ signature has done that.
 ====================== =================================================================================================
 ``torch.dtype``        ``bfloat16``, ``torch.bfloat16``, and torch's other names for the same (``half``, ``long``)
 ``torch.device``       ``cpu``, ``cuda``, ``cuda:0``
-``datetime.timedelta`` ``30s``, ``1h30m``, ``2 days``, ``500ms``, ``00:05:00``; or a number, of seconds
+``datetime.timedelta`` ``30s``, ``1h30m``, ``2 days``, ``500ms``; or a number, of seconds
 ``stagereg.ByteSize``  ``4GiB``, ``512MB``; or a number, of bytes
 ====================== =================================================================================================
 """

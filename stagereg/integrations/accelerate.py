@@ -136,7 +136,6 @@ class _Attached:
             accelerator.join_uneven_inputs = AcceleratorJoin(accelerator).join
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Path:
-        """As :meth:`Accelerator.save_state`; returns the directory, which may appear later."""
         _refuse_arguments("save_state", kwargs | ({} if safe_serialization else {"safe_serialization": False}))
         where = self._where(None if self._automatic else output_dir)
         self._requests.post(where)
@@ -226,7 +225,6 @@ class _Attached:
         return restore(source, state, self._agreed, self._accelerator.process_index == 0, **options)
 
     def end_training(self) -> None:
-        """As :meth:`Accelerator.end_training`, once the last save has ended."""
         self._open.discard(self)
         try:
             if self._named is not None:
@@ -237,7 +235,6 @@ class _Attached:
             type(self._accelerator).end_training(self._accelerator)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As :meth:`Accelerator.free_memory`, once the last save has ended."""
         self._wait()
         if self._checkpointer is not None:
             self._checkpointer.remember({})
@@ -248,7 +245,6 @@ class _Attached:
             self._checkpointer.wait()
 
     def _state(self) -> dict[str, Any]:
-        """Return all that accelerate saves, live."""
         accelerator = self._accelerator
         kinds = {
             "model": accelerator._models,
@@ -268,7 +264,6 @@ class _Attached:
         }
 
     def _where(self, named: str | os.PathLike[str] | None) -> str:
-        """Return the full path of a directory, or of that of the project where none is named."""
         if named is None and not self._automatic:
             raise ConfigError("Name a directory, or make the Accelerator with automatic_checkpoint_naming.")
         text = os.path.join(self._accelerator.project_dir, "checkpoints") if named is None else os.fspath(named)
@@ -309,8 +304,6 @@ class _Attached:
 
 
 class _Positions:
-    """Where the data loaders of this rank stand."""
-
     def __init__(self, loaders: Sequence[Any]) -> None:
         self._loaders = loaders
 

@@ -71,11 +71,7 @@ class AcceleratorJoin:
 
 
 class _LastStep:
-    """What this rank has done since the first forward of its last step, but for the forward and the backward.
-
-    Attributes:
-        names: of these calls, with their limits.
-    """
+    """The calls of this rank's last step besides forward and backward; ``names`` has them with their limits."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -84,7 +80,6 @@ class _LastStep:
 
     @contextlib.contextmanager
     def noted(self, accelerator: Any, model: torch.nn.Module) -> Iterator[None]:
-        """Note the calls, for as long as this rank has data."""
         with contextlib.ExitStack() as undo:
             undo.callback(model.register_forward_pre_hook(self._begin).remove)
             undo.callback(_replace(accelerator, "backward", self._backward))
@@ -96,7 +91,6 @@ class _LastStep:
             yield
 
     def repeat(self) -> None:
-        """Do it again, when this rank's data has ended."""
         if not self._calls:
             raise JoinError(
                 "This rank has had no batch yet, so it does not know what follows backward() in a step of the others. "

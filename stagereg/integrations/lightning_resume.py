@@ -1,11 +1,9 @@
 """How ``fit`` of Lightning's ``Trainer`` goes on bit for bit: random numbers, and the data in the middle of an epoch.
 
-Lightning restores neither. Between loading a checkpoint and the first step it draws random numbers itself, and the
-program may, such as for ``random_split``. So each rank's generators are set when the hooks of ``on_train_start`` have
-run, and the iterator over the data, which was made before, is made once more. In the middle of an epoch the generators
-are set to what they were at its beginning, the batches that the run has had are fetched again and dropped, and the
-generators are set to what they were at the save. So the order of a shuffled epoch is the same one, and what workers
-draw is, too.
+Lightning restores neither, and draws random numbers before the first step. So each rank's generators are set after the
+hooks of ``on_train_start``, and the iterator over the data is made once more. In the middle of an epoch the generators
+are set as at its beginning, the batches that the run has had are fetched again and dropped, and the generators are set
+as at the save: the order of a shuffled epoch and what workers draw are the same.
 """
 
 from __future__ import annotations
@@ -58,12 +56,10 @@ class ResumedFit:
             self._loaded = {**own.value, "saved": _generators()} if as_many else None
 
     def begin_training(self) -> None:
-        """Set the generators, where a checkpoint is gone on from; called when all is set up."""
         if self._loaded is not None:
             rng.restore(self._loaded["saved"])
 
     def forget(self) -> None:
-        """Go on from no checkpoint."""
         self._loaded = None
 
     def _before_first_iterator(self) -> None:

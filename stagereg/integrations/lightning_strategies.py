@@ -85,8 +85,6 @@ class _WholeFit(WholeSaving):
 
 
 class _Sharded(_WholeFit):
-    """Saving and loading for the ``Trainer``'s ``ModelParallelStrategy``, in place of Lightning's own."""
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.strategy.lightning_module.state_dict()  # not copied to the CPU
 
@@ -114,8 +112,6 @@ class _Sharded(_WholeFit):
 
 
 class _ShardedFabric(WholeSaving):
-    """Saving and loading for ``Fabric``'s ``ModelParallelStrategy``, in place of Lightning's own."""
-
     def save_checkpoint(self, path: Any, state: dict[str, Any], **refused: Any) -> None:
         self.plugin.save(state, path, **refused)
 

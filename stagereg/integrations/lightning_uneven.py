@@ -63,13 +63,11 @@ class UnevenInputs(pl.Callback):
             setattr(strategy, name, method)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse several loaders."""
         loader = trainer.train_dataloader
         if trainer.world_size > 1 and not isinstance(loader, JoinedLoader):
             raise JoinError(f"UnevenInputs serves one train loader, not {type(loader).__name__} of them.")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the samples."""
         self._n = float(self._samples(batch))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -77,11 +75,9 @@ class UnevenInputs(pl.Callback):
         self._leave()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Have the other ranks know."""
         self._leave(type(exception), exception, exception.__traceback__)
 
     def _process(self, loader: Any) -> Any:
-        """In the place of ``Strategy.process_dataloader``."""
         strategy = self._trainer.strategy
         loader = type(strategy).process_dataloader(strategy, loader)
         if not self._trainer.training:
@@ -118,7 +114,6 @@ class UnevenInputs(pl.Callback):
         yield from self._batches
 
     def _backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> None:
-        """In the place of ``Strategy.backward``."""
         strategy = self._trainer.strategy
         if self._join is not None:
             closure_loss = self._join.mean(closure_loss * self._n, self._n)

@@ -77,7 +77,6 @@ class NamedCheckpoints:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not closed."""
         return self._open.get(str(self._parent)) is self
 
     @classmethod
@@ -165,7 +164,6 @@ class NamedCheckpoints:
             raise failure
 
     def _place(self, path: Path, number: int) -> None:
-        """Move the save of that number to ``path``; what was there before goes."""
         made = self._store / f"step-{number:08d}"
         if not made.is_dir():
             return  # it has failed, and a later one has not

@@ -112,8 +112,6 @@ def report(metrics: dict[str, Any], checkpointer: Checkpointer) -> None:
 
 
 class _Reports:
-    """Which checkpoint of one checkpointer is to be reported next."""
-
     def __init__(self, checkpointer: Checkpointer) -> None:
         known = ray.train.get_checkpoint()
         self._checkpointer = weakref.ref(checkpointer)

@@ -185,14 +185,12 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             self._stager.synchronize_staging()
 
     def _wait_for_saving(self) -> None:
-        """Wait until every save is complete. Raises: ``CheckpointError`` if one failed."""
         self._checkpointer.wait()
         if self.save_future is not None:
             self.save_future.set_result(None)
             self.save_future = None
 
     def _close(self) -> None:
-        """Wait for every save and free all. Raises: ``CheckpointError`` if one failed and was not reported yet."""
         if not hasattr(self, "_checkpointer"):
             return
         try:
@@ -236,10 +234,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return self._restore(path, self.config.initial_load_model_only)
 
     def _restore(self, source: str | None, model_only: bool) -> bool:
-        """Restore what ``Checkpointer.restore(source=)`` takes, but for what is excluded from loading; whether it has.
-
-        ``None``: the newest checkpoint of the folder and the tier, if there is one.
-        """
+        """Restore ``source``, or the newest of folder and tier, but for excluded entries; return whether one exists."""
         excluded = self.config.exclude_from_loading
         if unknown := [name for name in excluded if name not in self._others]:
             raise ConfigError(f"checkpoint.exclude_from_loading has {unknown[0]!r}, of which there is no state.")
@@ -292,7 +287,6 @@ def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _agreed(look: Callable[[], Any]) -> Any:
-    """Return what the first rank sees, or raise its error, on all ranks."""
     return agreed(look, not dist.is_initialized() or dist.get_rank() == 0, _from_first)
 
 

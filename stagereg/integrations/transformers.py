@@ -174,7 +174,6 @@ class _Run:
         self.restored = True
 
     def save(self) -> None:
-        """Write the model files of a best model, and save the step that the Trainer is at."""
         state = self._trainer.state
         if state.best_global_step == state.global_step:
             self._write_best(state.global_step)
@@ -201,7 +200,6 @@ class _Run:
         return {name: value for name, value in objects.items() if value is not None}
 
     def _trainer_state(self) -> str:
-        """The text of ``trainer_state.json``."""
         state = self._trainer.state
         callbacks = defaultdict(list)
         for each in (*self._trainer.callback_handler.callbacks, self._trainer.control):
@@ -280,7 +278,6 @@ class _StageregTrainer(Trainer):
 
 
 def _refuse(trainer: Any, options: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` for what a Trainer was given that its checkpoints cannot have here."""
     args = trainer.args
     strategy, limit = args.save_strategy, args.save_total_limit
     refused = {

@@ -1,8 +1,7 @@
 """The attempts of a run before this one, as rank 0's record has them.
 
-Attempts that use one directory follow each other in one file. A run goes on until an attempt completes: what follows in
-that file is another run. Only the few lines that matter are parsed, since a record may be large and a start is waited
-for.
+Attempts that use one directory follow each other in one file, and a run ends with the attempt that completes. Only the
+few lines that matter are parsed, since a start waits for them.
 """
 
 from __future__ import annotations

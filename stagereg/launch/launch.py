@@ -1,10 +1,8 @@
 """The launcher: starts local ranks of this program's own command line, and waits for their end.
 
-Each rank is a fresh interpreter that runs the same script and composes the same config again. So the typed config is
-never pickled, and it works the same below joblib and submitit. The launcher has made the run directory and written
-``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). In a scheduler's job with
-several tasks each task does so for its part of the ranks, and the first one has the store. After a failure all do so
-again, on the same store, as often as the user has said (:mod:`stagereg.launch.restarts`).
+Each rank is a fresh interpreter that composes the same config again, so the typed config is never pickled. The launcher
+makes the run directory and ``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). Of
+several tasks of a scheduler's job, each starts its part of the ranks, and the first one has the store.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from stagereg.crash_report import signal_name
-from stagereg.errors import RESUME_CODE, LaunchError
+from stagereg.errors import RESUME_CODE, LaunchError, at_least
 from stagereg.launch.agreed_values import VALUES, resolved
 from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
-from stagereg.launch.restarts import Progress, Restarts, checked_restarts
+from stagereg.launch.restarts import Progress, Restarts
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
@@ -64,7 +62,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
 
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     publish_run(directory, resume_override(hydra))
-    restarts = Restarts(checked_restarts(number(cfg, "restarts", 0)), Progress.of(directory))
+    restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)), Progress.of(directory))
     with LocalRanks() as local:
         store = _open_store(task)
         variables = {**_variables(task, nproc, store.port), VALUES: json.dumps(resolved(cfg))}
@@ -96,7 +94,6 @@ class _End:
 
     @property
     def received(self) -> signal.Signals | None:
-        """The signal that a rank has been sent, as it says itself."""
         return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
 
     def hear(self) -> None:
@@ -120,8 +117,6 @@ class _End:
 
 @dataclass
 class _Run:
-    """The ranks of this task, which run once or, after a failure, again."""
-
     local: LocalRanks
     store: Any
     task: SchedulerTask
@@ -131,7 +126,6 @@ class _Run:
     restarts: Restarts
 
     def attempt(self) -> _End:
-        """Start all ranks of this task, and wait for their end."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         local, task, variables = self.local, self.task, self.start.variables
@@ -248,7 +242,6 @@ def _newest_checkpoint(directory: str) -> str:
 
 
 def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
-    """Raise for ranks that have failed, after this signal, if there was one."""
     if received is None:
         raise RanksFailedError(f"{end}{more}")
     if end.errors:

@@ -1,8 +1,8 @@
-"""What those who are left do when ranks are lost, before they end: what is to be saved then registers here.
+"""What the surviving ranks do when ranks are lost, before they end: what is to be saved then registers here.
 
-A rank learns of a loss by its watch, on a thread, or by a collective that fails, on the thread that trains. Either way
-what has registered saves once, on a thread of its own, for a bounded time; the thread that trains waits for it, with
-what it saves. Nothing is saved where a rank has reported a cause, such as an error in the program.
+A rank detects a loss by its watch, on a thread, or by a failed collective, on the training thread. Either way what has
+registered saves once, on its own thread, for a bounded time; the training thread waits. Nothing is saved if a rank has
+reported a cause, such as an error in the program.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
 
-Plain ``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``).
-Under ``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or no ``nproc`` at all, the job runs in
-this process as the only rank. Each job of a sweep gets fresh ranks: in one process, a job would have the memory and the
-warm caches of those before it.
+``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``). Under
+``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or without ``nproc``, this process is the only
+rank. Each job of a sweep gets fresh ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from typing import Any
 import stagereg.launch.phases as phases
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
+from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, at_least
 from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
-from stagereg.launch.restarts import checked_restarts
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
@@ -230,7 +228,7 @@ class _Job:
                 raise SystemExit(1) from None
 
     def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:
-        nproc, restarts = checked_nproc(number(cfg, "nproc", 1)), checked_restarts(number(cfg, "restarts", 0))
+        nproc, restarts = checked_nproc(number(cfg, "nproc", 1)), at_least(0, "restarts", number(cfg, "restarts", 0))
         if nproc > 1 or restarts or one_of_several or SchedulerTask.current().count > 1:
             if not self._is_first:
                 raise LaunchError(_SECOND_CALL)
@@ -246,5 +244,4 @@ class _Job:
 
 
 def _print(error: StageregError) -> None:
-    """Print an error; one of ranks begins with the rank instead of the program."""
     print(error if isinstance(error, RanksFailedError) else f"stagereg: {error}", file=sys.stderr, flush=True)

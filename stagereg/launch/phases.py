@@ -1,11 +1,8 @@
 """How long a start took, by phase: from the last step before a failure to the first one after it.
 
-Each of :data:`PHASES` ends at the moment that it is named after. This process marks its own; those before it come from
-who saw them: the launcher (:data:`FAILURE`), ranks of the attempt before, which left a note in the run's store, or else
-the record of that attempt (:mod:`.earlier`). Where nobody saw a moment, the next phase has its time too.
-
-Rank 0 reports at its first step: an event ``restart``, or ``begin`` where no failure came before, and after a failure a
-table in the log. ``stagereg report`` has them all, and ``every="auto"`` the rate of failures.
+Each of :data:`PHASES` ends at the moment that it is named after. This process marks its own phases; the launcher
+(:data:`FAILURE`), a note in the run's store, or the record of the last attempt (:mod:`.earlier`) has the earlier ones.
+At its first step rank 0 emits an event ``restart``, or ``begin`` if no failure came before.
 """
 
 from __future__ import annotations
@@ -45,8 +42,6 @@ FAILURE = "STAGEREG_FAILURE"
 
 
 class _Start:
-    """The start of an attempt on rank 0, until its first step is taken."""
-
     def __init__(self, earlier: Earlier | None, failure: Mapping[str, Any]) -> None:
         self.earlier, self.failure = earlier, failure
         self.reported = False

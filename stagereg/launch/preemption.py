@@ -1,10 +1,9 @@
 """Preemption: SIGTERM and SIGUSR1 ask a run to save and exit, and to be started again.
 
-A :class:`PreemptionHandler` keeps the two signals from ending the process, and records that one has come. It does so
-at once: Python runs signal handlers on the main thread only, which may wait in a collective for long, so a thread reads
-the byte that the interpreter writes from within the signal (``signal.set_wakeup_fd``). From then on the process has a
-bounded time to exit; after that the thread ends it. The step to exit at is agreed on in
-:mod:`stagereg.checkpoint.ranks.preemption_consensus`. Others that do not answer are lost sooner than without a signal.
+A :class:`PreemptionHandler` records the signal at once: Python runs signal handlers on the main thread only, which may
+wait in a collective, so a thread reads the byte that the interpreter writes (``signal.set_wakeup_fd``). From then on
+the process has a bounded time to exit; after that the thread ends the process. The ranks agree on the step to exit at
+in :mod:`stagereg.checkpoint.ranks.preemption_consensus`.
 """
 
 from __future__ import annotations
@@ -198,7 +197,6 @@ class SignalListener:
         self.received = received
 
     def _end(self, why: str) -> None:
-        """End the process from the thread, if a handler is left."""
         handlers, received = self.handlers, self.received
         if not handlers or received is None:
             return

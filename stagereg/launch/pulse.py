@@ -130,7 +130,6 @@ class Pulse:
             os.kill(self._parent, signal.SIGKILL)
 
     def _tell(self, rank: int, name: str, why: str) -> None:
-        """Have all know of a loss."""
         if rank in self._lost:
             return
         self._lost[rank] = name, why
@@ -143,7 +142,6 @@ class Pulse:
             self._kill_at = time.monotonic() + self.config.notice_s
 
     def _hurry(self) -> None:
-        """Have all notice losses soon, once."""
         if self._notice_s > HURRIED_S:
             self._notice_s = HURRIED_S
             for line in self._lines.values():
@@ -229,7 +227,6 @@ class Pulse:
             self._sockets.pop(line.reads).close()
 
     def _end(self) -> None:
-        """Tell the others how the rank has ended."""
         if not self._said:
             self._tell(self.config.rank, self.config.name, ENDED)
         for line in self._lines.values():

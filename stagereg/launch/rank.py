@@ -253,7 +253,6 @@ class Rank:
                 print(f"stagereg: {key} {_DIFFERS}", file=sys.stderr, flush=True)
 
     def _report_cause(self, error: Exception) -> None:
-        """Report an error that is no consequence, unless another rank has reported the same."""
         if not is_consequence(error):
             self.store.set("cause is known", True)
             if isinstance(error, (ConfigError, RegistryError, InstallationError)):

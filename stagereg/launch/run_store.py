@@ -72,7 +72,6 @@ class RunStore:
             self._all_attempts.set("run", json.dumps({"dir": directory, "resume": resume, "time": time.time()}))
 
     def begun(self) -> bool:
-        """Whether they are published."""
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
@@ -102,7 +101,6 @@ class RunStore:
         return bool(self._store.add(f"reported/{text}", 1) == 1)
 
     def set_ended(self) -> None:
-        """Record that this rank has come to the end of its job."""
         self.ended.set()
         self._store.set(f"ended/{self._rank}", "")
 

@@ -1,14 +1,11 @@
 """Ranks that begin at once: forked from a process that has imported what takes seconds, such as torch.
 
-The launcher starts one while its ranks train, if a failed run is to start again. It imports the installed modules that
-the launcher has imported; the program's own files each rank imports by itself, since they may look at its number. A
-process with several threads, or with a GPU open, cannot be forked safely: if an import leaves it like that, it ends,
-and ranks are fresh interpreters as before.
+The launcher starts that server while its ranks train, if a failed run may start again. The server imports the installed
+modules of the launcher; each rank imports the program's own files. The server ends if it cannot be forked safely, with
+several threads or an open GPU, and ranks are fresh interpreters then.
 
-The server is this module, run with a socket to the launcher, from which come lines of JSON: first the names of modules
-and the folder that programs import from, then a :class:`Start` each. It says when it is ready, answers with the number
-of the process, and tells later how it has ended. (The forkserver of ``multiprocessing`` runs no exit handlers, and
-imports the program.)
+The launcher sends lines of JSON over a socket: names of modules and the first folder of ``sys.path``, then a
+:class:`Start` for each rank. The server reports when it is ready, each process number, and how each process ended.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ class WarmProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it has ended; ``None`` if it has not."""
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -66,13 +62,11 @@ class WarmProcess:
         return self._code or 0
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def end(self, code: int) -> None:
-        """Note how it has ended."""
         self._code = code
         self._ended.set()
 
@@ -238,7 +232,6 @@ class _Server:
 
 
 def _can_fork() -> bool:
-    """Whether this process has one thread, and no GPU open."""
     opened = []
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -248,7 +241,6 @@ def _can_fork() -> bool:
 
 
 def _run(start: Start, server: int) -> None:
-    """Run the program in this process, as a fresh interpreter would."""
     end_with(server)
     os.chdir(start.folder)
     os.environ.clear()

@@ -95,7 +95,6 @@ def _identity(manifest: Manifest) -> tuple[object, ...]:
 
 
 def _place(one: Checkpoint, target: CheckpointStore) -> str:
-    """Return where a checkpoint is copied to before it is complete: the same after a kill."""
     return target.temporary(one.manifest.step, hashlib.sha256(one.manifest.dumps().encode()).hexdigest()[:12])
 
 

@@ -1,9 +1,8 @@
 """``hydra/callbacks=compare``: each job leaves a ``result.json``, and a sweep ends with the comparison of all of them.
 
-Hydra calls this around every job, in the process that it has started for it; and at the start and the end of a sweep,
-in the program itself. Between the two only files are shared, so it makes no difference who runs the jobs. An error that
-must stop a sweep, such as an unknown metric, does so before the first job; what goes wrong later costs no job its
-result. Hydra ends an interrupted sweep without calling a callback: ``stagereg report`` shows what is there.
+Hydra calls this around every job, in the job's process, and at the start and the end of a sweep, in the program. The
+two share files only. An error such as an unknown metric stops the sweep before the first job; a later error costs no
+job its result. Hydra calls no callback when it is interrupted.
 """
 
 from __future__ import annotations

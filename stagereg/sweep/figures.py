@@ -107,7 +107,6 @@ def number(value: Any) -> float | None:
 
 
 def _real(value: Any) -> float | None:
-    """The number that a value is, if not a finite one."""
     if value is None or isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:

@@ -1,9 +1,8 @@
 """``hydra/sweeper=interleaved``: all combinations like Hydra's basic sweeper, and each of them ``sweep.repeats`` times.
 
-Repeats of a combination are not run in a row but in rounds, each of which starts with another one than the round
-before: a machine that gets slower or busier on the way is then slower for all of them. One job more runs the first
-combination again as if it were another one; how far it is off shows the noise here. The same sweep once more runs what
-was not completed. Imports nothing heavy: Hydra scans this at every start.
+Repeats run in rounds that each start with another combination, so a machine that becomes slower is slower for all. One
+more job (A/A) runs the first combination again as if it were another one, which shows the noise. The same sweep once
+more runs what was not completed. Imports nothing heavy: Hydra scans this module at every start.
 """
 
 from __future__ import annotations
@@ -144,7 +143,6 @@ class ContainedTask:
 
 
 def _directories(job: DictConfig, number: int) -> dict[str, str]:
-    """Where a job writes, by the key that it comes from."""
     with read_write(job):
         OmegaConf.update(job, "hydra.job.num", number, force_add=True)
         OmegaConf.update(job, "hydra.job.id", str(number), force_add=True)

@@ -32,7 +32,6 @@ class Metric:
         return -1 if self.better == "higher" else 1
 
     def text(self, value: float) -> str:
-        """The number as people read it, with its unit."""
         return quantity(value, self.unit)
 
 

@@ -1,8 +1,8 @@
 """What one job of a sweep leaves behind, ``result.json`` in its output directory, and how jobs are found.
 
 The file is there completely or not at all. A job without one was killed, or no comparison ran; what can be known of it
-is taken from what Hydra and the ranks have left. A directory is a run, a sweep, or neither; then the error names the
-one that was probably meant. Reading never changes anything.
+is taken from what Hydra and the ranks have left. A directory is a run, a sweep, or neither. Reading never changes
+anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,20 +120,13 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return which of the two ``directory`` is; the error has what was looked for, or what was probably meant."""
+    """Return which of the two ``directory`` is; the error has what was looked for."""
     if _is_job(directory):
         return "run"
     if _is_sweep(directory):
         return "sweep"
     if not directory.exists():
         raise ConfigError(f"There is no directory {directory}.")
-    within = next((one for one in directory.resolve().parents if _is_job(one) or _is_sweep(one)), None)
-    if within is not None:
-        raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
-    below = _folders(directory, lambda path: _is_job(path) or _is_sweep(path))
-    if below:
-        newest = _command(max(below, key=lambda one: one.stat().st_mtime))
-        raise ConfigError(f"{directory} is no run and no sweep, but has {len(below)} below. The newest:\n{newest}")
     raise ConfigError(_nothing_in(directory))
 
 
@@ -184,11 +176,6 @@ def _nothing_in(path: Path) -> str:
         f"{path} holds no job: there is no folder with {RESULT}, {_OVERRIDES} or {file_name(0)}, neither it nor any "
         "below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
     )
-
-
-def _command(directory: Path) -> str:
-    kind = "sweep" if _is_sweep(directory) else "run"
-    return f"  stagereg report {shlex.quote(os.path.relpath(directory))}  # a {kind}"
 
 
 def _without_result(directory: Path, trouble: str) -> JobResult:

@@ -1,9 +1,8 @@
 """One run as its ranks have recorded it: the lines of :mod:`stagereg.record`, read back into records of plain values.
 
-Runs end in every way: a torn last line is what a killed process was writing, and is left out; a damaged line elsewhere
-is left out and counted; a rank without an ``end`` was killed or is still running. Where a directory was used twice,
-what follows the last start of each file counts; the attempts before it are kept of rank 0. What the figures of a run
-are is for :mod:`stagereg.sweep.figures`.
+A torn last line, of a killed process, is left out; a damaged line elsewhere is left out and counted. A rank without an
+``end`` was killed or is running. If a directory was used twice, the lines after the last start of each file count, and
+of rank 0 also the earlier attempts.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Span:
 
     @property
     def end(self) -> float:
-        """When it ended, on the same clock as ``start``."""
         return self.start + self.seconds
 
 
@@ -58,7 +56,6 @@ class Started:
 
     @property
     def seconds(self) -> float:
-        """From there to the first step."""
         return sum(self.phases.values())
 
 
@@ -137,7 +134,6 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first event to the last."""
         return max(record.last for record in self.ranks) - self.began
 
     @property

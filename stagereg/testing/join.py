@@ -1,11 +1,8 @@
 """The contracts of joins: what a joinable, or a join hook, promises to those who train with it.
 
-An author inherits one, says how to make the thing, what a training step with it is, and what comes out of it in a
-single process; the contract runs training loops with it on ranks (``scenario``) and compares what it observed with each
-promise. All promises share the processes of their scenarios, so a plugin that keeps them takes a few seconds for all.
-
-The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them, and has a
-whole example that runs.
+An author inherits one, and writes how to make the component, one training step, and the result of a single process. The
+contract runs training loops on ranks (``scenario``), whose processes all promises share, and compares what it observed
+with each promise. ``docs/contracts.md`` lists the promises and has a whole example.
 """
 
 from __future__ import annotations
@@ -66,12 +63,7 @@ class JoinableContract(Contract):
         return [subject]
 
     def step(self, subject: Any, value: float) -> object:
-        """Take one training step on a rank that has data, collectives and all.
-
-        Args:
-            subject: what :meth:`build` returned.
-            value: stands for the batch; ranks have different ones.
-        """
+        """Take one training step on a rank that has data; ``value`` is the batch and differs by rank. Collective."""
         raise NotImplementedError(f"{type(self).__name__} has to define step(self, subject, value)")
 
     def loop(self, join: Any, subject: Any, values: list[float]) -> None:
@@ -87,11 +79,9 @@ class JoinableContract(Contract):
         raise NotImplementedError(f"{type(self).__name__} has to define state(self, subject)")
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        """Return the same as :meth:`state`, from a single process that knows what the ranks compute together.
+        """Return the same as :meth:`state`, computed in a single process.
 
-        Args:
-            steps: for each step the values of the ranks that had data in it, in rank order.
-            world_size: how many ranks there are.
+        ``steps`` has for each step the values of the ranks that had data in it, in rank order.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define expected(self, steps, world_size)")
 

@@ -1,7 +1,7 @@
 """The contract of an ``on_commit`` component, as tests to inherit: what ``checkpoint.on_commit.component`` promises.
 
-The checkpoints are real ones, three of a small model. The component is called as ``Checkpointer`` calls it, on another
-thread and within a limit. What it does outside of this machine is not seen: an author looks at it in ``verify``.
+The component gets three real checkpoints of a small model, on another thread and within a limit, as ``Checkpointer``
+calls it. An author checks effects outside this machine in ``verify``.
 """
 
 from __future__ import annotations

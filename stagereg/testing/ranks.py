@@ -1,9 +1,7 @@
 """Run a function on several local ranks, and always come back: with the results, or with who failed, died or hung.
 
-A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
-library's forkserver) that has imported torch and the project's components and done nothing else: no thread, no
-autograd, no collective has ever run in it. A hung rank dumps its Python stack by ``faulthandler``, which needs no
-cooperation of the thread that hangs. What a rank does is in ``worker``.
+The ranks are forked from a server process (the standard library's forkserver) that has imported torch and the project's
+components and has never run a thread, autograd or a collective. ``faulthandler`` dumps the Python stack of a hung rank.
 """
 
 from __future__ import annotations
@@ -132,7 +130,6 @@ class _Rank:
     was_ended: bool = False
 
     def end(self) -> None:
-        """Kill the rank and whatever it has started; harmless once they are gone."""
         self.was_ended = self.was_ended or self.process.is_alive()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -182,15 +179,13 @@ def start_server() -> None:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung.
-
-    After a failure the function does not wait for ranks that have results: they wait for the failed rank.
-    """
+    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung."""
     failed = False
     while running := [each for each in ranks if each.process.is_alive()]:
         if not failed and any(each.failure() for each in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + _LINGER_S)
         left_s = deadline - time.monotonic()
+        # After a failure, ranks that have results only wait for the failed rank.
         if left_s <= 0 or (failed and all(each.job.file("result").exists() for each in running)):
             break
         connection.wait([each.process.sentinel for each in running], min(left_s, 0.05) if failed else left_s)

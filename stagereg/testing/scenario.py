@@ -1,11 +1,8 @@
 """One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
 
-All the scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. If a
-rank hangs or dies in that call, each scenario that is asked for is run by itself.
-
-What a join could leave behind is found by a walk from the joinables through their attributes, a few levels deep. Of
-modules and optimizers it lists which attributes they have of their own and how many hooks; of other objects also the
-values of simple attributes, since a flag that stays set is a side effect too.
+All scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. If a rank
+hangs or dies in that call, each requested scenario runs alone. To find what a join leaves behind, a walk from the
+joinables compares their attributes and hooks, and of other objects also the values of simple attributes.
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ class Scenario:
     failing: int = 0  # so many ranks, from rank 0 on, raise after their first step
 
     def __str__(self) -> str:
-        """Describe it, for parentheses after what was observed."""
         counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
         shown = dataclasses.fields(self)[1:]
         options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
@@ -202,7 +198,6 @@ class _Play:
             self._note_state(subject)
 
     def _note_state(self, subject: Any) -> None:
-        """Note a state as it is now, in tensors of the CPU and numbers."""
         state = dict(self._contract.state(subject))
         self._seen.states.append(tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), state))
 

@@ -1,8 +1,7 @@
 """The contract of a stager, as tests to inherit: what ``stagers.async_stager.AsyncStager`` promises, tried one by one.
 
-Stagers are called as torch's ``async_save`` calls them: a future is waited for; otherwise ``synchronize_staging`` is
-called where ``should_synchronize_after_execute``. Every trial is bounded, so a stager that hangs fails. It knows no
-stager of the project, and makes no claim about speed.
+The trials call a stager as torch's ``async_save`` does: they wait for a future, and otherwise call
+``synchronize_staging`` if ``should_synchronize_after_execute``. Every trial is bounded. Speed is not a promise.
 """
 
 from __future__ import annotations

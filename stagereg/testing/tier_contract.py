@@ -1,8 +1,7 @@
 """The contract of a tier, as tests to inherit: what ``checkpoint.tiers.tier.Tier`` promises of a machine's own folder.
 
-A trial prepares the tier in a folder of its own, and uses it there as a run does: by several processes, with files that
-are written, flushed, renamed, locked and mapped. That files outlive a reboot cannot be shown; that a folder in memory
-does not is known.
+A trial prepares the tier in a fresh folder and uses it as a run does: several processes write, flush, rename, lock and
+map files. No trial shows that files outlive a reboot.
 """
 
 from __future__ import annotations
@@ -173,7 +172,6 @@ class TierContract(Contract):
 
 
 def _written(rank: int, world_size: int, kind: type[TierContract], folder: str) -> str:
-    """Prepare the tier in this process, leave a file in it, and return where."""
     path = kind().make(folder).prepare()
     Path(path, f"{rank}").write_bytes(_DATA)
     return path

@@ -1,11 +1,8 @@
-"""What one rank of the multi-rank harness does, from its start to its end.
+"""What one rank of the multi-rank harness does, from its start to its end, in a process forked from a server.
 
-It runs in a process of its own, forked from a server that has only imported things. It writes its result, its
-traceback, its output and its stacks into files of the run's folder, so a rank that dies leaves what it had written.
-
-The call comes pickled, which names functions and classes by module and attribute; a test module that pytest imported by
-file path has a name under which no other process finds it. So the files of the caller's own modules travel along, and
-the rank imports them from the same files under the same names, each when it is first needed.
+The rank writes its result, traceback, output and stacks into files of the run's folder, so they outlive the rank. The
+call comes pickled, by module and attribute. Other processes do not find a test module that pytest imported by file
+path, so the rank imports the caller's own modules from the same files under the same names.
 """
 
 from __future__ import annotations
@@ -87,8 +84,6 @@ class Assignment:
 
 @dataclass
 class _Running:
-    """What this process works on; a rank is one process, and works on one thing."""
-
     job: Assignment
     store: Any
     stacks: BinaryIO
@@ -104,10 +99,7 @@ def is_rank() -> bool:
 
 
 def new_group() -> None:
-    """Every rank of ``run_ranks``: end the process group and all made of its ranks, and go on in a new one.
-
-    All ranks call it at the same point; it waits for them, and whoever calls it bounds the wait (:func:`limited`).
-    """
+    """On a rank: end all process groups, and continue in a new one. Collective; :func:`limited` bounds the wait."""
     import torch.distributed as dist
 
     running = _on_a_rank()
@@ -197,10 +189,7 @@ def _on_a_rank() -> _Running:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process when the caller's is gone, however it went.
-
-    The caller holds the other end of the sentinel pipe; the closing of it raises SIGIO here, whose default is the end.
-    """
+    """Let the kernel end this process with the caller's: the close of the sentinel pipe raises SIGIO here."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())

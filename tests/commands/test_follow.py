@@ -18,7 +18,7 @@ import pytest
 import stagereg.commands.following as following_module
 from stagereg.checkpoint.store.open_store import open_store
 
-from ..support.programs import await_gone, comes_true
+from ..support.programs import comes_true
 from .checkpoint_directories import path_of, save
 from .conftest import Command
 
@@ -145,10 +145,13 @@ def test_damaged_ones_are_passed_over_and_reported(tmp_path: Path, job: Job, com
     assert job.steps == [300, 200]
 
 
-def test_a_command_that_fails_is_tried_again(tmp_path: Path, job: Job, command: Command) -> None:
+def test_a_command_that_fails_is_tried_again(
+    tmp_path: Path, job: Job, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following_module, "_PAUSE_S", 0.001)
     save(tmp_path / "run", 100, 200)
     job.does("sys.exit(3 * (open(sys.argv[1]).read().split().count('100') < 3))")
-    seen = command("follow", tmp_path / "run", "--idle", "0", "--pause", "1ms", *job.command)
+    seen = command("follow", tmp_path / "run", "--idle", "0", *job.command)
     assert job.steps == [100, 100, 100, 200]
     assert "has failed on step-00000100 with 3; trying again, 2 more times" in seen.err
 
@@ -165,43 +168,6 @@ def test_one_that_fails_for_good_is_in_the_exit_code(tmp_path: Path, job: Job, c
     command(*options, "--failed", *job.command)
     assert job.steps == [100, 200, 100]
     command(*options, *job.command)
-
-
-@pytest.mark.parametrize("ignores", [False, True], ids=["SIGTERM", "SIGKILL"])
-def test_a_command_that_takes_too_long_is_ended_with_what_it_has_started(
-    tmp_path: Path, job: Job, command: Command, monkeypatch: pytest.MonkeyPatch, ignores: bool
-) -> None:
-    """It counts as one that fails, and is tried again; a child that ignores SIGTERM goes as well."""
-    monkeypatch.setattr(following_module, "_END_S", 0.5)
-    save(tmp_path / "run", 100, 200)
-    pids, child = tmp_path / "pids", tmp_path / "child.py"
-    pids.touch()
-
-    class Started(subprocess.Popen[bytes]):
-        """Has taken too long as soon as its child is there."""
-
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout == 2.0:
-                until(lambda: self.poll() is not None or str(self.pid) in pids.read_text().split())
-            return super().wait(0.0 if timeout == 2.0 else timeout)
-
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    child.write_text(
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"print(os.getppid(), os.getpid(), file=open({str(pids)!r}, 'a'), flush=True)\ntime.sleep({10 * LIMIT_S})\n"
-    )
-    job.does(
-        "import signal, subprocess\n"
-        "if os.environ['STAGEREG_STEP'] == '100':\n"
-        f"    if {ignores}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"    subprocess.run([sys.executable, '-S', {str(child)!r}])\n"
-    )
-    options = ("--idle", "0", "--retries", "1", "--pause", "1ms", "--command-timeout", "2s")
-    seen = command("follow", tmp_path / "run", *options, *job.command, code=1)
-    assert job.steps == [100, 100, 200]
-    assert "failed on step-00000100 since it took longer than 2 s (--command-timeout); trying again" in seen.err
-    assert len(started := pids.read_text().split()) == 4
-    assert await_gone(*map(int, started))
 
 
 def test_it_ends_by_the_step_that_was_asked_for(tmp_path: Path, job: Job) -> None:

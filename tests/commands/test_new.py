@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 import stagereg.commands.scaffold as scaffold
-from stagereg.cli import main
 from stagereg.errors import ConfigError
 
 from ..support.wheels import ROOT, build, environment
@@ -24,20 +23,10 @@ from .conftest import Command
 
 KINDS = ("stager", "joinable", "join_hook", "on_commit", "tier")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-RUFF = Path(sys.executable).with_name("ruff")
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
-
-
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a package of each kind."""
-    folder = tmp_path_factory.mktemp("packages")
-    for kind in KINDS:
-        assert main(["new", kind, f"my_{kind}", "--dir", str(folder)]) == 0
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +66,6 @@ def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, pyt
     assert int(passed[1]) > sum(name.startswith("test_") for name in kept) >= 6
 
 
-def test_the_new_packages_are_linted_and_formatted(packages: Path) -> None:
-    for package in packages.iterdir():
-        for command in (["check"], ["format", "--check"]):
-            done = run(RUFF, *command, "--no-cache", ".", cwd=package)
-            assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.slow
 def test_a_new_program_trains_without_a_checkout(made: Path, python: Path) -> None:
     new = run(python, "-m", "stagereg", "new", "program", "demo", "--dir", "programs", cwd=made)
@@ -93,13 +75,6 @@ def test_a_new_program_trains_without_a_checkout(made: Path, python: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     assert (made / "programs" / "demo" / "kept" / "step-00000004").is_dir()
     assert (made / "programs" / "demo" / "train.py").read_text() == (ROOT / "examples" / "train.py").read_text()
-
-
-@pytest.mark.slow
-def test_the_new_packages_are_typed_strictly(made: Path, python: Path) -> None:
-    for package in (made / "packages").iterdir():
-        done = run(python, "-m", "mypy", cwd=package)
-        assert done.returncode == 0, done.stdout
 
 
 names = st.from_regex(r"\A[a-z]([a-z0-9_]{0,26}[a-z0-9])?\Z")

@@ -18,8 +18,6 @@ GOOGLE = """Do it.
     Args:
         one: the first,
             with more: of it.
-
-            And more.
         two (str, optional): the second.
         three, four: both of them.
         *args: the rest.
@@ -35,8 +33,6 @@ NUMPY = """Do it.
     one : int
         the first,
         with more: of it.
-
-        And more.
     two
         the second.
     three, four : float, default 1.0
@@ -54,8 +50,6 @@ REST = """Do it.
 
     :param one: the first,
         with more: of it.
-
-        And more.
     :param str two: the second.
     :arg float three: both of them.
     :param four: both of them.
@@ -70,7 +64,7 @@ def test_each_style_is_read(text: str) -> None:
 
     component.__doc__ = text
     assert parameters(component) == {
-        "one": "the first, with more: of it. And more.",
+        "one": "the first, with more: of it.",
         "two": "the second.",
         "three": "both of them.",
         "four": "both of them.",

@@ -42,12 +42,6 @@ SECONDS: dict[str, float] = {
     "2 days": 172800,
     "1w": 604800,
     "500ms": 0.5,
-    "20us": 0.00002,
-    "00:05:00": 300,
-    "1:30": 90,
-    "1 day, 0:00:01": 86401,
-    "-1 day, 23:59:30": -30,
-    "-0:00:30": -30,
     "-30s": -30,
     "0.25": 0.25,
     "1e-3": 0.001,
@@ -69,7 +63,7 @@ def read(type_: type, text: Any) -> Any:
 def test_sizes_and_durations_are_read_as_people_write_them() -> None:
     assert {text: ByteSize(text) for text in SIZES} == SIZES
     assert {text: duration(text).total_seconds() for text in SECONDS} == SECONDS
-    for text in ("1:30", "0.25", "1e-3"):  # which are numbers in YAML
+    for text in ("0.25", "1e-3"):  # which are numbers in YAML
         assert OmegaConf.create(f"wait: {text}").wait in (SECONDS[text], text)
 
 
@@ -86,8 +80,6 @@ def test_the_text_is_the_shortest_that_means_the_same() -> None:
 @given(st.integers(0, 2**70).map(ByteSize) | st.timedeltas())
 def test_reading_a_text_gives_the_value_again(value: Any) -> None:
     assert read(type(value), written(value)) == value
-    if isinstance(value, timedelta):
-        assert duration(str(value)) == value
 
 
 def test_a_size_calculates_pickles_and_dumps_as_a_number() -> None:
@@ -111,8 +103,8 @@ INVALID: list[tuple[Any, Any, str]] = [
     *((ByteSize, value, "is a fraction of a byte") for value in ("0.5", 0.5, "1.5B")),
     (ByteSize, "4GiBB", r"^'4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write"),
     (ByteSize, "4G", r"^'4G' has no unit of bytes\. Did you mean 'GB'\? Write"),
-    *((timedelta, text, DURATION) for text in ("", "-", "s", "1h30", "--3s", "1:2:3:4", "nan", "1:30:00h", "1" * 5000)),
-    *((timedelta, text, "is too long") for text in ("1e30", "9999999999 days", "99999999999999999999:00:00")),
+    *((timedelta, text, DURATION) for text in ("", "-", "s", "1h30", "--3s", "00:05:00", "nan", "1" * 5000)),
+    *((timedelta, text, "is too long") for text in ("1e30", "9999999999 days")),
     (timedelta, "3 dayz", r"has no unit of time after 3\. Did you mean 'days?'\?"),
     (torch.dtype, "flaot16", rf"^'flaot16' {DTYPE} Did you mean 'float16'\? Write the name of one"),
     (torch.dtype, "torch.flaot32", rf"{DTYPE} Did you mean 'float32'\?"),

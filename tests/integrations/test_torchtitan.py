@@ -204,13 +204,17 @@ def steps_in(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "ck").iterdir() if path.name.startswith("step-"))
 
 
-def test_all_that_the_trainer_saves_is_restored(tmp_path: Path) -> None:
-    saved = Run(tmp_path).train(4)
+def expect_restored(saved: Run, root: Any, **options: Any) -> None:
     saved.manager.close()
-    found = Run(tmp_path, seed=1)
+    found = Run(root, seed=1, **options)
     assert found.manager.load()
     assert found.content() == saved.content()
     found.manager.close()
+
+
+def test_all_that_the_trainer_saves_is_restored(tmp_path: Path) -> None:
+    for root in (tmp_path, f"memory:/{tmp_path}"):
+        expect_restored(Run(root).train(4), root)
 
 
 class Noisy(torch.nn.Linear):
@@ -256,20 +260,7 @@ def split(rank: int, world_size: int, root: str, kind: Any) -> None:
     names = {name.partition(".")[0]: name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
     assert {"0", "1", "optimizer", "lr_scheduler", "train_state", "dataloader", "seen"} <= {*names}
     assert "cache" not in str(names)
-    found = Run(root, seed=1, second=Split)
-    assert found.manager.load()
-    assert found.content() == saved.content()
-    found.manager.close()
-
-
-def test_a_folder_may_be_a_url(tmp_path: Path) -> None:
-    url = f"memory:/{tmp_path}"
-    saved = Run(url).train(4)
-    saved.manager.close()
-    found = Run(url, seed=1)
-    assert found.manager.load()
-    assert found.content() == saved.content()
-    found.manager.close()
+    expect_restored(saved, root, second=Split)
 
 
 def both_ways(rank: int, world_size: int, root: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 
@@ -154,44 +153,17 @@ def test_repeats_are_distinguished_from_combinations() -> None:
     assert split([]) == ((), 0, False)
 
 
-RUN = "outputs/2026-11-21/10-00-00"
-LATER = "outputs/2026-11-21/11-00-00"
-SWEEP = "multirun/2026-11-21/12-00-00"
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs and sweeps as Hydra leaves them, and directories that a user might name by mistake."""
-    monkeypatch.chdir(tmp_path)
-    for age, name in enumerate((LATER, RUN)):
-        write_hydra(write_run(tmp_path / name), ["lr=1"])
-        os.utime(tmp_path / name, (2e9 - age, 2e9 - age))
-    sweep(tmp_path / SWEEP, {"stager=blocking": 30.0}, repeats=1, others=False)
-    (tmp_path / RUN / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (tmp_path / "other" / "conf").mkdir(parents=True)
-    (tmp_path / RUN / ".." / ".." / "empty").mkdir()
-    write_run(tmp_path / "trials" / "0")
-    return tmp_path
-
-
-def test_runs_and_sweeps_are_recognised(here: Path) -> None:
-    for given, kind in ((RUN, "run"), (SWEEP, "sweep"), (f"{SWEEP}/0", "run"), ("trials", "sweep")):
-        assert kind_of(Path(given)) == kind
-
-
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        (f"{RUN}/checkpoints/step-00000010", f"Name that:\n  stagereg report {RUN}  # a run"),
-        (f"{RUN}/metrics.jsonl", f"Name that:\n  stagereg report {RUN}  # a run"),
-        (f"{SWEEP}/multirun.yaml", f"Name that:\n  stagereg report {SWEEP}  # a sweep"),
-        ("multirun", f"has 1 below. The newest:\n  stagereg report {SWEEP}  # a sweep"),
-        ("outputs", f"2 below. The newest:\n  stagereg report {LATER}  # a run"),
-        ("other", "other holds no job: there is no folder with result.json, .hydra/overrides.yaml or metrics.jsonl"),
-        (f"{RUN}/../../empty", "empty holds no job: there is no folder with result.json"),
-        ("outptus/x", "There is no directory outptus/x."),
-    ],
-)
-def test_any_other_directory_is_an_error_that_names_those_nearby(given: str, seen: str, here: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(seen)):
-        kind_of(Path(given))
+def test_runs_and_sweeps_are_recognised_and_nothing_else(tmp_path: Path) -> None:
+    run, here, there = write_run(tmp_path / "outputs" / "today"), tmp_path / "multirun" / "1", tmp_path / "trials"
+    sweep(here, {"stager=blocking": 30.0}, repeats=1, others=False)
+    write_run(there / "0")
+    for given, kind in ((run, "run"), (here, "sweep"), (here / "0", "run"), (there, "sweep")):
+        assert kind_of(given) == kind
+    (run / "checkpoints").mkdir()
+    for other in (run / "checkpoints", tmp_path / "outputs"):
+        with pytest.raises(
+            ConfigError, match=rf"^{re.escape(str(other))} holds no job: there is no folder with result"
+        ):
+            kind_of(other)
+    with pytest.raises(ConfigError, match=r"^There is no directory outptus/x\.$"):
+        kind_of(Path("outptus/x"))

@@ -105,7 +105,11 @@ ONES = torch.ones(2)
 @pytest.mark.parametrize(
     ("copied", "source", "shown"),
     [
-        (torch.ones(2, dtype=torch.float64), ONES, "dtype torch.float64, not torch.float32"),
+        (
+            torch.ones(2, dtype=torch.float64),
+            ONES,
+            "not torch.float32; if it changes that on purpose, its contract says so: expected(tensor)",
+        ),
         (torch.ones(1), ONES, "has the shape (1,), not (2,)"),
         (torch.ones(2, 2).t(), torch.ones(2, 2), "has the strides (1, 2), not (2, 1)"),
         (ONES, torch.ones(2, requires_grad=True), "has the requires_grad False, not True"),

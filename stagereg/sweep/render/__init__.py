@@ -8,7 +8,6 @@ Importing this imports neither matplotlib nor Jinja2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import stagereg.sweep.render.page as page
@@ -34,15 +33,11 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     except ImportError as error:
         print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
     documents["report.html"] = page.compare_page(comparison, documents.get("compare.svg", b"")).encode()
-    return put(documents, FILES, Path(directory))
-
-
-def put(documents: Mapping[str, bytes], names: Sequence[str], directory: Path) -> list[Path]:
-    """Write the documents that there are of ``names``, remove older ones of the others; return the paths written."""
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in FILES:
         if name in documents:
             (directory / name).write_bytes(documents[name])
         else:
             (directory / name).unlink(missing_ok=True)
-    return [directory / name for name in names if name in documents]
+    return [directory / name for name in FILES if name in documents]

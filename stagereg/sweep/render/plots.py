@@ -1,11 +1,8 @@
-"""The picture of a comparison: every run of every row, so that one sees whether a difference is one.
+"""The picture of a comparison: a panel for each metric, with every run of every row in the order of the table.
 
-A panel for each metric, the one that ranks in large, with the rows in the order of the table. Best, tie, A/A and
-others differ in shape as well as in colour, and the colours for people with any colour vision (after Okabe and Ito,
-https://jfly.uni-koeln.de/color/).
-
-Pictures are drawn with matplotlib's objects, without pyplot and untouched by the user's matplotlibrc, and the same
-comparison gives the same bytes. Matplotlib is imported when a picture is made; who has none gets ImportError.
+Best, tie, A/A and others differ in shape and colour; the colours are for any colour vision (after Okabe and Ito,
+https://jfly.uni-koeln.de/color/). The same comparison gives the same bytes, whatever the user's matplotlibrc.
+Matplotlib is imported when a picture is made; ``ImportError`` without it.
 """
 
 from __future__ import annotations
@@ -105,7 +102,6 @@ def document(figure: Figure, format: str) -> bytes:
 
 @contextlib.contextmanager
 def _styled() -> Iterator[None]:
-    """Matplotlib's own settings, and ours, until left; then the user's are there again."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -115,12 +111,10 @@ def _styled() -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    """``text`` with its dollar signs kept from turning it into mathematics."""
     return text.replace("$", r"\$")
 
 
 def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
-    """Draw the points, the middle half and the median of every row, the first row on top."""
     drawn: list[float] = []
     for at, row in enumerate(rows):
         cell = row.cells.get(metric.name)

@@ -1,11 +1,7 @@
 """A comparison as a table for the terminal, and as CSV with the raw numbers.
 
-One :class:`Table` has the rows of all of these, and of the page and the plots too. The best of a column has a ``*``
-and what ties with it a ``~``, so that no verdict is a matter of colour alone.
-
-On the terminal a spread stands below its median, long parameters are folded, and the number of runs is a column only
-where rows differ in it. A table that is too wide loses metrics from the right, never the one that ranks; a line names
-them.
+The best of a column has a ``*`` and what ties with it a ``~``. On the terminal a spread is below its median, long
+parameters are folded, and a table that is too wide loses metrics from the right, but not the ranking one.
 """
 
 from __future__ import annotations

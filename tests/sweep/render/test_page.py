@@ -1,4 +1,4 @@
-"""The page of a sweep and of a run, in a real browser: answer first, readable, self-contained."""
+"""The page of a sweep, in a real browser: answer first, readable, self-contained."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import stagereg.sweep.render.page as page
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
-from stagereg.sweep.render.tables import Table
-from stagereg.sweep.result import JobResult
 
 from ...support.samples import compared, row_of, write_hydra
 
@@ -125,23 +123,3 @@ def test_it_is_dark_where_wanted_and_only_its_table_scrolls(opened: Opener, usua
     assert max(json.loads(f"[{ground[4:-1]}]")) < 60
     assert view.evaluate("document.documentElement.scrollWidth") <= 360
     assert view.locator(".scroll:has(#table-0)").evaluate("(one) => one.scrollWidth > one.clientWidth")
-
-
-def test_the_page_of_a_run_has_all_that_is_known_of_it(opened: Opener, tmp_path: Path) -> None:
-    figures = {"stall_ms": 1.25, "steps": 30.0, "zeal": 3.0, "loss": 0.5}
-    write_hydra(tmp_path, [], config="a: 1\n")
-    job = JobResult(tmp_path, error="it stumbled\nTraceback", figures=figures, environment={"device": "H200"})
-    rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"))
-    table = Table("Checkpoints", ("step", "stall", "name"), rows)
-    view = opened(page.run_page(job, "It stumbled.", ["Beware."], [table])).view
-    assert view.locator("h1").inner_text() == "It stumbled."
-    assert view.locator(".warnings").inner_text() == "Beware."
-    assert view.locator("h2").all_inner_texts() == ["Figures", "Checkpoints", "Details"]
-    assert view.locator("summary").all_inner_texts() == ["Error", "Config"]
-    error = view.locator("details", has_text="Error")
-    assert not error.locator("pre").is_visible()
-    error.locator("summary").click()
-    assert error.locator("pre").inner_text() == "it stumbled\nTraceback"
-    assert view.locator("#table-0 td:first-child").all_inner_texts() == ["stall_ms", "loss", "steps", "zeal"]
-    assert view.locator("#table-1 td:nth-child(2)").all_inner_texts() == ["3.25", "0.5", "-"]
-    assert "H200" in view.locator(".facts").inner_text()
