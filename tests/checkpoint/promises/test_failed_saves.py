@@ -180,6 +180,21 @@ def test_the_copy_is_released_when_it_is_written_or_lost(
         checkpointer.close()
 
 
+@pytest.mark.usefixtures("no_collector")
+def test_the_next_save_does_not_wait_for_the_copy_of_a_failed_one(tmp_path: Path, fail_writing: Any) -> None:
+    stager: Any = build("stager", "overlapped", max_in_flight=1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(6)))
+    optimizer = torch.optim.Adam(model.parameters())
+    with Checkpointer(str(tmp_path), stager=stager, failure=stagereg.Failure(on_error="warn")) as checkpointer:
+        for step in (1, 2, 3):
+            fail_writing(FULL if step == 2 else None)
+            model(torch.ones(1, 400)).sum().backward()
+            optimizer.step()
+            checkpointer.save(step, {"model": model, "optimizer": optimizer})
+            checkpointer.wait()
+            assert stager._copier.pool.in_flight == 0
+
+
 def test_a_copy_that_proves_bad_after_its_write_is_not_committed(tmp_path: Path) -> None:
     written, committed = threading.Event(), threading.Event()
 

@@ -232,3 +232,20 @@ def test_an_error_of_many_ranks_names_only_a_few(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CheckpointError, match=r"ranks 0, 1, 2, 3 and 508 more: OSError.*$") as caught:
         group.round_trip("", int, list)
     assert len(str(caught.value)) < 300
+
+
+def save_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    with Checkpointer(root, stager=BlockingAsyncStager(), process_group=group) as checkpointer:
+        checkpointer.save(1, {f"x.rank{rank}": rank})
+        state = {f"x.rank{rank}": 0}
+        checkpointer.restore(state)
+        assert state == {f"x.rank{rank}": rank}
+    return sorted(os.listdir(Path(root) / "latest"))
+
+
+def test_a_subgroup_saves_without_the_others(tmp_path: Path) -> None:
+    results = run_ranks(save_in_a_subgroup, nproc=3, args=(str(tmp_path),))
+    assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"]
