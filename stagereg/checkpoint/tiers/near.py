@@ -331,7 +331,7 @@ class NearCopies:
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
         gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
-        # A machine takes no copy of a part that it still has, so all corrupt copies are deleted before any is sent.
+        # A machine does not take a part that it has, so the ranks delete all corrupt copies before they send any.
         drop = functools.partial(self.folder.drop, step.save, gone if self.leads else [])
         self._ranks.run_on_all("Corrupt copies in the tier could not be deleted", drop)
         self._whole = [step.save]
