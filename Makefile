@@ -10,6 +10,9 @@ DOCS := $(VENV)/docs
 STORES := $(VENV)/stores
 TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
+PARTS := $(BIN)/python tests/support/parts.py
+# By another name, so that `make -n` does not run the parts.
+AGAIN := $(MAKE)
 # Python keeps compiled modules even if the environment forbids that: otherwise every rank compiles the package again.
 export PYTHONDONTWRITEBYTECODE :=
 # What pages of the site load, in place of a CDN: draws diagrams; lets the search run from file://.
@@ -20,7 +23,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all test-long frameworks stores docs nightly kills explore versions bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-tiers bench-write bench-integrations scale gpu slurm dist check format clean
+.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-tiers bench-write bench-integrations scale gpu slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -29,11 +32,8 @@ train: $(VENV)/.ready  ## train a small language model on two local ranks
 test: $(HYDRA_1_4)/.ready  ## the tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick $(WORKERS) --numprocesses 4
 
-# With `make -k`, what follows a failure runs too, here and in `nightly`.
-test-all: test-long frameworks  ## the tests with their longer matrices, and those of the trainers
-
-test-long: $(HYDRA_1_4)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs $(WORKERS)
+test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices; a report at the end
+	$(PARTS) "tests" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)" "trainers" "$(AGAIN) frameworks"
 
 frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with the trainers installed
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) $(WITH_FRAMEWORKS)
@@ -44,17 +44,15 @@ stores: $(STORES)/.ready  ## checkpoints in SeaweedFS (S3), Azurite and fake-gcs
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-nightly: docs stores kills slurm bench-endurance explore versions  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python
-
-kills: $(VENV)/.ready
-	$(BIN)/python tests/benchmarks/kills.py --kills 300
-
-explore: $(HYDRA_1_4)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m "not slow" --hypothesis-profile=explore $(WORKERS)
-
-# Finds pyenv's interpreters too.
-versions: $(VENV)/.ready
-	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox
+# The last part finds pyenv's interpreters too.
+nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples, other versions of torch and Python; a report at the end
+	$(PARTS) "documentation" "$(AGAIN) docs" \
+		"object stores" "$(AGAIN) stores" \
+		"kills" "$(BIN)/python tests/benchmarks/kills.py --kills 300" \
+		"Slurm" "$(AGAIN) slurm" \
+		"endurance" "$(AGAIN) bench-endurance" \
+		"new examples" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' --hypothesis-profile=explore $(WORKERS)" \
+		"other versions" "PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox"
 
 # With ARGS="--help", and so on.
 bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-tiers bench-write: bench-%: $(VENV)/.ready  ## what the project measures to prove itself

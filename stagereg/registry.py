@@ -4,7 +4,7 @@ A component is a class or a factory function. It is known because it is built in
 package announces it under the entry-point group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or
 because a module that has run decorated it with :func:`register`. The functions of this module are the methods of
 :data:`REGISTRY`, which all of stagereg uses. A component is checked against the protocol of its kind when it is
-registered or first loaded. A name that two packages announce for different components is an error when it is chosen.
+registered or first loaded. Where several packages announce one name, each component goes by ``name@distribution``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from stagereg._version import __version__
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import RegistryError, UnknownNameError, nearest
-from stagereg.installed import DISTRIBUTION, announced, unmet
+from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
 from stagereg.spec import REQUIRED, check, check_component, refuse_unknown
 
 ENTRY_POINTS = "stagereg.plugins"
@@ -67,7 +67,7 @@ class Entry:
 
     Attributes:
         kind: one of :func:`kinds`, such as ``"stager"``.
-        name: what a user writes.
+        name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
         version: of that package.
@@ -82,6 +82,11 @@ class Entry:
     version: str = ""
     file: str = field(default="", compare=False)
     component: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def bare(self) -> str:
+        """``name`` without the distribution."""
+        return self.name.partition("@")[0]
 
     @property
     def path(self) -> str:
@@ -105,10 +110,11 @@ class Entry:
         if not _TARGET.fullmatch(self.target):
             raise RegistryError(
                 f"{who} is announced as {self.target!r}, which names no component.\n"
-                f'Its entry point has to be: {self.kind}.{self.name} = "package.module:Name"'
+                f'Its entry point has to be: {self.kind}.{self.bare} = "package.module:Name"'
             )
         module, _, qualname = self.target.partition(":")
-        alike = [own for own in REGISTRY.decorated if _is_same(own, self)]
+        rivals = REGISTRY._installed().get((self.kind, self.bare), [])
+        alike = [own for own in REGISTRY.decorated if _is_alike(own, self, rivals)]
         try:
             component: Any = functools.reduce(getattr, qualname.split("."), imported(module))
             check_component(self.kind, self.name, component)
@@ -185,6 +191,8 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         """Return the sorted names of all components of ``kind``; imports none of them.
 
+        Where several packages announce one name, each is listed as ``name@distribution``, and the bare name is not.
+
         Raises:
             UnknownNameError: there is no such kind.
         """
@@ -205,17 +213,25 @@ class Registry:
         return list(self._unreadable)
 
     def find(self, kind: str, name: str) -> Entry:
-        """Return the entry of one component; imports nothing."""
+        """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
-        found = self._named(kind, name)
+        bare, at, distribution = str(name).partition("@")
+        found = self._named(kind, bare)
+        qualified = [_qualified(entry) for entry in found if entry.distribution]
+        if at:
+            found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
             known = self.names(kind)
-            near = nearest(name, known)
+            near = nearest(name, [*qualified, *known])
             unread = [] if near else self.unreadable()[:3]
             more = "".join(f"\nNot known is what {who} announces: {why}." for who, why in unread)
             raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
-        if other := next((entry for entry in found if entry.target != found[0].target), None):
-            raise _taken(found[0], other)
+        if "@" in found[0].name and not at:
+            raise RegistryError(
+                f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"
+            )
+        if found[0].target != found[-1].target:
+            raise _taken(found[0], found[-1])
         return found[0]
 
     def find_target(self, path: str) -> Entry | None:
@@ -262,14 +278,14 @@ class Registry:
     def __reduce__(self) -> str:
         return "REGISTRY"  # `stagereg.build`, a method of it, is pickled by name, as a function is
 
-    def _named(self, kind: str, name: str) -> list[Entry]:
-        decorated = [own for own in self.decorated if (own.kind, own.name) == (kind, name)]
-        return _distinct(self._installed().get((kind, name), []), decorated)
+    def _named(self, kind: str, bare: str) -> list[Entry]:
+        decorated = [own for own in self.decorated if (own.kind, own.bare) == (kind, bare)]
+        return _distinct(self._installed().get((kind, bare), []), decorated)
 
     def _entries(self) -> list[Entry]:
         packages, decorated = self._installed(), defaultdict[tuple[str, str], list[Entry]](list)
         for own in self.decorated:
-            decorated[own.kind, own.name].append(own)
+            decorated[own.kind, own.bare].append(own)
         keys = dict.fromkeys([*packages, *decorated])
         found = [entry for key in keys for entry in _distinct(packages.get(key, []), decorated.get(key, []))]
         return sorted(found, key=lambda entry: not entry.distribution)
@@ -318,16 +334,25 @@ def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
 
 
 def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
+    """The entries of one name, those of packages first, renamed if several packages have one each."""
+    several = len({entry.target for entry in packages}) > 1
     found = []
     for entry in packages:
-        file = next((own.file for own in decorated if _is_same(own, entry)), "")
-        found.append(replace(entry, file=file) if file else entry)
-    return [*found, *(own for own in decorated if not any(_is_same(own, entry) for entry in packages))]
+        file = next((own.file for own in decorated if _is_alike(own, entry, packages)), "")
+        name = _qualified(entry) if several else entry.name
+        found.append(replace(entry, name=name, file=file) if several or file else entry)
+    return [*found, *(own for own in decorated if not any(_is_alike(own, entry, packages) for entry in packages))]
+
+
+def _is_alike(own: Entry, entry: Entry, packages: list[Entry]) -> bool:
+    """As ``_is_same``, but for a decorated component that another of ``packages`` announces under its own path."""
+    elsewhere = own.target != entry.target and any(own.target == each.target for each in packages)
+    return not elsewhere and _is_same(own, entry)
 
 
 def _is_same(own: Entry, entry: Entry) -> bool:
     """Whether a decorated component is the one that a package announces, be it re-exported or run as ``__main__``."""
-    if (own.kind, own.name) != (entry.kind, entry.name):
+    if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
     first, *rest = qualname.split(".")
@@ -352,7 +377,11 @@ def _is_again(new: Entry, old: Entry) -> bool:
     """Whether a decorated component is another one again: reloaded, or run as ``__main__`` and imported as well."""
     (module, _, name), (old_module, _, old_name) = new.target.partition(":"), old.target.partition(":")
     same_file = new.file.rpartition(":")[0] == old.file.rpartition(":")[0]
-    return (new.kind, new.name, name) == (old.kind, old.name, old_name) and (module == old_module or same_file)
+    return (new.kind, new.bare, name) == (old.kind, old.bare, old_name) and (module == old_module or same_file)
+
+
+def _qualified(entry: Entry) -> str:
+    return f"{entry.bare}@{normalized(entry.distribution)}"
 
 
 def _require_kind(kind: str) -> None:
@@ -364,6 +393,6 @@ def _require_kind(kind: str) -> None:
 
 def _taken(one: Entry, other: Entry) -> RegistryError:
     return RegistryError(
-        f"Two components want to be the {one.kind} {one.name!r}:\n  {one.origin}\n  {other.origin}\n"
-        "Give one of them another name, or uninstall its package."
+        f"Two components want to be the {one.kind} {one.bare!r}:\n  {one.origin}\n  {other.origin}\n"
+        "Give one of them another name."
     )

@@ -187,27 +187,42 @@ def test_another_component_of_the_same_name_is_refused_however_alike(
         stagereg.build("join", "both")
 
 
-@pytest.mark.parametrize("name", ["shared", "default"])
-def test_one_name_of_two_packages_is_refused_when_it_is_chosen(package: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rivals"),
+    [("shared", ["hydra-other", "theirs"]), ("default", ["hydra-stagereg", "theirs"])],
+)
+def test_one_name_of_two_packages_is_two_qualified_names(package: Any, name: str, rivals: list[str]) -> None:
     source = SELF_REGISTERED.replace("both", name)
     package("theirs", source, **{f"join.{name}": "theirs:make"})
     if name == "shared":
-        package("other", source, **{"join.shared": "other:make"})
-    for module in ("", "theirs"):  # neither import order nor a registration changes the meaning of the name
-        assert not module or importlib.import_module(module)
-        assert stagereg.names("join").count(name) == 1
-        with pytest.raises(RegistryError, match=r"Two components want to be the join(.|\n)*:make of theirs 1\.2\n"):
-            stagereg.build("join", name)
+        package("Hydra_other", source.replace("7", "8"), **{"join.shared": "Hydra_other:make"})
+    choices = [f"{name}@{rival}" for rival in rivals]
+    assert [each for each in stagereg.names("join") if name in each] == choices
+    listed = re.escape(f"provide join/{name}; say which: {' or '.join(choices)}")
+    with pytest.raises(RegistryError, match=f"^2 installed packages {listed}$"):
+        stagereg.build("join", name)
+    assert stagereg.build("join", f"{name}@theirs") == 7
+    assert name != "shared" or stagereg.build("join", "shared@hydra.OTHER") == 8, "as pip compares names"
+    assert [each for each in stagereg.names("join") if name in each] == choices
+    assert registry.find_target("theirs.make") == registry.find("join", f"{name}@theirs")
+    with pytest.raises(UnknownNameError, match=rf"No join named '{name}@thiers'\. Did you mean '{name}@theirs'\?"):
+        registry.find("join", f"{name}@thiers")
 
 
-def test_a_decorated_component_does_not_take_an_installed_name_silently(package: Any) -> None:
+def test_a_qualified_name_is_taken_where_nothing_is_ambiguous(package: Any) -> None:
     package("theirs", "def make(): return 1", **{"join.both": "theirs:make"})
-    stagereg.register("join", "both")(_make)
+    assert registry.find("join", "both@Theirs") == registry.find("join", "both")
+    assert registry.find("stager", "blocking@hydra-stagereg") == registry.find("stager", "blocking")
+    for name in ("both@other", "both@", "both@a@b", "default@theirs"):
+        with pytest.raises(UnknownNameError):
+            registry.find("join", name)
+    stagereg.register("join", "both")(_make)  # a decorated component does not take an installed name silently
     with pytest.raises(RegistryError, match=r"theirs:make of theirs 1\.2\n  .*:_make at .*test_registry\.py:\d+\n"):
         registry.find("join", "both")
+    assert stagereg.build("join", "both@theirs") == 1
     package("two", "", **{"join.again": "theirs:make"})
     package("three", "", **{"join.again": "theirs:make"})  # two packages with the same component are no conflict
-    assert stagereg.build("join", "again") == 1
+    assert stagereg.build("join", "again") == stagereg.build("join", "again@two") == 1
 
 
 @pytest.mark.parametrize(

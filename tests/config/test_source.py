@@ -117,12 +117,14 @@ def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert "No module named 'nowhere'" in message
 
 
+FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+
 # A typed config goes through a pickle, as to the workers of a launcher.
 PICKLED = """
 import pickle
 from hydra import compose, initialize
 with initialize("conf", version_base="1.3"):
-    config = pickle.loads(pickle.dumps(compose("app", ["stager=other"])))
+    config = pickle.loads(pickle.dumps(compose("app", ["stager=other@rival"])))
     try:
         config.stager.path2 = 1
     except AttributeError:  # still typed
@@ -131,16 +133,14 @@ with initialize("conf", version_base="1.3"):
 
 
 @pytest.mark.slow
-def test_one_name_of_two_packages_is_refused(app: App) -> None:
-    app.write("site/rival.py", THEIRS)
+def test_one_name_of_two_packages_is_two_options(app: App) -> None:
+    app.write("site/rival.py", THEIRS.replace("'here'", "'there'"))
     app.write("site/rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Rival\nVersion: 3\n")
     app.write("site/rival-3.dist-info/entry_points.txt", "[stagereg.plugins]\nstager.other = rival:Other\n")
-    assert app.completes("stager=other") == ["stager=other"]
-    for refused in (app.refuses("stager=other"), app.refuses("-m", "stager=other,theirs")):
-        assert "rival:Other of Rival 3\n  theirs:Other of theirs 1.2\n" in refused
-    assert app.prints() == "BUILT {'slots': 2, 'pin': False} False False\n"
-
-
-def test_a_typed_config_can_be_pickled(app: App) -> None:
+    assert app.completes("stager=other") == ["stager=other@rival", "stager=other@theirs"]
+    out = app.prints("-m", "stager=other@theirs,other@rival")
+    assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
+    message = "2 installed packages provide stager/other; say which: other@rival or other@theirs\n"
+    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
     app.write("app.py", PICKLED)
-    assert app.prints() == "here\n"
+    assert app.prints() == "there\n"
