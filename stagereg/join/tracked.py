@@ -40,12 +40,12 @@ class TrackedJoinable(BuiltInJoinable):
     _outputs: Sequence[Any] = ()  # handles of hooks on outputs, until the next step begins
     _is_open = False  # whether a step has begun of which no backward has run
     _has_ended = True  # whether the last backward has ended
-    _outside: dict[str, Any] | None = None  # in a join: this object's attributes as they were before
+    _outside: frozenset[str] | None = None  # in a join: the names of this object's attributes before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
         self.detach()  # which torch's ``Join`` does not
-        self._outside = dict(vars(self))
+        self._outside = frozenset(vars(self))
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         hook = super().join_hook(**kwargs)
         self.watch()
@@ -70,13 +70,12 @@ class TrackedJoinable(BuiltInJoinable):
         vars(module)["__getstate__"] = functools.partial(self._state_without_join, module)
 
     def detach(self) -> None:
-        """Stop watching. This object has the attributes of the time before the join again."""
+        """Stop watching, and remove the attributes that this object got in the join."""
         self._forget((*self.handles, *self._awaited, *self._outputs))
         for module in self._copyable:
             vars(module).pop("__getstate__", None)
-        if (outside := self._outside) is not None:
-            vars(self).clear()
-            vars(self).update(outside)
+        for name in set() if self._outside is None else vars(self).keys() - self._outside:
+            del vars(self)[name]
         super().detach()
 
     @property

@@ -1,17 +1,15 @@
 """Host memory for copies: blocks, and the pool that lends them.
 
 A :class:`Block` is whole pages of memory, touched ahead of use, and page-locked where an accelerator profits from it.
-A :class:`Lease` is one copy that is out, and its block. The copy is out until its last tensor is freed, or until its
-reader calls :meth:`Pool.release`. Each tensor over :meth:`Lease.view` holds the lease, and the block comes back to the
-pool when nothing holds the lease. So a block that a tensor lies in is never lent again.
+A :class:`Lease` is one copy that is out, until its last tensor is freed or its reader calls :meth:`Pool.release`. Each
+tensor over :meth:`Lease.view` holds the lease, and the block comes back to the pool when nothing holds the lease.
 
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
 promised to release its copies (``Pool.readers_release``), at most one second otherwise. After that it goes on with
 fresh memory, and logs so once. From then on, a reader without the promise is not waited for.
 
 A forked child, such as a worker of a ``DataLoader``, does not get the blocks: a write to a page that a child has as
-well would cost a page fault. The exception are copies that are out at the fork and whose reader has not promised to
-release them: the child may read these. A pool that a child has inherited takes blocks of its own.
+well would cost a page fault. The child may read copies whose reader has not promised to release them.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.any_loop import Loop, RankRun, assert_exact, data, train
+from ..support.any_loop import EXACT, Loop, RankRun, assert_exact, data, train
 from ..support.parallel import COLUMNS, full
 
-EXACT = 1e-12
 KINDS = ("penalty", "penalty last", "attack", "norms")
 LOOPS = [
     Loop(lengths=lengths, grad=grad, iterates=iterates, mode=mode, listed="optimizer")
@@ -27,7 +26,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("loops", [LOOPS[::5], pytest.param(LOOPS, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_a_gradient_that_is_asked_for_ends_no_step(loops: list[Loop]) -> None:
-    assert_exact(loops, EXACT)
+    assert_exact(loops)
 
 
 @pytest.mark.parametrize("grad", ["attack", "penalty"])

@@ -9,9 +9,8 @@ import pytest
 
 from stagereg.testing import run_ranks
 
-from ..support.any_loop import Loop, apart, assert_exact, one_process, train
+from ..support.any_loop import EXACT, Loop, apart, assert_exact, one_process, train
 
-EXACT = 1e-12
 WAYS = [(True, "planned"), (True, "counted"), (False, "planned"), (False, "counted"), (False, "torch")]
 LOOPS = [
     Loop(lengths, 3, one_join, *way, column, k=k, to_none=to_none)
@@ -33,7 +32,7 @@ QUICK = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("loops", [QUICK, pytest.param(LOOPS, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_gradients_are_carried_over_as_in_one_process(loops: list[Loop]) -> None:
-    assert_exact(loops, EXACT)
+    assert_exact(loops)
 
 
 OFTEN = "did not step equally often|began a step without gradients"

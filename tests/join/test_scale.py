@@ -127,6 +127,7 @@ class Scenario:
     averages: bool = True
     throw: bool = False
     divide: bool = True
+    odd: bool = False  # every second rank thinks of a step as the others do of the one before
     seed: int = 0
 
     @property
@@ -140,17 +141,17 @@ class Scenario:
             all(script.batches or script.quits or not script.length for script in scripts) for scripts in self.loops
         )
 
-    def syncs(self, step: int) -> bool:
-        return step % self.cycle == self.cycle - 1
+    def syncs(self, step: int, rank: int = 0) -> bool:
+        return (step - self.odd * rank % 2) % self.cycle == self.cycle - 1
 
     def active_ranks(self, loop: int, step: int) -> ActiveRanks:
         ranks = tuple(rank for rank, script in enumerate(self.loops[loop]) if script.steps > step)
-        return ActiveRanks(ranks, len(ranks) * self.syncs(step))
+        return ActiveRanks(ranks, sum(self.syncs(step, rank) for rank in ranks))
 
-    def totals(self) -> list[float | None]:
-        """What the gradients of each step are, if they are reduced."""
+    def totals(self, loops: int | None = None) -> list[float | None]:
+        """What the gradients of each step are, if they are reduced, in the first ``loops``."""
         totals: list[float | None] = []
-        for loop, scripts in enumerate(self.loops):
+        for loop, scripts in enumerate(self.loops[:loops]):
             for step in range(longest(scripts)):
                 active, syncing = self.active_ranks(loop, step)
                 total = float(sum(rank + 1 for rank in active))
@@ -213,7 +214,7 @@ class Gradients(stagereg.Joinable):
     def begin(self) -> None:
         membership = self.session.membership
         step = membership.steps - membership.expects_empty_step
-        self.session.begin(self._scenario.syncs(step))
+        self.session.begin(self._scenario.syncs(step, self._group.rank()))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 
@@ -223,7 +224,7 @@ class Gradients(stagereg.Joinable):
         right = self._scenario.active_ranks(loop, step)
         if isinstance(membership, StoreMembership):
             right = ActiveRanks((), int(right.syncing > 0))
-        reduces = self._scenario.syncs(step)
+        reduces = self._scenario.syncs(step, self._group.rank())
         if reads:
             active = membership.read()
             assert active == right
@@ -387,3 +388,28 @@ def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scena
     elif honest:
         assert not raised
         assert all(len(totals) == len(scenario.totals()) for totals, _ in results)
+
+
+@SEVERAL
+@given(scenario=scenarios(odd=True, mode="counted"))
+@example(scenario=crowd([[steps(5)]], 64, odd=True, mode="counted", cycle=2))
+@example(scenario=crowd([[steps(5, reads=False)]], 64, odd=True, mode="counted", cycle=2, averages=False))
+def test_schedules_that_differ_are_an_error_on_every_rank(scenario: Scenario) -> None:
+    """It comes when a rank reads who is active: in this step, or at the beginning of the next."""
+    differing = [
+        (loop, step)
+        for loop, scripts in enumerate(scenario.loops)
+        for step in range(longest(scripts))
+        if scenario.active_ranks(loop, step).syncing not in (0, len(scenario.active_ranks(loop, step).ranks))
+    ]
+    (results,) = play(scenario)
+    for rank, (totals, result) in enumerate(results):
+        if not differing:
+            assert totals == about(scenario.totals())
+            continue
+        loop, step = differing[0]
+        reads = scenario.loops[loop][rank].reads
+        assert isinstance(result, JoinError)
+        assert f"in step {step + 1}, " in str(result)
+        assert "Decide by the number of the step" in str(result)
+        assert len(totals) <= len(scenario.totals(loop)) + step + (not reads)

@@ -58,14 +58,6 @@ def generator_first(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
     gan.step_d(x, fake, mean)
 
 
-def frozen(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
-    fake = gan.g(x.flip(1))
-    gan.nets[1].requires_grad_(False)
-    gan.step_g(x, fake, mean)
-    gan.nets[1].requires_grad_(True)
-    gan.step_d(x, fake, mean)
-
-
 def dcgan(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
     gan.od.zero_grad()
     mean(softplus(-gan.d(x)).sum(), x).backward()
@@ -120,7 +112,6 @@ def critic_alone_at_first(gan: Gan, x: torch.Tensor, mean: Mean) -> None:
 LOOPS = [
     pix2pix,
     generator_first,
-    frozen,
     dcgan,
     several_critic_steps,
     penalty,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import stagereg
 from stagereg.testing import run_ranks
@@ -57,7 +57,7 @@ class Case:
     forwards: int = 1  # in each step, before the backward
     separate: bool = False  # each net has the batch, a loss and a backward of its own
     means: bool = False  # the body takes the mean of a batch's losses, which of an empty one is NaN
-    extras: frozenset[str] = frozenset()  # of EXTRAS
+    extras: frozenset[str] = frozenset()  # what else is in the body, such as "clip" for clipped gradients
     skips: tuple[tuple[int, int], ...] = ()  # (rank, batch): the body continues over it before it does anything
     skips_empty: bool = False  # the body does so with every empty batch
     guards: tuple[int, ...] = ()  # steps that all ranks leave after the forward, as where a loss is not finite
@@ -75,16 +75,6 @@ class Case:
         return len(self.lengths[0])
 
 
-EXTRAS = {
-    "clip": "the gradients are clipped",
-    "schedule": "of the learning rate",
-    "average": "of the weights, over the steps",
-    "loss": "all-reduced, by its sum and by the join's mean",
-    "evaluate": "under no_grad in every second step",
-    "evaluate uneven": "after each epoch, in a loop of its own over as many batches as the rank has",
-    "scaler": "takes no optimizer step on gradients that are not finite",
-}
-"""What else may be in the body."""
 BODY = frozenset({"clip", "schedule", "average", "loss"})
 UNEVEN = Case()
 CASES = {
@@ -226,21 +216,11 @@ class Batches:
         return iter(self.batches)
 
 
-class Stream(IterableDataset[Any]):
-    """Samples of an unknown number."""
-
-    def __init__(self, batches: Sequence[torch.Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.batches)
-
-
 def loader(case: Case, rank: int, epoch: int) -> Any:
     """A rank's loader."""
     batches = [samples(case, rank, epoch, index) for index in range(case.lengths[epoch][rank])]
     if case.loader == "stream":
-        return DataLoader(Stream(batches), batch_size=None)
+        return iter(batches)
     if case.loader == "torch":
         return DataLoader(TensorDataset(torch.cat(batches)), batch_size=3, collate_fn=_collate)
     return Batches([pack(case, x) for x in batches], None if case.announced is None else case.announced[rank])

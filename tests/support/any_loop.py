@@ -19,7 +19,7 @@ import stagereg
 from stagereg.testing import run_ranks
 
 from .parallel import COLUMNS
-from .reference import batch, difference
+from .reference import EXACT, batch, difference
 
 TIMEOUT_S = 20.0
 
@@ -233,13 +233,13 @@ def apart(found: dict[str, Any], right: dict[str, Any]) -> float:
     return max(difference(found[name], each) for name, each in right.items())
 
 
-def assert_exact(loops: list[Loop], most: float) -> None:
-    """Run loops one after another; each differs by less than ``most`` from one process, on all ranks."""
+def assert_exact(loops: list[Loop]) -> None:
+    """Run loops one after another; all ranks have the numbers of one process."""
     for found in run_ranks(train_several, 2, args=(loops,), timeout_s=100 + 2 * len(loops)):
         wrong = {}
         for loop, (each, _) in zip(loops, found, strict=False):
             value = each if isinstance(each, str) else apart(each, one_process(loop))
-            if isinstance(value, str) or not value < most:
+            if isinstance(value, str) or not value < EXACT:
                 wrong[loop] = value
         assert wrong == {}
         assert len(found) == len(loops)

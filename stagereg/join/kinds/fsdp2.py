@@ -10,7 +10,7 @@ The internals of FSDP2 used here are those of torch 2.13 (``distributed/fsdp/_fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -113,6 +113,10 @@ class Fsdp2Joinable(ReducingJoinable):
 
     own_hook = Fsdp2Hook
     gathers = True
+    is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
+    trained: Sequence[tuple[torch.Tensor, bool]] = ()  # parameters, and whether the last step trained them
+    _divisors: Sequence[tuple[Any, Any, bool]] = ()
+    _params: Sequence[torch.Tensor] = ()
 
     def __init__(self, module: FSDPModule, hook: Callable[..., JoinHook] | None = None) -> None:
         module = uncompiled(module)
@@ -120,10 +124,6 @@ class Fsdp2Joinable(ReducingJoinable):
             raise JoinError(f"the fsdp2 joinable needs a module of fully_shard, not a {type(module).__name__}")
         super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
         self.module = module
-        self.is_shadowing = False  # whether the hook runs the module, to take part in a step of other ranks
-        self.trained: list[tuple[torch.Tensor, bool]] = []  # parameters, and whether the last step trained them
-        self._divisors: list[tuple[Any, Any, bool]] = []
-        self._params: list[torch.Tensor] = []
 
     def watch(self) -> None:
         groups, self._params = _groups(self.module), list(self.module.parameters())
