@@ -39,11 +39,7 @@ def __dir__() -> list[str]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuse to run where the unrelated distribution ``stagereg`` is installed into the same ``folder``.
-
-    Both write into ``folder/stagereg``, so which files are there depends on which was installed last. Lists the folder
-    once and reads no file.
-    """
+    """Refuse to run if the unrelated distribution ``stagereg`` is in ``folder`` too: both write ``folder/stagereg``."""
     for found in folder.glob("stagereg-*.dist-info"):
         raise InstallationError(
             f"Two projects are installed into {folder / 'stagereg'}: hydra-stagereg, and stagereg, which is an "
@@ -53,11 +49,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _offer_options() -> None:
-    """Offer the registry's options to Hydra where its scan for installed plugins does not find them by itself.
-
-    An installed stagereg brings a file in ``hydra_plugins``; only a checkout that is merely on the path pays for
-    importing Hydra here.
-    """
+    """Offer the registry's options to Hydra from a checkout on the path; installed, ``hydra_plugins`` has a file."""
     try:
         found = importlib.util.find_spec("hydra_plugins.stagereg_plugin") is not None
     except ImportError:  # no plugin of any package is installed

@@ -100,10 +100,9 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _at_exit() -> None:
-    """Wait, and print the failures that are left.
+    """Wait, print the failures that are left, and end the process if there is one, or if a thread hangs.
 
-    Python takes no exit status from an exit handler, so this ends the process itself if there is a failure, and
-    also if a thread hangs, which could not be ended otherwise.
+    Python takes no exit status from an exit handler.
     """
     ended = _shutdown.wait_at_exit()
     errors: list[object] = list(_shutdown.take_errors())

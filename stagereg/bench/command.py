@@ -49,14 +49,9 @@ def add_options(
     disk: bool = True,
     scale: float | None = 1.0,
 ) -> None:
-    """Add the options that all have who measure rows, and what they do.
+    """Add the options of programs that measure rows: ``there`` returns all names of rows, ``measure`` measures some.
 
-    Args:
-        rounds: how many count, if not said otherwise.
-        there: returns the names of all rows.
-        measure: measures some of them.
-        disk: whether it writes to one.
-        scale: of the bytes, if not said otherwise; ``None`` where there is none.
+    ``disk``: whether it writes to one; ``scale``: the default of ``--scale``, ``None`` for no such option.
     """
     parser.set_defaults(run=run, there=there, measure=measure, device="cpu")
     add = parser.add_argument
@@ -135,11 +130,7 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Return the whole numbers in the text of an option, in order.
-
-    Raises:
-        ConfigError: the text has none, or something else.
-    """
+    """Return the whole numbers in the text of an option, in order. Raises: ``ConfigError``."""
     names = _names(text)
     if wrong := [name for name in names if not name.isdecimal() or not int(name)]:
         raise ConfigError(f"{option} takes whole numbers from 1 on, not {wrong[0]!r}.")
@@ -154,11 +145,7 @@ def _names(text: str) -> list[str]:
 
 
 def known(what: str, text: str, there: Sequence[str]) -> list[str]:
-    """Return the names in the text of an option, in order.
-
-    Raises:
-        ConfigError: the text has none, or one that ``there`` does not have.
-    """
+    """Return the names in the text of an option, in order. Raises: ``ConfigError`` for one that is not ``there``."""
     names = _names(text)
     if wrong := [name for name in names if name not in there]:
         raise ConfigError(f"There is no {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nThere is: {', '.join(there)}")

@@ -35,12 +35,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Case:
-    """Something that is measured once a round, and gives a figure for one row or for several.
-
-    Args:
-        rows: the names of its rows.
-        turn: does it once, see :meth:`turn`.
-    """
+    """Something that is measured once a round, and gives a figure for each of ``rows``; see :meth:`turn`."""
 
     def __init__(self, *rows: str, turn: Callable[[], Iterator[float | None]] | None = None) -> None:
         self.rows = rows
@@ -113,11 +108,7 @@ def interleave(
     to the system: otherwise a case that takes fresh memory now and then finds pages that were touched before. A case
     that fails is left out from then on, with the reason; its earlier samples do not count.
 
-    Args:
-        settle: returns when the device has nothing left to do.
-        before_round: called before each round, outside of what is timed.
-        what: is shown with the number of the round, on a terminal.
-        clock: seconds, ever growing.
+    ``settle`` returns when the device is idle; ``before_round`` is not timed; ``what`` is for the progress line.
     """
     series = {case: [Series(row) for row in case.rows] for case in cases}
     alive = list(cases)

@@ -33,11 +33,7 @@ class Group:
 
 
 def of_series(name: str, title: str, series: Sequence[Series], ceiling: str, peaks: Mapping[str, float]) -> Group:
-    """Make a group of rows that are a ratio to the row ``ceiling``: median by median, 1.0 is as fast.
-
-    Args:
-        peaks: by row, the host memory that it takes at most, as a multiple of the state.
-    """
+    """Make a group of rows that are a ratio to the row ``ceiling``; ``peaks``: host memory by row, in states."""
     top = next(one for one in series if one.row == ceiling)
     lines = []
     for one in series:

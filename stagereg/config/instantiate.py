@@ -182,9 +182,8 @@ def _plan(
 ) -> Call:
     """Check the node of a component and everything in it; return the call that it describes.
 
-    ``hint`` is the annotation of the parameter that it is for. ``kind`` is that parameter's name if it is a kind. Where
-    the hint asks for a factory, the component that gets it makes the call. ``below`` is the parameter's default: what
-    the node still has of it, since Hydra merges a chosen component over that, is left out.
+    ``hint`` is the annotation of its parameter, ``kind`` the parameter's name if it is a kind. ``below`` is the
+    parameter's default, over which Hydra merges a chosen component: keys left from it are dropped.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product

@@ -71,11 +71,7 @@ class AcceleratorJoin:
 
 
 class _LastStep:
-    """What this rank has done since the first forward of its last step, but for the forward and the backward.
-
-    Attributes:
-        names: of these calls, with their limits.
-    """
+    """The calls of this rank's last step besides forward and backward; ``names`` has them with their limits."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -234,10 +234,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return self._restore(path, self.config.initial_load_model_only)
 
     def _restore(self, source: str | None, model_only: bool) -> bool:
-        """Restore what ``Checkpointer.restore(source=)`` takes, but for what is excluded from loading; whether it has.
-
-        ``None``: the newest checkpoint of the folder and the tier, if there is one.
-        """
+        """Restore ``source``, or the newest of folder and tier, but for excluded entries; return whether one exists."""
         excluded = self.config.exclude_from_loading
         if unknown := [name for name in excluded if name not in self._others]:
             raise ConfigError(f"checkpoint.exclude_from_loading has {unknown[0]!r}, of which there is no state.")

@@ -18,14 +18,14 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from stagereg.crash_report import signal_name
-from stagereg.errors import RESUME_CODE, LaunchError
+from stagereg.errors import RESUME_CODE, LaunchError, at_least
 from stagereg.launch.agreed_values import VALUES, resolved
 from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
-from stagereg.launch.restarts import Progress, Restarts, checked_restarts
+from stagereg.launch.restarts import Progress, Restarts
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
@@ -62,7 +62,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
 
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     publish_run(directory, resume_override(hydra))
-    restarts = Restarts(checked_restarts(number(cfg, "restarts", 0)), Progress.of(directory))
+    restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)), Progress.of(directory))
     with LocalRanks() as local:
         store = _open_store(task)
         variables = {**_variables(task, nproc, store.port), VALUES: json.dumps(resolved(cfg))}

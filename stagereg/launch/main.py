@@ -17,11 +17,10 @@ from typing import Any
 import stagereg.launch.phases as phases
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
+from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, at_least
 from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
-from stagereg.launch.restarts import checked_restarts
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
@@ -229,7 +228,7 @@ class _Job:
                 raise SystemExit(1) from None
 
     def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:
-        nproc, restarts = checked_nproc(number(cfg, "nproc", 1)), checked_restarts(number(cfg, "restarts", 0))
+        nproc, restarts = checked_nproc(number(cfg, "nproc", 1)), at_least(0, "restarts", number(cfg, "restarts", 0))
         if nproc > 1 or restarts or one_of_several or SchedulerTask.current().count > 1:
             if not self._is_first:
                 raise LaunchError(_SECOND_CALL)

@@ -14,23 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagereg.record as record
-from stagereg.errors import LaunchError
 
 _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot finite\b", re.IGNORECASE)
 
 
 class Progress(NamedTuple):
-    """How far a run has come, as its ranks have recorded it.
+    """How far a run has come, as its ranks have recorded it."""
 
-    Attributes:
-        step: that was taken last; ``None`` before the first one.
-        stored: the newest checkpoint in a directory of checkpoints, as the event that tells of it.
-        near: the same, in a tier.
-    """
-
-    step: int | None = None
-    stored: dict[str, Any] | None = None
-    near: dict[str, Any] | None = None
+    step: int | None = None  # the last step; `None` before the first one
+    stored: dict[str, Any] | None = None  # the event of the newest checkpoint in checkpoint storage
+    near: dict[str, Any] | None = None  # the same, in a tier
 
     @property
     def newest(self) -> int | None:
@@ -64,27 +57,19 @@ def _last_events(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class Restarts:
-    """Decides for one run.
-
-    Attributes:
-        most: how often it may start again without progress.
-        count: how often it has, in all.
-        progressed: whether it has made a checkpoint since.
-    """
+    """Decides for one run."""
 
     def __init__(self, most: int, progress: Progress) -> None:
-        self.count, self.progressed = 0, False
-        self.most, self._left = most, most
+        self.count = 0  # of restarts
+        self.progressed = False  # whether the run has made a checkpoint since
+        self.most, self._left = most, most  # restarts without progress
         self._newest = progress.newest
         self._causes, self._step = set[str](), progress.step
 
     def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
         """Return why a run that has failed is not to start again; ``None`` if it is, which is counted.
 
-        Args:
-            errors: the causes that its ranks have reported.
-            killed: whether a process was lost, in place of an error of the program.
-            progress: how far it has come.
+        ``errors`` are the causes that its ranks have reported; ``killed``: whether a process was lost instead.
         """
         causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # of a traceback the exception
         again = {each for each in causes & self._causes if not _BAD_NUMBERS.search(each)}
@@ -102,10 +87,3 @@ class Restarts:
 
     def __str__(self) -> str:
         return f"starting again, restart {self.count}; without a new checkpoint {self._left} more"
-
-
-def checked_restarts(value: Any) -> int:
-    """The number of restarts, or ``LaunchError`` while nothing has started yet."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise LaunchError(f"restarts={value} is no number of times that a failed run may start again: 0 or more")
-    return value

@@ -199,10 +199,7 @@ def _row(
 
 
 def _judge(rows: Sequence[ComparisonRow], column: Metric, ranking: Metric) -> None:
-    """Mark the best of a column and what ties with it; nothing where all are equal.
-
-    Of equal rows the first is the best by ``ranking``: the answer has to begin with one of them.
-    """
+    """Mark the best of a column and what ties with it; of equal rows, the first by ``ranking`` and none otherwise."""
     name = column.name
     candidates = [row.cells for row in rows if row.is_candidate(name)]
     if not column.better or not candidates:
@@ -221,9 +218,8 @@ def _judge(rows: Sequence[ComparisonRow], column: Metric, ranking: Metric) -> No
 def _tie(one: Cell, other: Cell, noise: float) -> str:
     """Why two cells differ by no more than chance may make them; empty where they differ by more.
 
-    Quartiles of a few values lie close to one another by chance: of two rows of three runs of the same, a fifth would
-    differ by more than that. So of few runs all of one row have to be better than all of the other, too, which three
-    runs each are by chance one time in ten, and less often where their spread must be exceeded as well.
+    Quartiles of a few values are close by chance: a fifth of equal rows of three runs differ by more. So of few runs
+    all of one row must be better than all of the other, which chance does one time in ten for three runs each.
     """
     difference = abs(one.median - other.median)
     if math.isclose(one.median, other.median, rel_tol=_ROUNDING):
@@ -238,10 +234,7 @@ def _tie(one: Cell, other: Cell, noise: float) -> str:
 
 
 def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
-    """By what part a combination differs from itself: the largest difference of an A/A pair; 0 without one.
-
-    A part, since what disturbs a time or a rate of a machine makes long ones longer by more than short ones.
-    """
+    """By what part a combination differs from itself: the largest difference of an A/A pair; 0 without one."""
     most = 0.0
     for twin, row in itertools.pairwise(rows):
         same = (twin.parameters, twin.versions) == (row.parameters, row.versions)

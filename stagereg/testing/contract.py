@@ -27,19 +27,12 @@ _STARTING_S = 60.0  # seconds that ranks may take to start, in addition to the t
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one promise fared.
+    """How one promise fared."""
 
-    Attributes:
-        name: of the method that tried it.
-        promise: what was promised, one line.
-        kept: ``None`` where it could not be tried on this machine.
-        seen: what was seen of a broken promise, or why it was not tried; empty for a kept one.
-    """
-
-    name: str
-    promise: str
-    kept: bool | None
-    seen: str = ""
+    name: str  # of the method that tried it
+    promise: str  # one line
+    kept: bool | None  # `None` if it cannot be tried on this machine
+    seen: str = ""  # of a broken promise, or why it was not tried
 
 
 class Contract:
@@ -63,11 +56,7 @@ class Contract:
 
     @classmethod
     def outcome(cls, name: str) -> Outcome:
-        """Try one promise on a fresh instance; only interrupting the process raises.
-
-        Args:
-            name: one of :meth:`promises`.
-        """
+        """Try one of :meth:`promises` on a fresh instance; only interrupting the process raises."""
         promise = cls.promises()[name]
         try:
             getattr(cls(), name)()
@@ -80,14 +69,7 @@ class Contract:
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:
-        """Report that a promise was broken.
-
-        Args:
-            seen: what was seen, and what would have been right.
-
-        Raises:
-            BrokenPromiseError: always.
-        """
+        """Raise ``BrokenPromiseError``; ``seen`` is what was seen, and what would have been right."""
         raise BrokenPromiseError(seen)
 
     def skipped(self, reason: str) -> NoReturn:
@@ -108,18 +90,10 @@ class Contract:
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
         """Call ``do`` on another thread and wait for it, so that a component that never comes back fails a test.
 
-        A thread that hangs is left behind: Python cannot end one.
-
-        Args:
-            do: is called once, without arguments.
-            timeout_s: seconds to wait; the class's own by default.
-
-        Returns:
-            What ``do`` returned.
+        Returns what ``do`` returned, or raises what it raised. A thread that hangs is left behind.
 
         Raises:
-            BrokenPromiseError: it still runs after ``timeout_s``; the message has where.
-            BaseException: what ``do`` raised.
+            BrokenPromiseError: it still runs after ``timeout_s`` seconds (the class's own); the message has where.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         # Popped, for an error has this frame in its traceback: a cycle would keep what the trial held.

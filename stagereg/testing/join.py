@@ -63,12 +63,7 @@ class JoinableContract(Contract):
         return [subject]
 
     def step(self, subject: Any, value: float) -> object:
-        """Take one training step on a rank that has data, collectives and all.
-
-        Args:
-            subject: what :meth:`build` returned.
-            value: stands for the batch; ranks have different ones.
-        """
+        """Take one training step on a rank that has data; ``value`` is the batch and differs by rank. Collective."""
         raise NotImplementedError(f"{type(self).__name__} has to define step(self, subject, value)")
 
     def loop(self, join: Any, subject: Any, values: list[float]) -> None:
@@ -84,11 +79,9 @@ class JoinableContract(Contract):
         raise NotImplementedError(f"{type(self).__name__} has to define state(self, subject)")
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        """Return the same as :meth:`state`, from a single process that knows what the ranks compute together.
+        """Return the same as :meth:`state`, computed in a single process.
 
-        Args:
-            steps: for each step the values of the ranks that had data in it, in rank order.
-            world_size: how many ranks there are.
+        ``steps`` has for each step the values of the ranks that had data in it, in rank order.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define expected(self, steps, world_size)")
 

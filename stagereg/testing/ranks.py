@@ -175,15 +175,13 @@ def _start(job: Assignment) -> _Rank:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung.
-
-    After a failure the function does not wait for ranks that have results: they wait for the failed rank.
-    """
+    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung."""
     failed = False
     while running := [each for each in ranks if each.process.is_alive()]:
         if not failed and any(each.failure() for each in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + _LINGER_S)
         left_s = deadline - time.monotonic()
+        # After a failure, ranks that have results only wait for the failed rank.
         if left_s <= 0 or (failed and all(each.job.file("result").exists() for each in running)):
             break
         connection.wait([each.process.sentinel for each in running], min(left_s, 0.05) if failed else left_s)

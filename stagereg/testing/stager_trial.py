@@ -27,14 +27,9 @@ _MEANT = "; if it changes that on purpose, its contract says so: expected(tensor
 
 
 class StagerTrial(Contract):
-    """What the author of a stager overrides, and what the promises (``stager``) are written with.
+    """What the author of a stager overrides, and what the promises (``stager``) are written with."""
 
-    Attributes:
-        timeout_s: seconds after which a promise whose trial does not come back counts as broken.
-        device: where the tensors lie that are staged; copies are to be in host memory.
-    """
-
-    device: ClassVar[str] = "cpu"
+    device: ClassVar[str] = "cpu"  # of the tensors that are staged; copies must be in host memory
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,10 +100,7 @@ class StagerTrial(Contract):
 
 
 def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Try a promise in a process of its own, in a process group of one: its end is not the end of the tests.
-
-    The class of the contract travels there by name, so it has to be at the top of a module.
-    """
+    """Try a promise in a process of its own, in a process group of one. The contract must be at the top of a module."""
     vars(method)["on_a_rank"] = True
     return method
 

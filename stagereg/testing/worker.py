@@ -99,10 +99,7 @@ def is_rank() -> bool:
 
 
 def new_group() -> None:
-    """Every rank of ``run_ranks``: end the process group and all made of its ranks, and go on in a new one.
-
-    All ranks call it at the same point; it waits for them, and whoever calls it bounds the wait (:func:`limited`).
-    """
+    """On a rank: end all process groups, and continue in a new one. Collective; :func:`limited` bounds the wait."""
     import torch.distributed as dist
 
     running = _on_a_rank()
@@ -192,10 +189,7 @@ def _on_a_rank() -> _Running:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process when the caller's is gone, however it went.
-
-    The caller holds the other end of the sentinel pipe; the closing of it raises SIGIO here, whose default is the end.
-    """
+    """Let the kernel end this process with the caller's: the close of the sentinel pipe raises SIGIO here."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())

@@ -204,8 +204,9 @@ def steps_in(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "ck").iterdir() if path.name.startswith("step-"))
 
 
-def expect_restored(saved: Run, found: Run) -> None:
+def expect_restored(saved: Run, root: Any, **options: Any) -> None:
     saved.manager.close()
+    found = Run(root, seed=1, **options)
     assert found.manager.load()
     assert found.content() == saved.content()
     found.manager.close()
@@ -213,7 +214,7 @@ def expect_restored(saved: Run, found: Run) -> None:
 
 def test_all_that_the_trainer_saves_is_restored(tmp_path: Path) -> None:
     for root in (tmp_path, f"memory:/{tmp_path}"):
-        expect_restored(Run(root).train(4), Run(root, seed=1))
+        expect_restored(Run(root).train(4), root)
 
 
 class Noisy(torch.nn.Linear):
@@ -259,7 +260,7 @@ def split(rank: int, world_size: int, root: str, kind: Any) -> None:
     names = {name.partition(".")[0]: name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
     assert {"0", "1", "optimizer", "lr_scheduler", "train_state", "dataloader", "seen"} <= {*names}
     assert "cache" not in str(names)
-    expect_restored(saved, Run(root, seed=1, second=Split))
+    expect_restored(saved, root, second=Split)
 
 
 def both_ways(rank: int, world_size: int, root: str) -> None:
