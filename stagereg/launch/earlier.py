@@ -44,8 +44,8 @@ def _of(data: mmap.mmap) -> Earlier | None:
     if not starts:
         return None
     (first, start), (at, last) = starts[0], starts[-1]
-    own = _last_step(data, at)
-    taken = own or _last_step(data, first)
+    own = _last(data, b"step", at)
+    taken = own or _last(data, b"step", first)
     restarts = [event for _, event in _events(data, b"restart", first)]
     return Earlier(
         began=float(start["t"]),
@@ -76,8 +76,17 @@ def _events(data: mmap.mmap, kind: bytes, at: int = 0) -> Iterator[tuple[int, di
         at += len(head)
 
 
-def _last_step(data: mmap.mmap, since: int) -> dict[str, Any] | None:
-    head, at = _head(b"step"), len(data)
+def last_event(path: Path, kind: bytes) -> dict[str, Any] | None:
+    """Return the last event of a kind in a record; ``None`` if there is none, or the file cannot be read."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _last(data, kind, 0)
+    except (OSError, ValueError):  # not there, or empty
+        return None
+
+
+def _last(data: mmap.mmap, kind: bytes, since: int) -> dict[str, Any] | None:
+    head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
         with contextlib.suppress(ValueError):
             return _event(data, at)

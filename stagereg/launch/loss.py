@@ -55,18 +55,12 @@ class SavesAfterLoss(Protocol):
 
 
 class AfterLoss:
-    """That of one rank; see the module. All methods may be called on any thread.
-
-    Attributes:
-        saver: returns what saves, ``None`` if nothing does.
-        watch: notices losses.
-        notice_s: in which they are.
-    """
+    """Saves once after a loss, on one rank; see the module. Thread-safe."""
 
     def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
         self._store, self._ranks = store, (rank, world_size)
         self.notice_s, self._limit_s = notice_s, _NOTICES * notice_s
-        self.saver: Callable[[], SavesAfterLoss | None] = lambda: None
+        self.saver: Callable[[], SavesAfterLoss | None] = lambda: None  # returns what saves
         self.watch: Watch | None = None
         self._lock = threading.Lock()
         self._began = False

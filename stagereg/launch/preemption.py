@@ -30,15 +30,12 @@ class PreemptionHandler:
     """Whether this process was signalled to save and exit, which it has ``grace_s`` seconds for.
 
     ``describe_newest`` returns what there is to go on from, for a message; on a thread of its own, may fail or hang.
-
-    Attributes:
-        reports: whether to print why the process was ended; one of several ranks does where all know of the signal.
     """
 
     def __init__(self, grace_s: float, describe_newest: Callable[[], str]) -> None:
         self.grace_s = grace_s
         self.describe_newest = describe_newest
-        self.reports = True
+        self.reports = True  # prints why the process was ended; of ranks that all know of the signal, one does
 
     @property
     def received(self) -> signal.Signals | None:

@@ -6,14 +6,14 @@ again at the same step ends the run, unless the error reports bad numbers: an ol
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagereg.record as record
+from stagereg.launch.earlier import last_event
 
 _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot finite\b", re.IGNORECASE)
 
@@ -33,27 +33,13 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, directory: str) -> Progress:
         """Read that of the run in a directory."""
-        newest: dict[str, dict[str, Any]] = {}
-        for path in Path(directory).glob(record.FILES):  # where rank 0 was lost, another one may have saved last
-            for kind, event in _last_events(path).items():
-                if event["t"] >= newest.get(kind, event)["t"]:
-                    newest[kind] = event
-        return cls(newest.get("step", {}).get("step"), newest.get("write"), newest.get("tier"))
-
-
-def _last_events(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = path.read_text(errors="replace").splitlines()
-    for line in reversed(lines):
-        for kind in {"step", "write", "tier"} - found.keys():
-            if f'"{kind}"' in line:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or no event
-                    event = json.loads(line)
-                    if event["event"] == kind and event["t"] and (kind == "step" or "dir" in event):
-                        found[kind] = event
-    return found
+        newest: dict[bytes, dict[str, Any]] = {}
+        paths = Path(directory).glob(record.FILES)  # after the loss of rank 0, another one may have saved last
+        for path, kind in itertools.product(paths, (b"step", b"write", b"tier")):
+            event = last_event(path, kind)
+            if event is not None and event["t"] >= newest.get(kind, event)["t"]:
+                newest[kind] = event
+        return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"))
 
 
 class Restarts:

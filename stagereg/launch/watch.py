@@ -22,22 +22,16 @@ _NAMED = 400  # characters of a message that name ranks, at most
 
 
 class Watch:
-    """The pulse of one rank. All ranks construct theirs.
+    """The pulse of one rank, which detects a loss in ``notice_s`` seconds. All ranks construct theirs.
 
-    Args:
-        rank: of this process.
-        notice_s: seconds in which a loss is noticed.
-        meet: publishes where rank 0's pulse is, and the secret of the run; or, given ``None``, returns that.
-        on_lost: called with a sentence on each loss, on a thread of the watch.
-
-    Attributes:
-        lost: those ranks, each with its process and how that was lost.
+    ``meet`` publishes where rank 0's pulse is, and the secret of the run; given ``None``, it returns them. A thread of
+    the watch calls ``on_lost`` with a sentence on each loss.
     """
 
     def __init__(
         self, rank: int, notice_s: float, meet: Callable[[list[Any] | None], list[Any]], on_lost: Callable[[str], None]
     ) -> None:
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, str] = {}  # by rank: its process, and how it was lost
         self._changed = threading.Condition()
         self._on_lost = on_lost
         hub = None if rank == 0 else meet(None)

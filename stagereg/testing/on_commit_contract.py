@@ -27,13 +27,9 @@ class OnCommitContract(Contract):
     """What an ``on_commit`` component promises; inherit it, and override :meth:`make`.
 
     The class has to be at the top of a module, so that ranks find it.
-
-    Attributes:
-        folder: an empty folder, for what the component writes; deleted when the promise has been tried.
-        timeout_s: seconds after which a call that has not returned counts as broken.
     """
 
-    folder: Path
+    folder: Path  # empty, for what the component writes; deleted when the promise has been tried
 
     def make(self) -> OnCommit:
         """Return a fresh component; called once or more for each promise, all within the same ``folder``."""

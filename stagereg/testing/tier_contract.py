@@ -31,14 +31,9 @@ class TierContract(Contract):
     """What a tier promises; inherit it, and override :meth:`make`.
 
     The class has to be at the top of a module, so that ranks find it.
-
-    Attributes:
-        root: an existing folder of the medium that the tier is for, such as ``/dev/shm``, which trials make folders in;
-            by default that of temporary files.
-        timeout_s: seconds after which a call that has not returned counts as broken.
     """
 
-    root: ClassVar[str | None] = None
+    root: ClassVar[str | None] = None  # a folder of the tier's medium, such as /dev/shm; of temporary files by default
 
     def make(self, dir: str, **options: Any) -> Tier:
         """Return a fresh tier with the folder ``dir`` and other options of ``Tier``, such as ``copies``."""

@@ -256,14 +256,6 @@ def test_a_folder_is_checked_as_if_it_was_installed(tmp_path: Path, check: Check
     assert "is not valid TOML" in command("check", tmp_path, code=2).err
 
 
-@pytest.mark.slow
-def test_a_package_that_cannot_be_imported_is_one_row(install: Install, check: Check) -> None:
-    install("dying", "import os; os._exit(7)", {"stager.dying": "Mine"})
-    found = rows(check("dying", code=1))
-    assert (list(found), found["loads"][0]) == (["metadata", "loads"], "broken")
-    assert "code 7" in found["loads"][1]
-
-
 def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))

@@ -99,6 +99,17 @@ class Program:
         for _ in range(steps):
             self.step(torch.randn(4, 4, dtype=torch.double) * (random.random() + np.random.rand()))
 
+    def save_each(self, *where: Path | str | None) -> list[Any]:
+        """Train before each save, then end training; return what each save has to bring back."""
+        states = []
+        for each in where:
+            self.train()
+            returned = self.accelerator.save_state(each)
+            assert each is None or returned == Path(each)
+            states.append(self.seen())
+        self.accelerator.end_training()
+        return states
+
     def seen(self) -> list[Any]:
         """All that a checkpoint is to bring back, as values to compare; the random numbers are drawn."""
         states = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
@@ -137,12 +148,12 @@ def reset() -> None:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Hold the writing of saves until the end of the block."""
+def held() -> Iterator[threading.Event]:
+    """Hold the writing of saves until the event is set, at the end of the block at last."""
     goes_on = threading.Event()
     watch(lambda point: threading.current_thread() is threading.main_thread() or goes_on.wait(60))
     try:
-        yield
+        yield goes_on
     finally:
         goes_on.set()
         watch(None)
@@ -160,12 +171,7 @@ def test_a_later_save_replaces_the_checkpoint_and_nothing_else(tmp_path: Path) -
     (tmp_path / "elsewhere/manifest.json").write_text("{}")
     (last / "step-00000002").symlink_to(tmp_path / "elsewhere")
     (last / others[2]).write_text("")
-    program = Program()
-    for _ in range(4):
-        program.train()
-        program.accelerator.save_state(last)
-        state = program.seen()
-    program.accelerator.end_training()
+    *_, state = Program().save_each(*[last] * 4)
     assert visible(last) == sorted([*others, "step-00000002", "step-00000006"])
     assert (tmp_path / "elsewhere/manifest.json").exists()
     other = Program(seed=1)
@@ -181,12 +187,7 @@ def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     link = tmp_path / "run/last"
     link.symlink_to(tmp_path / "disk/last")
-    program = Program()
-    for _ in range(2):
-        program.train()
-        program.accelerator.save_state(link)
-        state = program.seen()
-    program.accelerator.end_training()
+    *_, state = Program().save_each(link, link)
     assert link.is_symlink()
     assert visible(tmp_path / "disk/last") == ["step-00000002"]
     assert os.listdir(tmp_path / "run") == ["last"]
@@ -222,13 +223,7 @@ def test_a_path_that_becomes_a_file_fails_the_save_and_keeps_the_file(tmp_path: 
 
 
 def test_directories_with_different_parents(tmp_path: Path) -> None:
-    program = Program()
-    states = []
-    for name in ("1/state", "2/state", "1/state"):
-        program.train()
-        assert program.accelerator.save_state(tmp_path / name) == tmp_path / name
-        states.append(program.seen())
-    program.accelerator.end_training()
+    states = Program().save_each(*[tmp_path / name for name in ("1/state", "2/state", "1/state")])
     for name, state in (("1/state", states[2]), ("2/state", states[1])):
         other = Program(seed=1)
         other.accelerator.load_state(tmp_path / name)
@@ -277,13 +272,7 @@ accelerator.end_training()
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
-    program = Program(**config)
-    states = []
-    for _ in range(2):
-        program.train()
-        program.accelerator.save_state()
-        states.append(program.seen())
-    program.accelerator.end_training()
+    states = Program(**config).save_each(None, None)
     file = next((tmp_path / "checkpoints/step-00000001").glob("*.distcp"))
     file.write_bytes(b"x" + file.read_bytes()[1:])
     other = Program(seed=1)
@@ -295,13 +284,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
 
 def test_automatic_names_are_steps_and_total_limit_is_keep(tmp_path: Path) -> None:
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2}
-    program = Program(**config)
-    states = []
-    for _ in range(3):
-        program.train()
-        program.accelerator.save_state()
-        states.append(program.seen())
-    program.accelerator.end_training()
+    states = Program(**config).save_each(None, None, None)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001", "step-00000002"]
 
     other = Program(seed=1, **config)
@@ -317,10 +300,7 @@ def test_automatic_names_are_steps_and_total_limit_is_keep(tmp_path: Path) -> No
 
 
 def test_without_a_limit_all_automatic_ones_stay(tmp_path: Path) -> None:
-    program = Program(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    for _ in range(4):
-        program.accelerator.save_state()
-    program.accelerator.end_training()
+    Program(project_dir=str(tmp_path), automatic_checkpoint_naming=True).save_each(*[None] * 4)
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 4
 
 
@@ -370,18 +350,11 @@ def test_what_accelerate_alone_saved_is_loaded(tmp_path: Path, safe: bool) -> No
 
 def test_the_newest_of_a_project_may_be_accelerates(tmp_path: Path) -> None:
     config = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
-    program = Program(adapter=False, **config)
-    for _ in range(2):
-        program.train()
-        program.accelerator.save_state()
-        old = program.seen()
+    _, old = Program(adapter=False, **config).save_each(None, None)
     other = Program(seed=1, **config)
     other.accelerator.load_state()
     assert other.seen()[:4] == old[:4]
-    other.train()
-    other.accelerator.save_state()
-    new = other.seen()
-    other.accelerator.end_training()
+    [new] = other.save_each(None)
     assert sorted(each.name for each in (tmp_path / "checkpoints").glob("*_*")) == ["checkpoint_0", "checkpoint_1"]
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
     third = Program(seed=2, **config)
@@ -520,16 +493,12 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
 
 
 def test_what_another_accelerator_still_writes_is_loaded(tmp_path: Path) -> None:
-    program, goes_on = Program(), threading.Event()
-    watch(lambda point: threading.current_thread() is threading.main_thread() or goes_on.wait(60))
-    try:
+    program = Program()
+    with held() as goes_on:
         program.accelerator.save_state(tmp_path / "a")
         state, other = program.seen(), Program(seed=1)
         threading.Timer(0.5, goes_on.set).start()
         other.accelerator.load_state(tmp_path / "a")
-    finally:
-        goes_on.set()
-        watch(None)
     assert other.seen() == state
 
 
@@ -599,12 +568,7 @@ def loads(rank: int, world_size: int, root: str) -> list[Any]:
 
 
 def saves_sharded(rank: int, world_size: int, root: str) -> list[Any]:
-    program = Program(fsdp=True)
-    program.train()
-    program.accelerator.save_state(root)
-    state = program.seen()[:4]
-    program.accelerator.end_training()
-    return state
+    return Program(fsdp=True).save_each(root)[0][:4]
 
 
 def test_what_fsdp2_saved_another_number_of_ddp_ranks_loads(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from pathlib import Path
@@ -226,10 +225,10 @@ def test_progress_is_what_is_recorded_last(tmp_path: Path) -> None:
         {"event": "write", "step": 3, "dir": "x", "t": 1.5},
         {"event": "step", "step": 5, "t": 2.0},
     ]
-    cut = ['{"event": "stage", "why": "step"}', '{"event": "tier", "step": 4', "]"]
-    (tmp_path / record.file_name(0)).write_text("\n".join([*map(json.dumps, events), *cut]))
+    cut = [b'{"event":"stage","why":"step"}\n{"event":"tier","step":4\n]']
+    (tmp_path / record.file_name(0)).write_bytes(b"".join([*map(record._line, events), *cut]))
     progress = Progress.of(str(tmp_path))
     assert (progress.step, progress.newest, progress.near) == (5, 3, None)
     saved = {"event": "write", "step": 5, "dir": "x", "t": 3.0}
-    (tmp_path / record.file_name(1)).write_text(json.dumps(saved))
+    (tmp_path / record.file_name(1)).write_bytes(record._line(saved))
     assert Progress.of(str(tmp_path)) == (5, saved, None), "what another rank has saved, since rank 0 is lost"
