@@ -317,7 +317,7 @@ class Join:
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
         given = self._counter.given
-        counts = {"samples": given.samples} if given.batches and not math.isnan(given.samples) else {}
+        counts = {"samples": given.samples} if given.batches and given.samples is not None else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
             if not self._session.terms.foreign:  # whose steps are announced elsewhere

@@ -12,13 +12,15 @@ from stagereg.join.batches import Layout, parts_of, samples_in, with_parts
 
 _log = logging.getLogger(__name__)
 
-_REMEDY = (
-    "Take n from a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
-    "join.iterate(loader, example=...)."
-)
 _COUNTS_AS_0 = (
     "stagereg: join.mean got n=%g on an empty batch, after no batch with samples since the last call: n counts as 0 "
-    f"there.%s {_REMEDY}"
+    "there.%s Take n from a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
+    "join.iterate(loader, example=...)."
+)
+_COUNTS_WITHOUT = (
+    "stagereg: join.mean got n=%g on an empty batch: the %d samples that this rank got since the last call, and for "
+    "each empty batch %s, which is from an earlier batch. n counts as %d. Take n from a tensor of the batch, such as "
+    "len(x), or pass an empty batch whose numbers are right: join.iterate(loader, example=...)."
 )
 _COUNTS_IN_FULL = (
     "stagereg: join.mean got n=%g on an empty batch. This rank got %s samples since the last call, so n may be theirs "
@@ -27,11 +29,17 @@ _COUNTS_IN_FULL = (
 
 
 class Given(NamedTuple):
-    """The batches that a rank got, their samples (NaN if that number is unknown), and the empty batches."""
+    """The batches that a rank got, their samples if that number is known, and the empty batches."""
 
     batches: int = 0
-    samples: float = 0
+    samples: int | None = 0
     empty: int = 0
+
+    def since(self, before: Given) -> Given:
+        """Return what came after ``before``."""
+        unknown = self.samples is None or before.samples is None
+        samples = None if unknown else self.samples - before.samples  # type: ignore[operator]
+        return Given(self.batches - before.batches, samples, self.empty - before.empty)
 
 
 class SampleCounter:
@@ -53,9 +61,10 @@ class SampleCounter:
     def add(self, batch: Any, layout: Layout | None = None) -> None:
         """Count a batch of this rank's data."""
         self.is_empty = False
-        found = samples_in(batch, layout)
         batches, samples, empty = self.given
-        self.given = Given(batches + 1, samples + (math.nan if found is None else found), empty)
+        found = None if samples is None else samples_in(batch, layout)
+        total = None if samples is None or found is None else samples + found
+        self.given = Given(batches + 1, total, empty)
 
     def add_empty(self, kept: dict[str, float]) -> None:
         """Count an empty batch, which keeps this rank in step and has numbers from a batch with samples."""
@@ -73,28 +82,36 @@ class SampleCounter:
                 the empty batch has from a batch with samples.
         """
         before, last = self._calls.get(call, (Given(), Given()))
-        if last is not self.given:  # otherwise a further call on the same batch
+        if last != self.given:  # otherwise a further call on the same batch
             before = last
         self._calls[call] = before, self.given
-        since = Given._make(now - then for now, then in zip(self.given, before, strict=True))
-        if not since.empty or not n or over != "samples":
+        since = self.given.since(before)
+        if not since.empty or not n:
             return n
+        samples = "an unknown number of" if since.samples is None else since.samples
+        has_loss = bool(total) and not math.isnan(total)
         # A constant n of a single batch is as large as all samples so far, but its sum is zero on an empty batch.
-        if has_loss := bool(total) and not math.isnan(total):
-            is_known = not {n, total}.isdisjoint({since.samples, self.given.samples})
-        else:
-            is_known = n == since.samples and n not in self.kept.values()
-        if is_known:
+        known = {each.samples for each in ((since, self.given) if has_loss else (since,)) if each.samples}
+        if known & {n, total} and (has_loss or n not in self.kept.values()):
+            return n
+        if over != "samples":
+            if self.kept and has_loss:
+                self._warn(_COUNTS_IN_FULL, n, samples)
             return n
         kept = ", ".join(f"{place} = {value:g}" for place, value in self.kept.items())
         if not has_loss or (trains and not since.batches):
             self._warn(_COUNTS_AS_0, n, f" The empty batch has {kept} from an earlier batch." if kept else "")
             return 0.0
-        samples = "an unknown number of" if math.isnan(since.samples) else since.samples
+        for place, value in self.kept.items():
+            if since.samples and n == since.samples + since.empty * value:
+                self._warn(_COUNTS_WITHOUT, n, since.samples, f"{place} = {value:g}", since.samples)
+                return float(since.samples)
         if kept:
             raise JoinError(
                 f"join.mean got n={n:g} on an empty batch. This rank got {samples} samples since the last call, and "
-                f"the empty batch has {kept} from an earlier batch, so n may count samples twice. {_REMEDY}"
+                f"the empty batch has {kept} from an earlier batch, so n may count samples twice. Take n from "
+                "a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
+                "join.iterate(loader, example=...)."
             )
         self._warn(_COUNTS_IN_FULL, n, samples)
         return n

@@ -333,7 +333,7 @@ def test_a_batch_without_a_tensor_has_an_unknown_size(batch: Any) -> None:
     seen = SampleCounter()
     for each in (X, batch, X):
         seen.add(each)
-    assert str(seen.given) == "Given(batches=3, samples=nan, empty=0)"
+    assert seen.given == (3, None, 0)
 
 
 def test_what_cannot_be_published_is_an_error_for_all_waiting() -> None:

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.testing import run_ranks
-from stagereg.testing.worker import new_group
 
 
 class Cell(NamedTuple):
@@ -111,11 +112,13 @@ def trained(rank: int, cell: Cell) -> list[float]:
 
 def outcomes(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[list[float] | str, float]]:
     """For each cell, parameters or error, and seconds. Each has a process group of its own, as an error ends it."""
+    base = _get_default_store()
     seen: list[Any] = []
     ended: list[Any] = []  # else the collector meets one that still waits for an answer, and so waits in another cell
-    for cell in cells:
+    for i, cell in enumerate(cells):
         ended.append(dist.group.WORLD)
-        new_group()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=PrefixStore(f"cell {i}", base), rank=rank, world_size=world_size)
         began = time.monotonic()
         try:
             result: Any = trained(rank, cell)
