@@ -100,7 +100,7 @@ class Loop:
                 planned = StoreMembership(self._channel, lengths, self.store, terms.throw, peers.wait)
                 if not (terms.needs_active_ranks or (terms.several_models and not self.iterates)):
                     return planned
-        return AllReduceMembership(self._channel, terms.throw, peers.wait)
+        return AllReduceMembership(self._channel, terms.throw, peers.wait, self._length)
 
     def begin(self, membership: Membership, reduces: bool | None) -> None:
         """A step begins on this rank."""

@@ -4,7 +4,8 @@ A step *begins* on a rank with data when its first joinable announces it. A rank
 the step has begun anywhere: if so, it takes part in that step; if not, no rank has data any more. Two protocols:
 
 * :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
-  rank with data reads it late in its forward pass, and not at all if nothing depends on it.
+  rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
+  batches they have add that more will come, so a join that throws waits only near the end.
 * :class:`StoreMembership` (mode ``planned``): no step has a sum. A rank with data writes a key in the store for each
   step, which takes microseconds; ranks without data look for it. The plan may be wrong, since the keys count.
 """
@@ -45,6 +46,7 @@ class Membership(ABC):
     all_took_every_step = True
     empty = False
     expects_empty_step = False
+    _sure = True  # whether the step that has begun is one that all ranks had announced they would take
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -74,8 +76,12 @@ class Membership(ABC):
         """Return who takes part in the step that has begun; waits for the other ranks to begin it or to run out."""
 
     def raise_if_exhausted(self) -> None:
-        """Rank with data, in a join that throws: raise if some rank has run out, before the step changes anything."""
-        self.read()
+        """Rank with data, in a join that throws: raise if some rank has run out, before the step changes anything.
+
+        Waits for the other ranks only if some of them did not know whether they would take this step.
+        """
+        if not self._sure:
+            self.read()
 
     def wait_for_next_step(self) -> ActiveRanks | None:
         """Rank without data, once a step: wait for it; return who takes part in it, ``None`` once no rank has data."""
@@ -100,6 +106,8 @@ class Membership(ABC):
     def _wait_for_next_step(self) -> ActiveRanks | None: ...
 
 
+_ABSENT, _UNSURE, _MORE = 0.0, 1.0, 2.0
+"""What a rank adds as its presence: no data, a step, a step with another to come."""
 BY_NUMBER = (
     "Decide by the number of the step, which all ranks have alike, and not by what is left of a rank's own data, or by "
     "a count that stands still on a rank that has left the loop."
@@ -108,22 +116,28 @@ _PERHAPS = 2.0**-20  # what it adds where it does not know yet whether it reduce
 
 
 class AllReduceMembership(Membership):
-    """One asynchronous sum a step, of each rank's presence and of the number of ranks that reduce gradients."""
+    """One asynchronous sum a step.
 
-    def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting) -> None:
+    ``length`` is how many steps this rank expects to begin, if it knows. If it runs out earlier, all ranks raise one
+    step later, in which it takes part.
+    """
+
+    def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting, length: int | None) -> None:
         super().__init__(channel, throw, waiting)
+        self._length = length
         self._pending: PendingSum | None = None
         self._first: PendingSum | None = None  # of all that were
-        self._values = [1.0] * channel.size + [float(channel.size)]
+        self._values = [_UNSURE] * channel.size + [float(channel.size)]
         self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
         self._number = 0  # of the step that is summed
+        self._sure = False
 
     def some_never_had_data(self) -> bool:
-        return self._first is not None and 0.0 in self._first.wait()[:-1]
+        return self._first is not None and _ABSENT in self._first.wait()[:-1]
 
     def read(self) -> ActiveRanks:
         active = self._read()
-        if self._throw:
+        if self._throw and not self._sure:
             self._stop(begun=1)
         return active
 
@@ -135,7 +149,7 @@ class AllReduceMembership(Membership):
         values = pending.wait()
         if values != self._values:
             self._values = values
-            ranks = tuple(rank for rank, presence in enumerate(values[:-1]) if presence)
+            ranks = tuple(rank for rank, presence in enumerate(values[:-1]) if presence != _ABSENT)
             sure, perhaps = int(values[-1]), round(values[-1] % 1 / _PERHAPS)
             self._active = ActiveRanks(ranks, sure + perhaps * (sure > 0 or perhaps == len(ranks)))
             if 0 < len(ranks) < self._size:
@@ -149,11 +163,13 @@ class AllReduceMembership(Membership):
 
     def _begin(self, syncing: bool | None) -> None:
         self._look_back()
-        self._add(1.0, syncing)
+        has_more = self._length is not None and self.steps + 1 < self._length  # a batch has at least one step
+        presence = _MORE if has_more else _UNSURE
+        self._add(presence, syncing)
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
         self._look_back()
-        self._add(0.0, False)
+        self._add(_ABSENT, False)
         active = self.read()
         return active if active.ranks else None
 
@@ -167,12 +183,14 @@ class AllReduceMembership(Membership):
     def _look_back(self) -> None:
         """Read the sum of the step before, which has long arrived, and stop where it says that this one is uneven."""
         self._read()
-        if self._throw:
-            self._stop()
+        if not self._throw:
+            return
+        self._stop()
+        self._sure = all(presence == _MORE for presence in self._values[:-1])
 
     def _stop(self, begun: int = 0) -> None:
         """Raise if only some ranks had data in the last sum. Then ``begun`` of the counted steps are not taken."""
-        gone = [rank for rank, presence in enumerate(self._values[:-1]) if not presence]
+        gone = [rank for rank, each in enumerate(self._values[:-1]) if each == _ABSENT]
         if len(gone) == self._size:
             return
         if self._rank in gone:
@@ -206,6 +224,7 @@ class StoreMembership(Membership):
             )
 
     def some_never_had_data(self) -> bool:
+        """See :meth:`Membership.some_never_had_data`; goes by the plan."""
         return self._shortest == 0
 
     def read(self) -> ActiveRanks:

@@ -100,8 +100,7 @@ def ahead(rank: int, world_size: int, mode: str) -> int:
     step = 0
     # DDP's own forward waits for others, in the second step, so this looks just before it.
     ddp.register_forward_pre_hook(lambda *_: store.set(f"in forward/{step}", "1") if rank == 0 else None)
-    throws = mode == "planned"
-    with stagereg.Join([ddp], throw_on_early_termination=throws, mode=mode, loader=range(4), timeout=20):
+    with stagereg.Join([ddp], throw_on_early_termination=True, mode=mode, loader=range(4), timeout=20):
         for step in range(4):
             if rank == 1:
                 store.get(f"in forward/{step}")
