@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import stagereg
@@ -372,3 +373,33 @@ def test_where_another_rank_is_follows_from_one_rank_where_that_is_sure(
         assert found == states[other]
     assert sure or length % replicas
     assert sampler.of_other_rank(states[own], own, other, replicas + 1) is None
+
+
+def last_saved(rank: int, world_size: int, root: str, throws: bool) -> Any:
+    """Save what was trained when a loop is left with a batch taken and not trained on; return what is left."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    sampler = ResumableSampler(range(9), shuffle=False)
+    state = {"model": model, "sampler": sampler}
+    with stagereg.Checkpointer(root, every=100) as checkpointer:
+        step, loader = 0, DataLoader(range(9), 2, sampler=sampler)
+        join = stagereg.Join([model], throw_on_early_termination=throws, mode="counted")
+        try:
+            with join:
+                for batch in join.iterate(sampler.batches(loader)):
+                    if not throws and step == 2:
+                        break
+                    join.mean(model(batch[:, None].float()).sum(), len(batch)).backward()
+                    step += 1
+                    checkpointer.maybe_save(step, state)
+        except stagereg.UnevenInputsError:
+            checkpointer.save(step, state)
+        checkpointer.wait()
+    again = ResumableSampler(range(9), shuffle=False)
+    with stagereg.Checkpointer(root) as checkpointer:
+        assert checkpointer.restore({"sampler": again}) == step == 2
+    return list(again)
+
+
+@pytest.mark.parametrize("throws", [False, True], ids=["break", "throw"])
+def test_a_batch_that_was_only_taken_is_not_consumed(tmp_path: Path, throws: bool) -> None:
+    assert run_ranks(last_saved, nproc=2, args=(str(tmp_path), throws)) == [[8], []]

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .support.lab import LOCAL, Lab, Process
+from .support.lab import LOCAL, Lab
 
 TELL = f"hostname; cat /proc/sys/kernel/random/boot_id; cat /etc/hosts; ls {LOCAL} /dev/shm; ps -e -o pid= | wc -l"
-ANSWER = """
-import socket, sys
-server = socket.create_server(("0.0.0.0", 5000))
-print("listens", flush=True)
-while True:
-    connection = server.accept()[0]
-    while data := connection.recv(1 << 16):
-        connection.sendall(data)
-"""
-HEAR = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
-    connection.sendall(b"x")
-    connection.recv(1)
-    print("connected", flush=True)
-    connection.settimeout(float(sys.argv[2]))
-    print(connection.recv(1))
-"""
-ASK = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 5000), 0.5) as connection:
-    connection.sendall(b"x")
-    assert connection.recv(1) == b"x"
-"""
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with Lab(machines=3) as machines:
         yield machines
-
-
-@pytest.fixture
-def answering(lab: Lab) -> Process:
-    """The first machine sends back what it is sent."""
-    process = lab.machines[0].start([sys.executable, "-c", ANSWER])
-    process.await_output("listens", 20)
-    return process
 
 
 def test_machines_differ_in_all_but_the_files_that_they_share(lab: Lab, tmp_path: Path) -> None:
@@ -91,17 +58,3 @@ def test_without_power_all_processes_and_the_memory_are_gone_and_the_disk_is_not
     machine.replace(same_name=True)
     assert machine.name == "machine3"
     assert [*machine.disk.iterdir()] == []
-
-
-@pytest.mark.parametrize(("silent", "seen", "patience"), [(True, "TimeoutError", "0.5"), (False, "b''", "20")])
-def test_others_hear_nothing_of_a_power_loss(
-    lab: Lab, answering: Process, silent: bool, seen: str, patience: str
-) -> None:
-    process = lab.machines[1].start([sys.executable, "-c", HEAR, lab.machines[0].address, patience])
-    process.await_output("connected", 20)
-    lab.machines[0].kill(silent=silent)
-    process.wait(20)
-    assert seen in process.output
-    lab.machines[0].replace()
-    lab.machines[0].start([sys.executable, "-c", ANSWER]).await_output("listens", 20)
-    assert lab.machines[1].start([sys.executable, "-c", ASK, lab.machines[0].name]).wait(20) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.states as states
 from stagereg.bench.measure import Series, interleave
-from stagereg.errors import LaunchError
 
 
 def cloned(state: dict[str, Any]) -> dict[str, Any]:
@@ -69,9 +67,3 @@ def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:
     assert mine.figures == {"step": 1.0}  # the median segment without a checkpoint has four steps
     assert [cell.strip() for cell in mine.cells] == ["200.00", "1000.00", "402.70", "750.00 -  1500.00", "1.00"]
     assert (theirs.samples, theirs.failure) == ({}, "no process")
-
-
-@pytest.mark.slow
-def test_a_loop_that_dies_is_an_error_of_the_project(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"(?s)process that measures failed: RuntimeError.*nowhere"):
-        stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)

@@ -340,28 +340,6 @@ def steps(count: int, **more: Any) -> Script:
     return Script((True,) * count, **more)
 
 
-MANY = [
-    [steps(4, announced=1), steps(0), steps(6, announced=-1), steps(2, stays=2), steps(1, quits=True)],
-    [steps(2), steps(3, stays=0), Script((False, True, False)), steps(1, passes=True)],
-]
-
-
-@SEVERAL
-@given(scenario=scenarios())
-@example(scenario=crowd([[steps(3)]], 1))
-@example(scenario=crowd(MANY, 64))
-@example(scenario=crowd(MANY[:1], 64, way="plain", mode="planned", cycle=2))
-@example(scenario=crowd(MANY, 64, mode="planned", cycle=4, averages=False))
-@example(scenario=crowd(MANY, 128, mode="counted", cycle=3, divide=False))
-@pytest.mark.slow
-def test_every_rank_has_the_gradients_of_every_step(scenario: Scenario) -> None:
-    last = scenario.loops[-1]
-    (results,) = play(scenario)
-    for script, (totals, was_last) in zip(last, results, strict=True):
-        assert totals == about(scenario.totals())
-        assert was_last == (script.steps == longest(last))
-
-
 @SEVERAL
 @given(scenario=scenarios(throw=True))
 @example(scenario=crowd([[steps(3), steps(2)]], 64, throw=True, way="plain", mode="counted"))
