@@ -22,7 +22,7 @@ class _FirstStep:
 
     def await_step(self) -> None:
         if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self)
         self.find_spec()
 
     def take(self, _: object = None) -> None:
