@@ -158,12 +158,13 @@ class SignalListener:
             for descriptor in self._pipe:
                 os.close(descriptor)
             self._pipe = None
-        if self.handlers and self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
+        takes_part = bool(self.handlers) or not self.unstepped  # else nothing is to be saved
+        if takes_part and self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
             # An agent signals the whole group of a rank, which it has given a session of its own.
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
         for number in self._own():
-            ignores = self.handlers and number == signal.SIGUSR1
+            ignores = takes_part and number == signal.SIGUSR1
             signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
