@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,5 +59,12 @@ def _offer_options() -> None:
         importlib.import_module("stagereg.hydra_plugins.stagereg_plugin").offer()
 
 
+def _begin_rank() -> None:
+    """In a rank that ``stagereg run`` has started, have a signal before the first step exit with 75."""
+    if os.environ.get("STAGEREG_KEEPS_CODE") == str(os.getppid()):
+        importlib.import_module("stagereg.launch.preemption").exit_before_first_step()
+
+
 _refuse_foreign(Path(__file__).parents[1])
 _offer_options()
+_begin_rank()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
+import stagereg.launch.first_step as first_step
 import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
@@ -184,7 +185,12 @@ class Checkpointer:
             followers.add(self._together)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
-        """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does."""
+        """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does.
+
+        The checkpoint is complete once it is written and its copy is confirmed; a kill before that loses it. The next
+        optimizer step or call confirms the copy. A loop that evaluates or idles has neither: there it takes 0.5 s, or
+        as long as the copy has taken.
+        """
         self.remember(state, step)
         if self.due(step):
             self.save(step, state)
@@ -230,6 +236,7 @@ class Checkpointer:
         """
         expect_usable(self._closed, self._pid)
         if self._enabled:
+            first_step.take_step()
             self.remember(state)
             near, self.near_at = step == self.near_at, None
             self._save(self._together.begin_save(checked_step(step), near), step)

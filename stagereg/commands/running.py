@@ -2,7 +2,7 @@
 
 It runs torchrun in this process, with three differences. It exits with the code of the rank that ended first, such as
 75. SIGTERM and SIGUSR1 go to the ranks alone, which exit by themselves without a limit of 30 seconds; before there are
-ranks, they end it. The ranks copy with the memory settings of ``stagereg.main``.
+ranks, they end it with 75. The ranks copy with the memory settings of ``stagereg.main``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from stagereg.errors import LaunchError
+from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.rank import KEEPS_CODE
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
@@ -45,7 +45,7 @@ def run(asked: argparse.Namespace) -> int:
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as run_ranks
 
-    os.environ[KEEPS_CODE] = "1"
+    os.environ[KEEPS_CODE] = str(os.getpid())
     arguments = parse_args(asked.arguments)
     ending = [each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # which nobody sends; of none, torchrun complains
@@ -55,11 +55,11 @@ def run(asked: argparse.Namespace) -> int:
         run_ranks(arguments)
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        if first.exitcode != 75:
+        if first.exitcode != RESUME_CODE:
             print(error, file=sys.stderr)
         return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
     except SignalException as error:
-        return 128 + error.sigval
+        return RESUME_CODE if error.sigval in _FORWARDED else 128 + error.sigval
     except (DistNetworkError, RendezvousError) as error:
         raise LaunchError(
             "the machines of this run have not found each other, or the one that all meet at is gone: "

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import stagereg.launch.first_step as first_step
 from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError, at_least
 from stagereg.launch.agreed_values import VALUES, resolved
@@ -24,7 +25,7 @@ from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
-from stagereg.launch.rank import ATTEMPT, LAUNCHER, command_to_go_on, publish_run, resume_override
+from stagereg.launch.rank import ATTEMPT, LAUNCHER, STEPPED, command_to_go_on, publish_run, resume_override
 from stagereg.launch.restarts import Progress, Restarts
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
@@ -70,6 +71,8 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
         run = _Run(local, store, task, start, directory, resume_override(hydra), restarts)
         while True:
             end = run.attempt()
+            if not end.errors and end.unstepped is not None:
+                raise _preempted(end.unstepped, _newest_checkpoint(directory))
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
             if not end.errors and not end.codes:
@@ -91,6 +94,7 @@ class _End:
     noticed: float
     errors: dict[int, str] = field(default_factory=dict)
     result: Any = None
+    unstepped: signal.Signals | None = None  # ended ranks, and no rank had taken a step
 
     @property
     def received(self) -> signal.Signals | None:
@@ -146,7 +150,8 @@ class _Run:
         end = _End(run, codes, time.time())
         if local.stopped is not None:
             self._stop(run, ranks, local.stopped)
-        if min(codes.values(), default=0) < 0:
+        end.unstepped = _find_unstepped(run, codes)
+        if min(codes.values(), default=0) < 0 and end.unstepped is None:
             local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
         local.end(signal.SIGTERM)
         with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
@@ -182,6 +187,9 @@ class _Run:
             self.start.command.append(resume)  # the run has passed the checkpoint that it was to begin from
 
     def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
+        if self.local.ran_none and stopped in SIGNALS:
+            self.local.end(signal.SIGTERM)
+            raise _preempted(stopped, _newest_checkpoint(self.directory))
         # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
         # traceback from the middle of an import, so it is terminated instead.
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)
@@ -247,6 +255,21 @@ def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
     if end.errors:
         print(f"{end}{more}", file=sys.stderr)
     raise _stopped(received)
+
+
+def _find_unstepped(run: RunStore, codes: dict[int, int]) -> signal.Signals | None:
+    """Return the signal that has ended ranks, if nothing else has ended one, and no rank had taken a step."""
+    received = next((each for each in SIGNALS if -each in codes.values()), None)
+    if received is None or not set(codes.values()) <= {RESUME_CODE, *(-each for each in SIGNALS)}:
+        return None
+    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+        return None if run.get(STEPPED) else received
+    return None
+
+
+def _preempted(received: signal.Signals, more: str) -> SystemExit:
+    print(f"{first_step.preempted(received)}{more}", file=sys.stderr, flush=True)
+    return SystemExit(RESUME_CODE)
 
 
 def _stopped(received: signal.Signals, more: str = "") -> SystemExit:

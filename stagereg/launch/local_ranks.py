@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import stagereg.launch.first_step as first_step
 from stagereg.errors import RESUME_CODE
 from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
 from stagereg.launch.warm import Start, WarmProcess, WarmStart
@@ -29,12 +30,14 @@ class LocalRanks:
     def __init__(self) -> None:
         self.forwarded: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
+        self.ran_none = False  # when the signal came for which they are stopped
         self._forwarded_at = 0.0
         self._processes: dict[int, subprocess.Popen[bytes] | WarmProcess] = {}
         self._warm: WarmStart | None = None
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> LocalRanks:
+        first_step.take_step()  # from now on this process does as its ranks do
         if threading.current_thread() is threading.main_thread():  # no other can handle signals
             for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
                 handler = signal.getsignal(number)
@@ -111,7 +114,8 @@ class LocalRanks:
         received = signal.Signals(number)
         again = received == self.forwarded and time.monotonic() > self._forwarded_at + SAME_SIGNAL_S
         if received not in SIGNALS or again or not self._processes:
-            self.stopped = self.stopped or received
+            if self.stopped is None:
+                self.stopped, self.ran_none = received, not self._processes
             return
         if self.forwarded is None:
             self.forwarded, self._forwarded_at = received, time.monotonic()

@@ -14,13 +14,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import stagereg.launch.first_step as first_step
 import stagereg.launch.phases as phases
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, at_least
 from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.rank import Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
+from stagereg.launch.preemption import exit_before_first_step
+from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
@@ -66,7 +68,7 @@ def main(
 
     Raises:
         SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM; 75
-            where the run has saved and exited because it was signalled.
+            if SIGTERM or SIGUSR1 came, and the run has saved its last step or had not taken a step.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -84,6 +86,8 @@ def main(
 def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
     rank = None
     try:
+        if LAUNCHER not in os.environ:  # else the launcher decides
+            exit_before_first_step()
         rank = Rank.current()
         job = _Job(task, CommandLine.of_this_process(), rank)
         _import_plugins()
@@ -102,6 +106,8 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
             rank.fail(error)
         _print(error)
         sys.exit(1)
+    finally:
+        first_step.take_step()  # the program continues, or ends, as any other
 
 
 def _import_plugins() -> None:

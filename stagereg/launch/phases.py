@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import stagereg.launch.first_step as first_step
 import stagereg.record as record
 from stagereg.launch.earlier import Earlier
 
@@ -107,6 +108,7 @@ def restored(step: int, source: str, origin: str) -> None:
 
 def take_step(step: int) -> None:
     """Record that a step was taken; the first of an attempt with how it started."""
+    first_step.take_step()
     record.emit("step", step=step)
     if _start is not None and not _start.reported:
         _start.report(step)

@@ -4,6 +4,8 @@ A :class:`PreemptionHandler` records the signal at once: Python runs signal hand
 wait in a collective, so a thread reads the byte that the interpreter writes (``signal.set_wakeup_fd``). From then on
 the process has a bounded time to exit; after that the thread ends the process. The ranks agree on the step to exit at
 in :mod:`stagereg.checkpoint.ranks.preemption_consensus`.
+
+Before there is a handler, the thread exits at once with 75 if no step would be lost (:func:`exit_before_first_step`).
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+import stagereg.launch.first_step as first_step
 import stagereg.launch.loss as loss
 from stagereg.errors import RESUME_CODE
 
@@ -44,7 +47,7 @@ class PreemptionHandler:
 
     def listen(self) -> bool:
         """Begin to handle those signals that are neither handled nor ignored, and return whether any is handled."""
-        if not take_signals():
+        if not take_signals() or not _listener.drop_foreign():
             return False
         _listener.handlers = (*_listener.handlers, self)
         return True
@@ -67,7 +70,7 @@ class PreemptionHandler:
         if last and _listener.received is not None and not _listener.saved:
             return
         _listener.handlers = tuple(each for each in _listener.handlers if each is not self)
-        if last:
+        if last and not _listener.unstepped:
             _listener.close()
 
 
@@ -81,6 +84,7 @@ class SignalListener:
         self.handlers: tuple[PreemptionHandler, ...] = ()
         self.received: signal.Signals | None = None
         self.saved = False
+        self.unstepped = False  # exits at once with 75 as long as there is no handler
         self._until = 0.0  # on the monotonic clock: when the time is up
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
@@ -119,6 +123,17 @@ class SignalListener:
                 signal.signal(number, signal.SIG_DFL)
             self._taken = []
 
+    def drop_foreign(self) -> bool:
+        """Leave alone what the program handles by now, unless there is a handler; return whether any signal is left."""
+        self._taken = self._taken if self.handlers else self._own()
+        return bool(self._taken)
+
+    def take_first_step(self) -> None:
+        """Exit by a signal without a handler from now on, as this process did before."""
+        self.unstepped = False
+        if not self.handlers:
+            self.close()
+
     def start_grace(self, received: signal.Signals) -> None:
         if self._pipe is not None and self.received is None:
             self._begin(received)
@@ -142,21 +157,26 @@ class SignalListener:
             signal.set_wakeup_fd(-1)
             for descriptor in self._pipe:
                 os.close(descriptor)
-        if self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
+            self._pipe = None
+        takes_part = bool(self.handlers) or not self.unstepped  # else nothing is to be saved
+        if takes_part and self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
             # An agent signals the whole group of a rank, which it has given a session of its own.
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
         for number in self._own():
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+            ignores = takes_part and number == signal.SIGUSR1
+            signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
         """The signals that are handled here still: the program may have set a handler since."""
         return [number for number in self._taken if signal.getsignal(number) in (self._handle, signal.SIG_IGN)]
 
     def _handle(self, number: int, frame: Any) -> None:
+        # The thread may know already, unless an event loop reads the interpreter's bytes.
         if self.handlers or self.saved:
-            # The thread may know already, unless an event loop reads the interpreter's bytes.
             self.start_grace(signal.Signals(number))
+        elif self.unstepped and self._pipe is not None:
+            os.write(self._pipe[1], bytes([number]))
         else:  # the last one has closed on another thread
             self.close()
             os.kill(os.getpid(), number)
@@ -174,7 +194,9 @@ class SignalListener:
                 if not numbers:
                     return
                 for number in numbers:
-                    if number not in SIGNALS or not self.handlers:
+                    if number in self._own() and self.unstepped and not self.handlers:
+                        self._exit_unstepped(signal.Signals(number))
+                    if number not in self._taken or not self.handlers:
                         continue
                     if self.received is None:
                         self._begin(signal.Signals(number))
@@ -197,17 +219,28 @@ class SignalListener:
         handlers, received = self.handlers, self.received
         if not handlers or received is None:
             return
+        if first_step.is_awaited() and not self.saved:
+            self._exit_unstepped(received)
+        texts = []
         for each in handlers:
             if each.reports:
-                text = "preempted: all is saved, but the process did not end in time\n"
+                text = "preempted: all is saved, but the process did not end in time"
                 if not self.saved:
                     newest = _try(each.describe_newest) or "The newest checkpoint is unknown."
-                    text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}. {newest}\n"
-                with contextlib.suppress(OSError):
-                    os.write(2, text.encode())
+                    text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}. {newest}"
+                texts.append(text)
+        self._exit("\n".join(texts), RESUME_CODE if self.saved else 128 + received)
+
+    def _exit_unstepped(self, received: signal.Signals) -> NoReturn:
+        self._exit(first_step.preempted(received) if os.environ.get("RANK", "0") == "0" else "", RESUME_CODE)
+
+    @staticmethod
+    def _exit(text: str, code: int) -> NoReturn:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode() if text else b"")
         _try(sys.stdout.flush)
         _try(sys.stderr.flush)
-        os._exit(RESUME_CODE if self.saved else 128 + received)
+        os._exit(code)
 
 
 def take_signals() -> bool:
@@ -216,6 +249,13 @@ def take_signals() -> bool:
     Python lets no other thread set a handler.
     """
     return _listener.is_open or (threading.current_thread() is threading.main_thread() and _listener.open())
+
+
+def exit_before_first_step() -> None:
+    """Have a signal end this process with 75 until its first step, or until there is a handler. On the main thread."""
+    if not _listener.unstepped and take_signals():
+        _listener.unstepped = True
+        first_step.call_at_first_step(_listener.take_first_step)
 
 
 def _is_free(number: signal.Signals) -> bool:

@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stagereg.launch.first_step as first_step
 import stagereg.launch.loss as loss
 import stagereg.launch.phases as phases
 import stagereg.record as record
@@ -48,7 +49,8 @@ LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
 ATTEMPT = "STAGEREG_ATTEMPT"  # the environment variable with how often it has started the run again
 KEEPS_CODE = "STAGEREG_KEEPS_CODE"
-"""The environment variable by which ``stagereg run`` tells its ranks that it ends with their exit code."""
+"""The environment variable with the process number of the ``stagereg run`` that has started a rank."""
+STEPPED = "stepped"  # the key that a rank sets in the store of the run when it takes its first step
 _RUN = "STAGEREG_RUN"
 """The environment variable with directory and ``resume_override`` of the run, for :func:`command_to_go_on`."""
 _CHECKPOINTS = "checkpoint.dir="
@@ -129,6 +131,8 @@ class Rank:
         try:
             with self._watched(_checked_notice(cfg)), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
+                if self.launched:  # the launcher sees that a signal has ended this rank
+                    first_step.call_at_first_step(self._report_step)
                 try:
                     self._agree_on_values(cfg, values)
                     value = run_recorded(task, cfg, self.store.failure.take() if self.rank == 0 else None)
@@ -251,6 +255,10 @@ class Rank:
         for key in take(cfg, sent[0]):
             if self.store.is_first(f"differs: {key}"):
                 print(f"stagereg: {key} {_DIFFERS}", file=sys.stderr, flush=True)
+
+    def _report_step(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of the store, which is gone
+            self.store.set(STEPPED, True)
 
     def _report_cause(self, error: Exception) -> None:
         if not is_consequence(error):

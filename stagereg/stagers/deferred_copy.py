@@ -181,9 +181,9 @@ class DeferredCopy:
         with self._lock:
             if self._written is None or self._fenced.is_set():
                 return
-            moved = self._moved()  # by operations that began before the copy ended, or later: nothing tells them apart
-            self.touched.update(moved, self._changed_samples())
-            self._written = sorted({*self._written, *moved})
+            # By operations that began before the copy ended, or later: nothing tells them apart.
+            self.touched.update(self._moved(), self._changed_samples())
+            self._written = sorted({*self._written, *self.touched})
             self._fenced.set()
 
     def await_fence(self) -> list[int]:

@@ -86,6 +86,41 @@ def test_ranks_leave_after_a_signal_in_their_own_time(name: str, tmp_path: Path)
     assert "Traceback" not in ended.stderr
 
 
+UNSTEPPED = """
+import os, signal, sys, time
+import stagereg
+
+if sys.argv[1] == "stepped":
+    import torch
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+here = "rank" + os.environ["RANK"]
+open(here, "w").close()
+while not all(map(os.path.exists, ("rank0", "rank1"))):
+    time.sleep(0.01)
+if here == "rank1":
+    os.kill(os.getppid() if sys.argv[2] == "agent" else os.getpid(), signal.SIGTERM)
+time.sleep({LIMIT_S})
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "to", "code"),
+    [
+        ("unstepped", "agent", 75),
+        ("unstepped", "rank", 75),
+        pytest.param("stepped", "agent", 143, marks=pytest.mark.slow),
+        pytest.param("stepped", "rank", 143, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_before_the_first_step_ends_ranks_without_a_checkpointer_with_75(
+    steps: str, to: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(UNSTEPPED.replace("{LIMIT_S}", str(LIMIT_S)))
+    ended = run(tmp_path, steps, to)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.count("preempted by SIGTERM before the first step") == (code == 75)
+
+
 def catches(pid: int, number: int) -> bool:
     [caught] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
@@ -104,7 +139,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_others(tmp_path: Path) -> None:
             launcher.communicate(timeout=LIMIT_S)
         finally:
             launcher.kill()
-    assert launcher.returncode == 128 + signal.SIGTERM
+    assert launcher.returncode == 75
 
 
 IGNORED = """

@@ -91,6 +91,28 @@ def test_a_copy_is_done_at_the_next_fence_or_after_a_while(
     assert torch.equal(from_elsewhere(future)["weight"], expected)
 
 
+WRITES_AT_ONCE: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "data": lambda w: w.data.clamp_(-0.01, 0.01),
+    "detach": lambda w: w.detach().zero_(),
+    "numpy": lambda w: w.detach().numpy().fill(7.0),
+}
+
+
+@pytest.mark.parametrize("fence", ["the optimizer steps", "nothing"])
+@pytest.mark.parametrize("write", WRITES_AT_ONCE)
+def test_a_write_that_may_have_begun_before_the_copy_ended_is_found(
+    write: str, fence: str, gate: threading.Event, stager: OverlappedStager
+) -> None:
+    weight = Weight(stager)
+    future = stager.stage(weight.state())
+    gate.set()
+    future.copied()
+    WRITES_AT_ONCE[write](weight.parameter)  # it has ended; nothing tells when it began
+    FENCES[fence](stager, weight, future)
+    with pytest.raises(WrittenWhileStagedError, match="'weight'"):
+        from_elsewhere(future)
+
+
 def test_a_fence_on_another_thread_confirms_nothing(gate: threading.Event, stager: OverlappedStager) -> None:
     weight = Weight(stager)
     future = stager.stage(weight.state())

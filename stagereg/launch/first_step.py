@@ -1,0 +1,74 @@
+"""The first step of this process: a signal that ends the process before the first step loses no step.
+
+A step is a step of any torch optimizer, or a step that a checkpointer is given. torch has hooks for the steps of
+optimizers, once it is imported. Nothing reports the end of that import, so until then a finder, which finds no module,
+looks at each import.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+
+class _FirstStep:
+    """Calls functions at the first step. ``find_spec`` is the method of a finder."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self._unhook: Callable[[], object] = lambda: None
+
+    def await_step(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        self.find_spec()
+
+    def take(self, _: object = None) -> None:
+        calls, self.calls = self.calls, []
+        if calls:
+            self._unhook()
+        for call in calls:
+            call()
+
+    def forget(self) -> None:
+        self.calls = []  # the locks of the hooks may be held in the parent
+
+    def find_spec(self, *_: object) -> None:
+        torch = sys.modules.get("torch")
+        if self.calls and (torch is None or getattr(getattr(torch, "__spec__", None), "_initializing", False)):
+            return
+        # A list of its own, as the import under way goes through the other one; first, as the hooks are imported too.
+        sys.meta_path = [each for each in sys.meta_path if each is not self]
+        if self.calls:
+            from stagereg.stagers.hooks import AFTER_STEPS
+
+            self._unhook = AFTER_STEPS.add(self.take)
+
+
+# Global because optimizers and checkpointers step, and neither knows of a launcher.
+_first = _FirstStep()
+os.register_at_fork(after_in_child=_first.forget)
+
+
+def call_at_first_step(call: Callable[[], object]) -> None:
+    """Call ``call()`` at the first step of this process from now on, on the thread of that step."""
+    _first.calls.append(call)
+    if len(_first.calls) == 1:
+        _first.await_step()
+
+
+def take_step() -> None:
+    """This process takes a step, or is no longer about to take its first one. Any number of times."""
+    _first.take()
+
+
+def is_awaited() -> bool:
+    """Whether it is known that this process has not taken a step."""
+    return bool(_first.calls)
+
+
+def preempted(received: signal.Signals) -> str:
+    """Return the message of a run that exits with 75 since a signal came before its first step."""
+    return f"preempted by {received.name} before the first step: no step is lost. Start the run again."
