@@ -314,6 +314,7 @@ class Checkpointer:
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
             choosing.log_begin(restored, self.dir, source is None, near)
+        choosing.expect_found(restored, source)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
