@@ -155,6 +155,7 @@ class Checkpointer:
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
             token = self._hold.take(dir)
+            phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
