@@ -155,6 +155,7 @@ class Checkpointer:
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
             token = self._hold.take(dir)
+            phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
@@ -314,6 +315,7 @@ class Checkpointer:
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
             choosing.log_begin(restored, self.dir, source is None, near)
+        choosing.expect_found(restored, source)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None

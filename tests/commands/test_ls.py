@@ -55,8 +55,8 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None
     size = str(sum(map(len, contents(300).values())))
     assert seen[3][:2] == ["300", time.strftime("%Y-%m-%d")]
     assert seen[3][3:] == [size, "B", "2", "dcp", "not", "verified", "latest"]
-    assert seen[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
-    assert seen[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
+    assert seen[4] == ["200", "-", "-", "-", "-", "corrupt", "manifest.json:", "missing"]
+    assert seen[5][7:] == ["corrupt", "a:", "truncated:", "0", "of", "120", "bytes"]
     assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
 
 
@@ -71,11 +71,11 @@ def test_a_shell_gets_what_is_verified_and_what_is_not(tmp_path: Path) -> None:
 
     assert listed(tmp_path) == [["not verified", "latest"], ["not verified"]]
     newest, *_, oldest = listed(tmp_path, "--verify")
-    assert newest[0] == "damaged"
+    assert newest[0] == "corrupt"
     assert newest[1].startswith("latest; a: flipped bits")
-    assert oldest == ["ok"]
+    assert oldest == ["good"]
     (path_of(tmp_path, 200) / "a").unlink()
-    assert listed(tmp_path) == [["damaged", "a: missing"], ["not verified"]]
+    assert listed(tmp_path) == [["corrupt", "a: missing"], ["not verified"]]
 
 
 def test_the_holder_is_named_and_an_unfinished_save_is_theirs(tmp_path: Path, command: Command) -> None:

@@ -6,17 +6,21 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Checkpoint, step_of
 from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
 from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.other_formats import expect_no_other_format
+from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError
@@ -35,11 +39,11 @@ class _GivenUp(str):
 def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     """Return the checkpoints in the order in which they are tried. Raises: ``CheckpointError``."""
     if resume not in ("auto", "latest"):
-        if is_plain_dcp(resume):
-            return [Condition(resume, described(resume))]
         condition = open_parent_store(resume).look(resume)
         _expect_certain(condition)
-        return [condition]
+        if condition.damages == {MANIFEST: "missing"}:
+            expect_no_other_format(resume)
+        return [_without_ranks(condition, by_name=False) if condition.writer else condition]
     complete, damaged = store.checkpoints()
     pointed = store.latest()
     found = [Condition(each.path, each.manifest) for each in complete]
@@ -47,6 +51,10 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         _expect_certain(each)
         older = (at for at, other in enumerate(found) if _is_newer(each, other.checkpoint, pointed))
         found.insert(next(older, len(found)), each)
+    of_torch = [_without_ranks(each) for each in store.of_torch()]
+    for each in of_torch:
+        _expect_certain(each)
+    found = with_those_of_torch(found, of_torch)
     if resume == "auto":
         return found
     if not found:
@@ -54,6 +62,22 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
             f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
         )
     return found[:1]
+
+
+def _without_ranks(condition: Condition, by_name: bool = True) -> Condition:
+    """Return a directory that torch wrote as a candidate: no rank has a part of its own, and the files may be unknown.
+
+    The step is that of the directory's name, or with ``by_name=False`` of the state in the directory.
+    """
+    assert condition.manifest is not None
+    if condition.damages:
+        return condition
+    if is_url(condition.path):
+        why = "torch wrote it, and it is read from a local directory only: copy it to one"
+        return replace(condition, damages={METADATA: why})
+    step = condition.manifest.step if by_name else described(condition.path).step
+    files = condition.manifest.files if condition.writer == DCP_WRITER else {}
+    return replace(condition, manifest=replace(condition.manifest, step=step, world_size=0, files=files))
 
 
 def candidates_near(
@@ -133,12 +157,26 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
         _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
 
 
+def expect_found(restored: Checkpoint | None, source: str | os.PathLike[str] | None) -> None:
+    """Raise ``CheckpointError`` if there was nothing to restore in ``source``. On all ranks."""
+    if restored is None and source is not None:
+        expect_no_other_format(os.fspath(source))
+        raise CheckpointError(nothing_in(os.fspath(source)))
+
+
+def log_unchecked(step: Checkpoint) -> None:
+    """Warn if nothing of a restored checkpoint was compared with a checksum, since there is none."""
+    if not step.manifest.files and not is_url(step.path) and is_plain_dcp(step.path):
+        _log.warning("%s has no checksums, since plain torch wrote it: it is loaded unchecked.", step.path)
+
+
 def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies | None) -> None:
     """Log on rank 0 what a run resumes from, and where its checkpoints go, if these are its ``own``."""
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
     if step is None:
         phases.restored(0, "", "")
     else:
+        log_unchecked(step)
         origin = "survivors" if step.manifest.lost else "store"
         if near is not None and near.names(step.path):
             origin = "tier"
@@ -197,7 +235,7 @@ def sought(source: str) -> tuple[CheckpointStore, str]:
     """Return the store and ``resume`` for the path of one checkpoint, or of a directory of checkpoints."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
-    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
+    one = name == LATEST or step_of(name) is not None or above.look(source).manifest
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
 
 
