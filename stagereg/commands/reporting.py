@@ -164,7 +164,7 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
     if not recorded.ranks:
         return
     for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
-        text = f"It went on from step {step}, since a newer checkpoint was damaged ({tables.first_line(why)})"
+        text = f"It resumed from step {step}, since a newer checkpoint was skipped ({tables.first_line(why)})"
         yield f"{text}: {counted(steps, 'step')} lost."
     yield from _stragglers(recorded)
     if recorded.damaged:
