@@ -8,6 +8,7 @@ of another world size that are seeded alike before the restore are seeded alike 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.state.generators import GeneratorState, generator_state
+
+_OF_RANK = entries.rng_name(0)[:-1]  # what the names of their entries begin with
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
@@ -56,7 +59,8 @@ class Seeding:
 
     def sources(self, there: Collection[str]) -> list[int]:
         """Return the ranks whose generators this rank reads; ``there`` are the names of the saved entries."""
-        self._saved = [rank for rank in range(self._saved_size) if entries.rng_name(rank) in there]
+        ranks = sorted(int(name[len(_OF_RANK) :]) for name in there if re.fullmatch(f"{_OF_RANK}[0-9]{{1,18}}", name))
+        self._saved = [rank for rank in ranks if rank < self._saved_size and entries.rng_name(rank) in there]
         return sorted({*self._saved[:1], *(twin for name in rng.seeds() for twin in self._twins(name))})
 
     def _twins(self, name: str) -> list[int]:
