@@ -35,7 +35,7 @@ class _GivenUp(str):
 
 
 class _Inexact(str):
-    """The reason to skip a checkpoint that lacks values of a failed rank, in the place of damage."""
+    """The reason to skip a checkpoint that lacks values of a failed rank; stands among its damages."""
 
 
 def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
@@ -115,7 +115,7 @@ def without_given_up(
 
 
 def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]:
-    """Mark the checkpoints that ``"auto"`` skips since they are not exact as damaged; refuse another ``resume``."""
+    """Mark inexact checkpoints, so that ``"auto"`` skips them. Raises: ``CheckpointError`` for another ``resume``."""
     found = []
     for each in listed:
         is_damaged = each.damages and _word(each) == "damaged"
@@ -134,7 +134,7 @@ def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]
 
 
 def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
-    """Log that a resume is not exact; ``seeded`` has what each rank has seeded, ``names`` the entries of the state."""
+    """Log that a resume is not exact. ``seeded``: generators, by rank that seeded them; ``names``: of the state."""
     for each, missing in chosen.manifest.lost.items():
         if not missing:
             continue

@@ -67,7 +67,7 @@ class RestoreRequest:
     fresh: Sequence[str]  # the entries of ``state`` that stay as they are where nothing was saved for them
     near: NearCopies | None = None  # the tier of the run
     touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
-    alike: dict[str, list[int]] = field(default_factory=dict)  # of :func:`.lowest_alike`, as it was before the restore
+    twins: dict[str, list[int]] = field(default_factory=dict)  # of :func:`.lowest_twins`, as it was before the restore
 
 
 def restore(asked: RestoreRequest) -> Checkpoint | None:
@@ -117,12 +117,12 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         asked.counter.take_note([each.note for each in seen])
         listed = choosing.without_given_up(store, resume, asked.counter, seen[0].listed, steps)
         listed = choosing.without_inexact(listed, resume) if asked.exact else listed
-        alike = seeding.lowest_alike([each.seeds for each in seen])
-        return [(listed, _machines(seen), asked.counter.note(), alike)] * ranks.size
+        twins = seeding.lowest_twins([each.seeds for each in seen])
+        return [(listed, _machines(seen), asked.counter.note(), twins)] * ranks.size
 
-    listed, machines, note, alike = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
+    listed, machines, note, twins = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
     asked.counter.take_note([note])
-    asked.alike.update(alike)
+    asked.twins.update(twins)
     if resume == "auto":
         choosing.warn_of_damaged([each for each in listed if each.damages], ranks)
     passed: list[Condition] = []
@@ -381,7 +381,7 @@ class _Loading:
         given = asked.state, *sizes, asked.names, asked.cast, asked.fresh
         self._found, self.left = placing.find(self.files, *given, str(asked.ranks.rank) in chosen.manifest.lost)
         if entries.rng_name(asked.ranks.rank) not in self._found:
-            self._seeding = seeding.Seeding(chosen.manifest, asked.alike, asked.ranks.rank, asked.ranks.size)
+            self._seeding = seeding.Seeding(chosen.manifest, asked.twins, asked.ranks.rank, asked.ranks.size)
             self._sources = {rank: entries.rng_name(rank) for rank in self._seeding.sources(self.files.index.state)}
             self._found |= {name: self.files.structure(name) for name in self._sources.values()}
         if asked.touched and (lacking := asked.state.keys() - self._found.keys()):

@@ -1,9 +1,9 @@
 """Seed the random number generators that a checkpoint does not have: a failed rank's, or with another world size.
 
-A generator that stays as the program began it repeats the random numbers of step 0. So each is seeded from what the
-checkpoint has of it, the step and the rank. Some programs seed ranks alike on purpose, such as ranks that must drop the
-same activations. Those stay alike: a failed rank takes the state of a surviving rank that is seeded alike, and ranks
-of another world size that are seeded alike before the restore are seeded alike again.
+A generator that stays as the program began it repeats the random numbers of step 0. So it is seeded from the state that
+another rank has saved, the step and the rank. Some programs seed ranks identically on purpose, for example ranks that
+must drop the same activations. Such ranks are *twins*, and stay twins: a failed rank takes the generator state of a
+surviving twin, and with another world size the ranks that are twins before the restore get the same seed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OF_RANK = entries.rng_name(0)[:-1]  # what the names of their entries begin wit
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return how the program has seeded each generator of the process, and each in ``state``, whose name gets a dot."""
+    """Return the seed of each generator of this process, and of each one in ``state``, whose name gets a dot."""
     return rng.seeds() | {f".{name}": each.seed for name, each in _generators(state)}
 
 
-def lowest_alike(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return by generator, for each rank, the lowest rank with the same seed; ``seeds`` are those of all ranks."""
+def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return by generator, for each rank, the lowest of its twins; ``seeds`` is from :func:`seeds_of`, by rank."""
     found: dict[str, list[int]] = {}
     for name in set().union(*seeds):
         first: dict[str, int] = {}
@@ -37,7 +37,7 @@ def lowest_alike(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 class Seeded(NamedTuple):
-    """The generators that were seeded, and those that took the state of another rank, by that rank."""
+    """The names of the generators that were seeded, and of those that took the state of a twin, by its rank."""
 
     anew: list[str]
     taken: dict[int, list[str]]
@@ -45,15 +45,15 @@ class Seeded(NamedTuple):
     def __str__(self) -> str:
         texts = [f"seeded from the checkpoint, its step and the rank: {', '.join(self.anew)}"] if self.anew else []
         for rank, names in self.taken.items():
-            texts.append(f"continued from rank {rank}, which the program seeds alike: {', '.join(names)}")
+            texts.append(f"continued from rank {rank}, which the program seeds identically: {', '.join(names)}")
         return "; ".join(texts)
 
 
 class Seeding:
-    """Seeds the generators of this rank, of which a checkpoint has none; ``alike`` is from :func:`lowest_alike`."""
+    """Seeds the generators of this rank, if a checkpoint lacks them; ``twins`` is from :func:`lowest_twins`."""
 
-    def __init__(self, manifest: Manifest, alike: Mapping[str, list[int]], rank: int, size: int) -> None:
-        self._alike, self._rank, self._size, self._step = alike, rank, size, manifest.step
+    def __init__(self, manifest: Manifest, twins: Mapping[str, list[int]], rank: int, size: int) -> None:
+        self._lowest_twins, self._rank, self._size, self._step = twins, rank, size, manifest.step
         self._saved_size, self._same_size = manifest.world_size, manifest.world_size == size
         self._saved: list[int] = []  # the ranks whose generators are in the checkpoint
 
@@ -64,22 +64,23 @@ class Seeding:
         return sorted({*self._saved[:1], *(twin for name in rng.seeds() for twin in self._twins(name))})
 
     def _twins(self, name: str) -> list[int]:
-        """Return the first two ranks with a saved generator that the program seeds as the one of this rank."""
+        """Return the first two twins with a saved generator."""
         lowest = self._lowest(name)
         return [rank for rank in self._saved if self._same_size and lowest[rank] == lowest[self._rank]][:2]
 
     def _lowest(self, name: str) -> Sequence[int]:
-        return self._alike.get(name, range(self._size))
+        return self._lowest_twins.get(name, range(self._size))
 
     def apply(
         self, state: Mapping[str, Any], restored: Collection[str], saved: Mapping[int, Mapping[str, torch.Tensor]]
     ) -> Seeded:
-        """Set the generators of the process and of ``state``; ``saved`` has those of :meth:`sources`, by rank.
+        """Set the generators of the process and of ``state``; ``saved`` has the states of :meth:`sources`, by rank.
 
         ``restored`` are the names of the entries of ``state`` that took a saved value.
         """
         seeded, numbers = Seeded([], {}), dict[str, int]()
         found: dict[str, torch.Tensor] = {}
+        first = saved[self._saved[0]] if self._saved else {}
         for name, seed in rng.seeds().items():
             twins = [rank for rank in self._twins(name) if name in saved[rank]]
             states = [saved[rank][name] for rank in twins]
@@ -87,18 +88,22 @@ class Seeding:
                 found[name] = states[0]
                 seeded.taken.setdefault(twins[0], []).append(name)
                 continue
-            first = next((saved[rank][name] for rank in self._saved[:1] if name in saved[rank]), None)
-            own = self._rank if states else self._lowest(name)[self._rank]  # twins that differ by now are none
-            numbers[name] = rng.seed_from(name, seed if first is None else bytes(first.tolist()), self._step, own)
+            own = self._rank if states else self._lowest(name)[self._rank]  # twins that differ by now are ignored
+            numbers[name] = rng.seed_from(name, _bytes(first, name) or seed, self._step, own)
             seeded.anew.append(name)
         rng.restore(found | rng.seeded(numbers))
         for name, generator in _generators(state):
             lowest, source = self._lowest(f".{name}"), self._saved[0] if self._same_size and self._saved else 0
             as_saved = name in restored and lowest[source] == lowest[self._rank]
             if not as_saved and (name in restored or isinstance(state[name], entries.PerRank)):
-                generator.reseed(rng.seed_from(name, generator.state_dict(), self._step, lowest[self._rank]))
+                base = _bytes(first, "torch") or generator.seed
+                generator.reseed(rng.seed_from(f".{name}", base, self._step, lowest[self._rank]))
                 seeded.anew.append(name)
         return seeded
+
+
+def _bytes(state: Mapping[str, torch.Tensor], name: str) -> bytes:
+    return bytes(state[name].tolist()) if name in state else b""
 
 
 def _generators(state: Mapping[str, Any]) -> Iterator[tuple[str, GeneratorState]]:

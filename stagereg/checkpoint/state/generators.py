@@ -51,7 +51,7 @@ class GeneratorState:
 
     @property
     def seed(self) -> str:
-        """How it was seeded: equal on ranks that the program seeded alike; see :func:`.rng.seeds`."""
+        """The seed, equal on ranks that the program seeded identically; see :func:`.rng.seeds`."""
         generator = self._generator
         return str(generator.initial_seed() if isinstance(generator, torch.Generator) else self.state_dict()[_STATE])
 

@@ -78,7 +78,7 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 
 
 def seeds() -> dict[str, str]:
-    """Return how each generator of this process was seeded; equal on ranks that the program seeded alike.
+    """Return the seed of each generator of this process; equal on ranks that the program seeded identically.
 
     Torch keeps the seed; of Python and NumPy it is a digest of the present state.
     """
@@ -95,7 +95,7 @@ def _digest(state: Any) -> str:
 
 
 def seed_from(*parts: object) -> int:
-    """Return a seed that follows from the parts alone, on each machine and in each process."""
+    """Return a seed that follows from the parts alone, on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
-from stagereg.checkpoint.load.seeding import Seeding, lowest_alike, seeds_of
+from stagereg.checkpoint.load.seeding import Seeding, lowest_twins, seeds_of
 from stagereg.checkpoint.options import Leave, Restore
 from stagereg.checkpoint.state import rng
 from stagereg.checkpoint.state.entries import per_rank, rng_name
@@ -286,7 +286,7 @@ def test_another_world_size_draws_no_random_number_again_and_ranks_stay_apart(tm
     assert len(once) - len({*once}) == 2 * 3
 
 
-def test_another_world_size_leaves_ranks_alike_that_the_program_seeds_alike(tmp_path: Path) -> None:
+def test_another_world_size_leaves_ranks_identical_that_the_program_seeds_identically(tmp_path: Path) -> None:
     one, other, third = (each[-3:] for each in run_ranks(drawn, 3, args=(str(tmp_path), 0)))
     assert one == other == third
 
@@ -323,7 +323,7 @@ def test_a_failed_rank_is_seeded_from_the_checkpoint_the_step_and_the_rank(tmp_p
         rng.restore(before)
 
 
-def test_a_failed_rank_continues_from_a_surviving_rank_that_is_seeded_alike_and_has_drawn_alike() -> None:
+def test_a_failed_rank_continues_from_a_surviving_rank_of_the_same_seed_that_has_drawn_as_much() -> None:
     before = rng.as_tensors(rng.capture())
     try:
         states = {number: {name: bytes(x.tolist()) for name, x in states_of(number).items()} for number in (5, 6)}
@@ -343,8 +343,8 @@ def test_ranks_are_compared_by_how_each_of_their_generators_is_seeded() -> None:
         {"accelerator"} if torch.accelerator.is_available() else set()
     )
     assert found[".own"] == "3"
-    assert lowest_alike([found, found, {**found, "torch": "9"}, {"torch": "9"}])["torch"] == [0, 0, 2, 2]
-    assert lowest_alike([found, {}, {}])["numpy"] == [0, 1, 2]
+    assert lowest_twins([found, found, {**found, "torch": "9"}, {"torch": "9"}])["torch"] == [0, 0, 2, 2]
+    assert lowest_twins([found, {}, {}])["numpy"] == [0, 1, 2]
 
 
 def test_retention_leaves_the_newest_exact_checkpoint_until_a_newer_one_is_exact(root: Path) -> None:
