@@ -305,9 +305,10 @@ class Checkpointer:
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         how = self.restore_options
-        what = store, resume, how.verify, how.read, how.cast, state, self._storage, self._ranks, self._saver.names
+        what = store, resume, how.verify, how.read, how.cast, how.exact, state, self._storage, self._ranks
+        names = self._saver.names
         near = self._tiering.near if source is None else None
-        restored = restoring.restore(restoring.RestoreRequest(*what, self.wait, self._crashes, how.fresh, near))
+        restored = restoring.restore(restoring.RestoreRequest(*what, names, self.wait, self._crashes, how.fresh, near))
         step = None if restored is None else restored.manifest.step
         if near is not None:
             near.go_on_from(step)

@@ -58,10 +58,12 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         good = "good" if asked.verify else "not verified"
         stays = [kept[each.name]] if each.name in kept else []
         stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
-        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each))))
+        lacks = each.manifest.lacks if each.manifest is not None else ""
+        inexact = f"not exact: lacks {lacks}" if lacks else ""
+        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each), inexact)))
         entries.append(_entry(each, good) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
-        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "storage"))
+        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "exact", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
         step = step_within(path.rpartition("/")[2])
         entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False, "kept": ""})
@@ -159,6 +161,7 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
         "bytes": manifest and manifest.nbytes,
         "ranks": (manifest and manifest.world_size) or None,
         "lost": manifest and [int(rank) for rank in manifest.lost],
+        "exact": manifest and not manifest.lacks,
         "storage": manifest and manifest.storage,
         "state": bad if each.damages else good,
         "damages": [{"file": name, "what": what} for name, what in each.damages.items()],

@@ -169,7 +169,7 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
             "hydra.run.dir=PATH gives each run a directory of its own."
         )
     for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
-        text = f"It went on from step {step}, since a newer checkpoint was damaged ({tables.first_line(why)})"
+        text = f"It resumed from step {step}, since a newer checkpoint was skipped ({tables.first_line(why)})"
         yield f"{text}: {counted(steps, 'step')} lost."
     yield from _stragglers(recorded)
     if recorded.damaged:

@@ -140,7 +140,7 @@ def test_missing_records_and_fallbacks_are_reported(here: Path, report: Command)
     seen = report("run").out
     assert "Left out, being damaged: 2 lines of its records." in seen
     assert "There are no records of 1 rank (1):" in seen
-    assert "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost." in seen
+    assert "It resumed from step 100, since a newer checkpoint was skipped (a: missing): 100 steps lost." in seen
 
 
 def test_stragglers_are_named_with_the_steps_in_which_they_were_slow(here: Path, report: Command) -> None:

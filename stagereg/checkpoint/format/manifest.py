@@ -76,6 +76,11 @@ class Manifest:
         """The greater, the later it was committed; by the step where two have one serial."""
         return self.serial, self.step
 
+    @property
+    def lacks(self) -> str:
+        """The values of failed ranks that are missing or inexact, in words; empty in an exact checkpoint."""
+        return "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in self.lost.items() if names)
+
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}

@@ -15,6 +15,7 @@ from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Chec
 from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
 from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.load.seeding import Seeded
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
@@ -23,17 +24,22 @@ from stagereg.checkpoint.store.other_formats import expect_no_other_format
 from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, DamagedError
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
 
 _RETRY = "checkpoint.restore.give_up_after=null"
+_EXACT = "checkpoint.restore.exact"
 
 _log = logging.getLogger(__name__)
 
 
 class _GivenUp(str):
     """The reason to skip a checkpoint that runs crash after, in the place of damage."""
+
+
+class _Inexact(str):
+    """The reason to skip a checkpoint that lacks values of a failed rank; stands among its damages."""
 
 
 def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
@@ -132,6 +138,42 @@ def without_given_up(
     return listed
 
 
+def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]:
+    """Mark inexact checkpoints, so that ``"auto"`` skips them. Raises: ``CheckpointError`` for another ``resume``."""
+    found = []
+    for each in listed:
+        is_damaged = each.damages and _word(each) == "damaged"
+        if each.manifest is None or not each.manifest.lacks or is_damaged:
+            found.append(each)
+            continue
+        why = f"it lacks {each.manifest.lacks}"
+        if resume != "auto":
+            raise CheckpointError(
+                f"resume={resume} is not exact: {each.path} was saved without a failed rank, and lacks "
+                f"{each.manifest.lacks}. Resume from the newest exact checkpoint with checkpoint.resume=auto; or from "
+                f"this one with {_EXACT}=false."
+            )
+        found.append(Condition(each.path, each.manifest, {**each.damages, "not exact": _Inexact(why)}))
+    return found
+
+
+def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
+    """Log that a resume is not exact. ``seeded``: generators, by rank that seeded them; ``names``: of the state."""
+    for each, missing in chosen.manifest.lost.items():
+        if not missing:
+            continue
+        generators = seeded[int(each)] if len(seeded) == chosen.manifest.world_size else None
+        new = [] if generators is None else generators.anew
+        began = [name for name in missing if name in names and name not in new]
+        how = f" Random numbers of rank {each}: {generators}." if generators else ""
+        how += f" As the program begins: {', '.join(began)}." if began else ""
+        _log.warning(
+            "The resume from step %d is not exact: %s was saved after rank %s had failed, and lacks %s of that rank.%s "
+            "To repeat the steps since the newest exact checkpoint instead, add %s=true.",
+            *(chosen.manifest.step, chosen.path, each, ", ".join(missing), how, _EXACT),
+        )
+
+
 def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
     """Whether a damaged checkpoint was committed after a complete one, as far as is known."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
@@ -150,8 +192,11 @@ def _expect_certain(condition: Condition) -> None:
 
 
 def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
+    """Log the checkpoints that are skipped, except inexact ones, which :func:`log_fallback` logs."""
     for each in damaged if ranks.rank == 0 else ():
         word, more = _word(each), ""
+        if word == "not exact":
+            continue
         if word == "given up":
             more = f"\n  If that had another cause, go on from it with checkpoint.resume=PATH or {_RETRY}."
         _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
@@ -189,42 +234,57 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
     if not passed or ranks.rank != 0:
         return
     step = chosen.manifest.step
+    for each in passed:
+        if _word(each) == "not exact":
+            _log.warning("Skipped step %s, which is %s (%s=true): %s", each.step, each, _EXACT, each.path)
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + ' lost' if lost else ''}"
+    done = "repeated" if _word(newest) == "not exact" else "lost"
+    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + f' {done}' if lost else ''}"
     _log.warning("Resumed from step %d, NOT from step %s, which is %s.", step, newest.step, text)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
-def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
-    """Return the message if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
-    names = [each.name if os.path.dirname(each.path) == root else each.path for each in damaged]
-    every = "\n".join(f"  {name}: {each}" for name, each in zip(names, damaged, strict=True))
-    given_up = [_word(each) == "given up" for each in damaged]
-    how = (
-        "What ends each run in this way may be in the program, its data or a machine: see the errors of those runs. "
-        f"When it is mended, go on from the newest with {_RETRY}, or from another one with checkpoint.resume=PATH.\n"
+def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
+    """Return the error if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
+    names = [each.name if os.path.dirname(each.path) == root else each.path for each in skipped]
+    every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
+    words = {_word(each) for each in skipped}
+    how = ""
+    if "given up" in words:
+        how = (
+            "What ends each run in this way may be in the program, its data or a machine: see the errors of those "
+            f"runs. When it is mended, go on from the newest with {_RETRY}, or from another one with "
+            "checkpoint.resume=PATH.\n"
+        )
+    if any(isinstance(what, _Inexact) for each in skipped for what in each.damages.values()):
+        how += f"To resume from the newest that is not exact, give {_EXACT}=false.\n"
+    put_back = "Put back what is missing, or " if "damaged" in words else "Else "
+    good, command = ("exact", "ls") if words == {"not exact"} else ("good", "verify")
+    text = (
+        f"There are checkpoints in {root}, and none of them is {good}:\n"
+        f"{every}\n{how}Starting from scratch would give the run up, so no step was taken. {put_back}start from "
+        f"scratch with checkpoint.resume=never. `stagereg {command} {shlex.quote(root)}` shows them again."
     )
-    put_back = "Else " if all(given_up) else "Put back what is missing, or "
-    return (
-        f"There are checkpoints in {root}, and none of them is good:\n{every}\n{how if any(given_up) else ''}"
-        f"Starting from scratch would give the run up, so no step was taken. {put_back}start from scratch "
-        f"with checkpoint.resume=never. `stagereg verify {shlex.quote(root)}` shows them again."
-    )
+    return CheckpointError(text) if good == "exact" else DamagedError(text)
 
 
-def not_that_one(resume: str, damaged: Condition) -> str:
+def not_that_one(resume: str, damaged: Condition) -> DamagedError:
+    """Return the error if the checkpoint that ``resume`` names is not good."""
     what = f"it is damaged:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
         there = is_url(damaged.path) or os.path.exists(damaged.path)
         what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
-    return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+    return DamagedError(
+        f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+    )
 
 
 def _word(condition: Condition) -> str:
-    return "given up" if any(isinstance(what, _GivenUp) for what in condition.damages.values()) else "damaged"
+    kinds = {type(what) for what in condition.damages.values()}
+    return "given up" if _GivenUp in kinds else "not exact" if _Inexact in kinds else "damaged"
 
 
 def _indented(condition: Condition) -> str:
