@@ -40,7 +40,11 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         condition = open_parent_store(resume).look(resume)
         _expect_certain(condition)
         return [condition]
+    named = store.retention.pointed()
     complete, damaged = store.checkpoints()
+    there = {each.name for each in complete} | {each.name for each in damaged}
+    if step_of(named) is not None and named not in there and store.retention.pointed() == named:  # no run saves there
+        _report_deleted(store.root, named, resume, complete)
     pointed = store.latest()
     found = [Condition(each.path, each.manifest) for each in complete]
     for each in damaged:
@@ -54,6 +58,15 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
             f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
         )
     return found[:1]
+
+
+def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint]) -> None:
+    """Log that the newest checkpoint was deleted. Raises: ``CheckpointError`` if ``resume`` requires it."""
+    found = f"in {root}, `latest` points to {name}, which was deleted or moved"
+    instead = f"resumes from {left[0].name}" if left else "starts from scratch"
+    if resume == "latest":
+        raise CheckpointError(f"resume=latest: {found}. Put {name} back, or use resume=auto, which {instead}.")
+    _log.warning("stagereg: %s. The run %s.", found, instead)
 
 
 def candidates_near(
