@@ -10,7 +10,8 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -126,12 +127,9 @@ class ForgottenObjects:
 
     def _lacks_scheduler(self, optimizer: Optimizer, saved: _Saved) -> bool:
         """Whether a scheduler of an optimizer is not in the state."""
-        if saved.has_schedules:
-            return False
-        if any(saved.lacks(each, optimizer) for each in self._plateaus):
-            return True
-        known = (each.optimizer.state is optimizer.state for each in saved.schedulers)
-        return _is_scheduled(optimizer) and not any(known)
+        known = any(each.optimizer.state is optimizer.state for each in saved.schedulers)
+        plateau = any(saved.lacks(each, optimizer) for each in self._plateaus)
+        return (plateau or (_is_scheduled(optimizer) and not known)) and not saved.has_schedules
 
     def _report(self) -> None:
         for kind, text in self._found.items():
@@ -147,35 +145,44 @@ class _Saved:
     def __init__(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
         self.names = set(state)
         self.schedulers: list[LRScheduler] = []
-        self._places: dict[Any, str] = {}  # entries by their parameters, and by the memory of their tensors
+        self._owners: dict[torch.Tensor, str] = {}  # entries by the parameters of their modules
         self._optimizers: set[int] = set()  # by their ``state``, which wrappers share with the optimizer inside
         self._trained: set[torch.Tensor] = set()
-        known = set()
+        self._captured, self._known = captured, set[str]()
         for name in state:
             value = entries.value_of(state, name)
             optimizers = optimizers_of(value)
             self._optimizers |= {id(each.state) for each in optimizers}
             self._trained |= {param for each in optimizers for param in parameters_of(each)}
-            self._places |= {param: name for module in modules_of(value) for param in module.parameters()}
+            self._owners |= {param: name for module in modules_of(value) for param in module.parameters()}
             if isinstance(value, LRScheduler):
                 self.schedulers += _with_inner(value)
             if optimizers or isinstance(value, LRScheduler):
-                known.add(name)
-        # Whether an object of the program saves state dicts of optimizers or schedulers: which ones is not known.
-        self.has_schedules = self._has_optimizers = False
-        for name, value in captured.items():
-            for path, leaf in leaves(value, name):
-                if isinstance(leaf, torch.Tensor):
-                    self._places.setdefault(entries.memory_of(leaf), name)
-                if name not in known:
-                    self._has_optimizers |= ".param_groups." in path
-                    self.has_schedules |= path.endswith(".last_epoch")
-        self._places.pop(0, None)  # of tensors without memory
+                self._known.add(name)
+
+    @cached_property
+    def _memory(self) -> dict[object, str]:
+        """The entries by the memory of their tensors."""
+        tensors = ((x, name) for name, value in self._captured.items() for _, x in leaves(value, name))
+        found = {entries.memory_of(x): name for x, name in tensors if isinstance(x, torch.Tensor)}
+        found.pop(0, None)  # of tensors without memory
+        return found
+
+    def _is_in_object(self, key: str) -> bool:
+        """Whether an object of the program saves a key of the state dict of some optimizer or scheduler."""
+        unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
+        return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
+
+    @cached_property
+    def has_schedules(self) -> bool:
+        """Whether an object of the program saves a scheduler."""
+        return self._is_in_object("last_epoch")
 
     def trained_by(self, optimizer: Optimizer) -> str | None:
         """Return an entry with parameters of an optimizer, if there is one."""
-        places = (self._places.get(x, self._places.get(entries.memory_of(x))) for x in parameters_of(optimizer))
-        return next(filter(None, places), None)
+        params = parameters_of(optimizer)
+        by_memory = (self._memory.get(entries.memory_of(x)) for x in params)
+        return next(filter(None, chain(map(self._owners.get, params), by_memory)), None)
 
     def replaces(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer, which is in the state, has parameters of an optimizer."""
@@ -188,9 +195,10 @@ class _Saved:
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether the state of an optimizer is saved, in whatever object, or may be."""
-        tensors = [x for x in _state_of(optimizer) if isinstance(x, torch.Tensor) and entries.memory_of(x)]
-        inside = bool(tensors) and all(entries.memory_of(x) in self._places for x in tensors)
-        return id(optimizer.state) in self._optimizers or self._has_optimizers or inside
+        if id(optimizer.state) in self._optimizers or self._is_in_object("param_groups"):
+            return True
+        places = [entries.memory_of(x) for x in _state_of(optimizer) if isinstance(x, torch.Tensor)]
+        return any(places) and all(each in self._memory for each in places if each)
 
 
 def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
