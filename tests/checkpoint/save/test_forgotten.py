@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def test_a_forgotten_object_is_named_once(fault: str, tmp_path: Path, caplog: An
 def of_trainer(copies: bool) -> Callable[[Program], Made]:
     def make(p: Program) -> Made:
         scheduler = lr_scheduler.ReduceLROnPlateau(p.adam)
-        return {"trainer": Trainer(copies, model=p.model, opt=p.adam, lr=scheduler)}, [p.adam, scheduler]
+        return {"model": p.model, "trainer": Trainer(copies, opt=p.adam, lr=scheduler)}, [p.adam, scheduler]
 
     return make
 
@@ -318,10 +319,11 @@ def test_steps_are_observed_until_the_tenth_save_and_nothing_is_kept_alive(tmp_p
             if step == 1:
                 optimizer.step()
                 del optimizer
+                gc.collect()
+                assert gone() is None
             program.adam.step()
             assert observed(saver) == [step <= 10, True]
             checkpointer.maybe_save(step, {"model": program.model, "optimizer": program.adam})
-        assert gone() is None
         found.append(saver)
     assert observed(found[0]) == [False, False]
 
