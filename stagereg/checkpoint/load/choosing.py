@@ -62,11 +62,14 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
 
 def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint]) -> None:
     """Log that the newest checkpoint was deleted. Raises: ``CheckpointError`` if ``resume`` requires it."""
-    found = f"in {root}, `latest` points to {name}, which was deleted or moved"
     instead = f"resumes from {left[0].name}" if left else "starts from scratch"
     if resume == "latest":
-        raise CheckpointError(f"resume=latest: {found}. Put {name} back, or use resume=auto, which {instead}.")
-    _log.warning("stagereg: %s. The run %s.", found, instead)
+        raise CheckpointError(
+            f"resume=latest, but `latest` in {root} points to {name}, which was deleted or moved. Put {name} back, or "
+            f"use resume=auto, which {instead}."
+        )
+    text = "stagereg: `latest` in %s points to %s, which was deleted or moved. The run %s."
+    _log.warning(text, root, name, instead)
 
 
 def candidates_near(
