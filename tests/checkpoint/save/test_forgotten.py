@@ -112,7 +112,10 @@ FAULTS: dict[str, tuple[Callable[[Program], Made], list[str]]] = {
     "an optimizer": (lambda p: ({"model": p.model}, [p.adam]), ["lacks AdamW, which trains 'model': a resumed"]),
     "two": (
         lambda p: ({"d": p.other, "g": p.model}, [p.adam, p.of_other]),
-        ["lacks AdamW, which trains 'd' and AdamW, which trains 'g': a resumed"],
+        [
+            "lacks AdamW, which trains 'd' and AdamW, which trains 'g': a resumed",
+            "state['optimizer'] = self.of_other; state['optimizer_2'] = self.adam",
+        ],
     ),
     "one of two": (
         lambda p: ({"d": p.other, "g": p.model, "optimizer": p.of_other}, [p.adam, p.of_other]),
