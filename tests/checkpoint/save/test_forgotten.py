@@ -114,7 +114,7 @@ FAULTS: dict[str, tuple[Callable[[Program], Made], list[str]]] = {
         lambda p: ({"d": p.other, "g": p.model}, [p.adam, p.of_other]),
         [
             "lacks AdamW, which trains 'd' and AdamW, which trains 'g': a resumed",
-            "state['optimizer'] = self.of_other; state['optimizer_2'] = self.adam",
+            "; state['optimizer_2'] = self.adam",
         ],
     ),
     "one of two": (
