@@ -345,6 +345,7 @@ class Checkpointer:
         self._together.leave()
         ended = self._background.finish()
         self._saver.drop_retake()
+        self._saver.forgotten.close()
         self._closed, self._survivors, self._saver.whole = True, None, None
         self._calls.close()
         if self.preemption is not None:

@@ -50,7 +50,11 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         if condition.damages == {MANIFEST: "missing"}:
             expect_no_other_format(resume)
         return [_without_ranks(condition, by_name=False) if condition.writer else condition]
+    named = store.retention.pointed()
     complete, damaged = store.checkpoints()
+    there = {each.name for each in complete} | {each.name for each in damaged}
+    if step_of(named) is not None and named not in there and store.retention.pointed() == named:  # no run saves there
+        _report_deleted(store.root, named, resume, complete)
     pointed = store.latest()
     found = [Condition(each.path, each.manifest) for each in complete]
     for each in damaged:
@@ -84,6 +88,18 @@ def _without_ranks(condition: Condition, by_name: bool = True) -> Condition:
     step = condition.manifest.step if by_name else described(condition.path).step
     files = condition.manifest.files if condition.writer == DCP_WRITER else {}
     return replace(condition, manifest=replace(condition.manifest, step=step, world_size=0, files=files))
+
+
+def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint]) -> None:
+    """Log that the newest checkpoint was deleted. Raises: ``CheckpointError`` if ``resume`` requires it."""
+    instead = f"resumes from {left[0].name}" if left else "starts from scratch"
+    if resume == "latest":
+        raise CheckpointError(
+            f"resume=latest, but `latest` in {root} points to {name}, which was deleted or moved. Put {name} back, or "
+            f"use resume=auto, which {instead}."
+        )
+    text = "stagereg: `latest` in %s points to %s, which was deleted or moved. The run %s."
+    _log.warning(text, root, name, instead)
 
 
 def candidates_near(

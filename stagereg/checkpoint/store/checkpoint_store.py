@@ -17,7 +17,7 @@ import stagereg.checkpoint.store.conditions as conditions
 import stagereg.checkpoint.store.torch_directories as torch_directories
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, damage_of, differences
-from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, now, step_name
+from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, now, step_name, step_of
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
@@ -135,8 +135,9 @@ class CheckpointStore:
         complete, damaged = self.checkpoints()
         self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
-        # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
-        if complete and self.retention.pointed() not in [complete[0].name, *(each.name for each in damaged)]:
+        # A link to a corrupt or deleted checkpoint stays as it is: that the newest is lost must not go unnoticed.
+        pointed = self.retention.pointed()
+        if complete and (step_of(pointed) is None or pointed in [each.name for each in complete[1:]]):
             self.backend.point(complete[0].name)  # its run was killed right after the commit
         return left
 
