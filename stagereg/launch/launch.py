@@ -72,7 +72,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
         while True:
             end = run.attempt()
             if not end.errors and end.unstepped is not None:
-                raise _preempted(end.unstepped, _newest_checkpoint(directory))
+                raise _preempted(end.unstepped, _newest_checkpoint(run.progress()))
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
             if not end.errors and not end.codes:
