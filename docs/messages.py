@@ -48,8 +48,8 @@ _REMEDIES = {
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
     "LaunchError": "The output of the rank that is named has the cause. [Many machines](clusters.md)",
     "NotSavedInTimeError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
-    "NothingSavedError": "`checkpoint.restore.fresh=[NAME]`, where the entry is to begin from scratch. "
-    "[Checkpoints](checkpoints.md#what-is-new-in-the-state)",
+    "NothingSavedError": "`checkpoint.restore.allow_missing=[NAME]`, where the entry is to begin from scratch. "
+    "[Checkpoints](checkpoints.md#renamed-new-and-missing-entries-and-layers)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
     "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "
     "[When a rank fails](join.md#when-a-rank-fails)",

@@ -8,6 +8,7 @@ could be dealt again: they keep a position of their own (:func:`is_position`), f
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -19,8 +20,11 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from stagereg.errors import CheckpointError, ConfigError, name_ranks
+from stagereg.seeded import DrawCheck, SampleIndex, SeededDataset, seeded
 
-__all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position", "is_stateful"]
+__all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position", "is_stateful", "seeded"]
+
+_log = logging.getLogger(__name__)
 
 _ORDER = ("length", "seed", "shuffle")  # what the order of an epoch follows from, beside its number
 T = TypeVar("T")
@@ -76,6 +80,8 @@ class ResumableSampler(Sampler[int]):
 
     Attributes:
         epoch: that is gone through.
+        sample_seed: the seed of a dataset that is :func:`.seeded`; ``None`` if it is not.
+        hinted: whether the hint about random numbers of workers was logged.
 
     Raises:
         ConfigError: the dataset has no length, or there is no such rank.
@@ -115,6 +121,8 @@ class ResumableSampler(Sampler[int]):
                 "position of their own: torchdata's StatefulDataLoader, on as many ranks."
             ) from error
         self.epoch = 0
+        self.sample_seed = dataset.seed if isinstance(dataset, SeededDataset) else None
+        self.hinted = False
         self._consumed = 0  # of this rank's share
         self._dealt: list[tuple[int, list[int]]] = []  # epoch and what each rank consumed, for each earlier number
         self._drawn = self._counted = self._is_over = False
@@ -144,6 +152,7 @@ class ResumableSampler(Sampler[int]):
 
         Raises:
             ConfigError: the loader has another sampler, or the order in which it returns samples is not this one's.
+            CheckpointError: its dataset is :func:`.seeded` with another seed than in the run that saved.
         """
         return CountedBatches(self, loader, epochs, limit)
 
@@ -163,10 +172,11 @@ class ResumableSampler(Sampler[int]):
         return self._left_in(self.epoch)
 
     def __iter__(self) -> Iterator[int]:
-        self._drawn = True
-        order = self._order(self.epoch)[self.rank :: self.num_replicas][self._consumed :][: len(self)]
+        self._drawn, epoch = True, self.epoch
+        order = self._order(epoch)[self.rank :: self.num_replicas][self._consumed :][: len(self)]
         for part in order.split(4096):
-            yield from part.tolist()
+            found = part.tolist()
+            yield from found if self.sample_seed is None else (SampleIndex(index, epoch) for index in found)
 
     def _left_in(self, epoch: int) -> int:
         """Return how many samples of an epoch are left to this rank."""
@@ -189,6 +199,7 @@ class ResumableSampler(Sampler[int]):
             **{name: getattr(self, name) for name in (*_ORDER, "num_replicas", "rank", "epoch")},
             "consumed": self._consumed,
             "dealt": [[epoch, [*counts]] for epoch, counts in self._dealt],
+            **({} if self.sample_seed is None else {"sample_seed": self.sample_seed}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,6 +224,7 @@ class ResumableSampler(Sampler[int]):
             dealt, epoch, consumed = self._dealt_by(states), min(each["epoch"] for each in states), 0
         self.epoch, self._consumed = epoch, consumed
         self._dealt = [(of, [*counts]) for of, counts in dealt if of >= epoch]
+        self.sample_seed = states[0].get("sample_seed") if self.sample_seed is None else self.sample_seed
         self._drawn = self._counted = self._is_over = False
 
     def of_other_rank(
@@ -239,6 +251,14 @@ class ResumableSampler(Sampler[int]):
                     "order samples would be repeated and left out. Use the same dataset and seed, or restore without "
                     "the sampler, to begin anew"
                 )
+        self._seeds_samples_with(state.get("sample_seed"), self.sample_seed)
+
+    def _seeds_samples_with(self, saved: int | None, here: int | None) -> None:
+        if None not in (saved, here) and saved != here:
+            raise CheckpointError(
+                f"it was saved with stagereg.data.seeded(dataset, seed={saved}), and here seed is {here}: samples "
+                f"would get other random numbers. Use seed={saved}"
+            )
 
     def _dealt_by(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[int]]]:
         """Return how the epochs were dealt that some rank of those that saved ``states`` was in."""
@@ -290,6 +310,12 @@ class CountedBatches(Generic[T]):
             )
         self._sampler, self._loader, self._epochs, self._limit = sampler, loader, epochs, limit
         self._given = 0
+        self._check: DrawCheck | None = None  # of what workers draw
+        if isinstance(loader.dataset, SeededDataset):
+            sampler._seeds_samples_with(sampler.sample_seed, loader.dataset.seed)
+            sampler.sample_seed = loader.dataset.seed
+        elif loader.num_workers and sampler.rank == 0 and not sampler.hinted:
+            self._check = DrawCheck(loader.collate_fn, loader.worker_init_fn)
 
     def __len__(self) -> int:
         """Return how many batches are left."""
@@ -314,6 +340,7 @@ class CountedBatches(Generic[T]):
                 sampler.set_epoch(sampler.epoch + 1)
                 continue
             for batch in self._started():
+                self._hint()
                 sampler.advance(min(self._loader.batch_size or 1, len(sampler)))
                 self._given, left = self._given + 1, left - 1
                 yield batch
@@ -330,7 +357,27 @@ class CountedBatches(Generic[T]):
         with torch.random.fork_rng(devices=[]):
             sampler = self._sampler
             torch.default_generator.manual_seed(hash((sampler.seed, sampler.epoch, sampler.rank, len(sampler))))
-            return iter(self._loader)
+            loader, check = self._loader, self._check
+            if check is None:
+                return iter(loader)
+            given = loader.collate_fn, loader.worker_init_fn
+            loader.collate_fn, loader.worker_init_fn = check, check.start
+            try:
+                return iter(loader)
+            finally:
+                loader.collate_fn, loader.worker_init_fn = given
+
+    def _hint(self) -> None:
+        """Warn once if the workers of the loader draw random numbers for samples."""
+        if self._check is not None and self._check.drew:
+            self._check, self._sampler.hinted = None, True
+            _log.warning(
+                "The workers of the data loader draw random numbers for the samples of %s. A run that resumes in the "
+                "middle of an epoch draws others. For the same ones, write before the sampler and the loader: "
+                "dataset = stagereg.data.seeded(dataset, seed=%d)",
+                type(self._loader.dataset).__name__,
+                self._sampler.seed,
+            )
 
     def _batches(self, epoch: int) -> int:
         size, left = self._loader.batch_size or 1, self._sampler._left_in(epoch)

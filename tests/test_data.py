@@ -326,7 +326,7 @@ def run_page(rank: int, world_size: int, blocks: list[str]) -> tuple[int, int]:
 def test_the_blocks_of_the_page_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     *ours, torchdatas = Page("data.md").of("python")
-    assert len(ours) == 4
+    assert len(ours) == 5
     assert "StatefulDataLoader" in torchdatas  # integrations/test_torchdata.py runs it
     interrupted = ours[0].replace("epochs=3", "epochs=3, limit=10")
     assert interrupted != ours[0]

@@ -27,6 +27,7 @@ LAYERS = [
         "spec",
         "registry",
         "forks",
+        "seeded",
         "data",
     },
     {"kernel"},

@@ -308,7 +308,8 @@ class Checkpointer:
         what = store, resume, how.verify, how.read, how.cast, how.exact, state, self._storage, self._ranks
         names = self._saver.names
         near = self._tiering.near if source is None else None
-        restored = restoring.restore(restoring.RestoreRequest(*what, names, self.wait, self._crashes, how.fresh, near))
+        own = how.rename, how.allow_missing
+        restored = restoring.restore(restoring.RestoreRequest(*what, names, self.wait, self._crashes, *own, near))
         step = None if restored is None else restored.manifest.step
         if near is not None:
             near.go_on_from(step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -41,8 +41,13 @@ class Restore:
             numbers. The run then repeats the steps since the newest exact checkpoint. Other values of ``resume`` refuse
             such a checkpoint. ``False`` resumes from an emergency save, and seeds the random numbers of the failed rank
             from the checkpoint, its step and the rank.
-        fresh: names of entries that begin from scratch where a checkpoint has nothing for them, as for a scheduler that
-            is new, or an optimizer of another kind, which is an error without; where it has, they are restored.
+        rename: saved names, each with its name in the program: ``{"a": "inp"}`` restores ``inp.weight`` from
+            ``a.weight``, and its optimizer state. A dotted name stands for all names below it. It is the name of an
+            entry, or of a parameter or layer in any module; ``{"model.a": "model.inp"}`` is for one module alone. It
+            applies while a checkpoint has nothing under the new name, so it may stay in a command.
+        allow_missing: names of entries, parameters and layers that stay as the program made them if a checkpoint has
+            nothing for them: ``["scheduler", "c.*"]``. ``*`` stands for any text. A parameter has no optimizer state
+            then. Without it, they are an error, and so is the state of another kind of optimizer.
 
     Raises:
         ConfigError: a value is of no use.
@@ -53,7 +58,8 @@ class Restore:
     give_up_after: int | None = 3
     cast: bool = False
     exact: bool = False
-    fresh: Sequence[str] = ()
+    rename: Mapping[str, Any] = field(default_factory=dict)
+    allow_missing: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         one_of("checkpoint.restore.verify", self.verify, ("full", "fast"))
@@ -62,9 +68,34 @@ class Restore:
             at_least(1, "checkpoint.restore.give_up_after", self.give_up_after)
         _flag("restore.cast", self.cast)
         _flag("restore.exact", self.exact)
-        if isinstance(self.fresh, str) or not all(isinstance(each, str) for each in self.fresh):
-            raise ConfigError(f"checkpoint.restore.fresh must be a list of names of the state, not {self.fresh!r}.")
-        object.__setattr__(self, "fresh", tuple(self.fresh))
+        if isinstance(self.allow_missing, str) or not all(isinstance(each, str) for each in self.allow_missing):
+            raise ConfigError(
+                f"checkpoint.restore.allow_missing must be a list of names of the state, not {self.allow_missing!r}."
+            )
+        object.__setattr__(self, "allow_missing", tuple(self.allow_missing))
+        renames = dict(_renames(self.rename))
+        for new, other in ((new, other) for old, new in renames.items() for other in renames if other != old):
+            if f"{new}.".startswith(f"{other}.") or f"{other}.".startswith(f"{new}."):
+                raise ConfigError(
+                    f"checkpoint.restore.rename: {new!r} is a new name, and {other!r} an old one. A run that resumes "
+                    "again could not tell which of them a checkpoint has. Rename one of them, let the run save, and "
+                    "rename the other one in the next run."
+                )
+        object.__setattr__(self, "rename", renames)
+
+
+def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield old and new names of a mapping, in which a command line may have nested dotted names."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"checkpoint.restore.rename must be a mapping of saved names to names here, not {given!r}.")
+    for old, new in given.items():
+        name = f"{before}{old}"
+        if isinstance(new, Mapping):
+            yield from _renames(new, f"{name}.")
+        elif isinstance(new, str) and new and name:
+            yield name, new
+        else:
+            raise ConfigError(f"checkpoint.restore.rename: {name!r} must have a name, not {new!r}.")
 
 
 @dataclass(frozen=True)

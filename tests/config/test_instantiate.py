@@ -383,7 +383,13 @@ def test_values_that_are_known_are_checked_before_anything_is_built() -> None:
     checkpoint = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "failure": {"mtbf": "2h"}, **unknown}
     others = {"steps": 0, 3: 4, "theirs": {"_target_": "no.such", "every": 0}, "bare": {"every": 0}}
     check_values(OmegaConf.create({"checkpoint": checkpoint, **others}))
-    wrong = {"every": 0, "resume": "atuo", "keep.best": 1, "restore.verify": "ful", "restore.fresh": "optimizer"}
+    wrong = {
+        "every": 0,
+        "resume": "atuo",
+        "keep.best": 1,
+        "restore.verify": "ful",
+        "restore.allow_missing": "optimizer",
+    }
     ended = {"failure.mtbf": "never", "failure.on_error": "ignore", "leave.grace": "0s", "leave.save_last": "maybe"}
     for name, value in {**wrong, **ended, "replicas.verify_every": -1, "replicas.share": "first"}.items():
         config = OmegaConf.create({"checkpoint": checkpoint})

@@ -48,6 +48,25 @@ def test_a_number_still_says_how_many_are_kept(tmp_path: Path) -> None:
     assert composed(tmp_path, "checkpoint.keep=5")["keep"] == 5
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint.restore.rename={a: inp, b.0: c}", "checkpoint.restore.allow_missing=[c.*,scheduler]"],
+        ["+checkpoint.restore.rename.a=inp", "+checkpoint.restore.rename.b.0=c"],
+        ["checkpoint.restore.rename.a=inp", "checkpoint.restore.rename.b.0=c"],
+    ],
+)
+def test_names_of_layers_may_be_given_on_the_command_line(tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("app", [f"checkpoint.dir={tmp_path}/c", "checkpoint.every=1", *overrides])
+    with stagereg.instantiate(config.checkpoint) as checkpointer:
+        assert checkpointer.restore_options.rename == {"a": "inp", "b.0": "c"}
+        assert checkpointer.restore_options.allow_missing == (
+            ("c.*", "scheduler") if "allow_missing" in overrides[1] else ()
+        )
+
+
 def test_of_two_presets_the_last_one_counts(tmp_path: Path) -> None:
     found = composed(tmp_path, "checkpoint/restore=fast", "checkpoint/restore=bucket")
     assert found["restore"] == composed(tmp_path, "checkpoint/restore=bucket")["restore"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +17,17 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import name_of, wraps
+from stagereg.checkpoint.load.name_map import NameMap, advice, moved
 from stagereg.checkpoint.state.generators import GeneratorState
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 _LISTS = ("_schedulers", "lr_lambdas")  # states of schedulers and functions that a scheduler passes on, one by one
-_WRAPPER = "module."  # what DataParallel puts before names, and others take out
+_DATA_PARALLEL = "module."  # what DataParallel and DistributedDataParallel put before names
 
 
 def select_of_modules(
-    name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool
+    name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool, name_map: NameMap
 ) -> tuple[Any, dict[str, Any]]:
     """Return what modules take of the entry called ``name``, and the rest of it. Raises: ``CheckpointError``.
 
@@ -34,38 +37,62 @@ def select_of_modules(
         raise CheckpointError("it is no state of a module")
     live, extra = module_state.state_of(modules), module_state.extra_states(modules)
     taken = dict.fromkeys([*(key for key in live if not module_state.is_extra_state(key)), *extra])
-    structure = without_prefix(structure, taken)
-    own = OrderedDict((key, structure[key]) for key in taken if key in structure)
-    own.__dict__.update(getattr(structure, "__dict__", {}))
-    rest = {key: item for key, item in structure.items() if key not in taken}
+    structure = _without_wrappers(structure, name_map.possible(name, taken))
+    saved = name_map.by_new_name(name, structure)
+    own = OrderedDict((key, structure[saved[key]]) for key in taken if key in saved)
+    versions = getattr(structure, "_metadata", None) or {}
+    moves = name_map.moves(name, structure)
+    own._metadata = {moved(path, moves): each for path, each in versions.items()}  # type: ignore[attr-defined]
+    rest = {key: structure[old] for key, old in saved.items() if key not in taken}
+    missing = [key for key in taken if key not in own]
+    may_miss = [
+        key for key in missing if key in live and not is_lazy(live[key]) and name_map.may_miss(key, f"{name}.{key}")
+    ]
+    if may_miss:
+        name_map.missing[name] = may_miss
     if exact or module_state.has_flat_parameters(modules):
-        _expect_all_fits(name, live, taken, own, [*rest], cast)
+        _expect_all_fits(name, live, [key for key in missing if key not in may_miss], own, rest, cast)
     return own, rest
 
 
-def without_prefix(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state without the ``module.`` before each of its names, if ``wanted`` has the names without it."""
-    if wanted.keys() & saved.keys() or not all(key.startswith(_WRAPPER) for key in saved):
+def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Any]:
+    """Return the state of a module without what wrappers put into names, as :func:`plain_names`."""
+    plain = plain_names(saved, wanted)
+    if all(map(operator.eq, plain, plain.values())):
         return saved
-    plain = OrderedDict((key.removeprefix(_WRAPPER), item) for key, item in saved.items())
-    if not wanted.keys() & plain.keys():
-        return saved
-    versions = getattr(saved, "_metadata", {})
-    inner = {f"{path}.".removeprefix(_WRAPPER)[:-1]: each for path, each in versions.items() if path}
-    plain._metadata = inner  # type: ignore[attr-defined]
-    return plain
+    found = OrderedDict((plain[key], item) for key, item in saved.items())
+    versions = getattr(saved, "_metadata", None) or {}
+    strips = not any(key.startswith(_DATA_PARALLEL) for key in plain.values())
+    found._metadata = {_plain(f"{path}.", strips)[:-1]: each for path, each in versions.items() if path}  # type: ignore[attr-defined]
+    return found
+
+
+def plain_names(saved: Iterable[str], wanted: set[str]) -> dict[str, str]:
+    """Return saved names without what wrappers put into them, if more of ``wanted`` is among these, by the saved ones.
+
+    torch's ``state_dict()`` of a wrapped module has ``module.`` before all names, or ``_orig_mod`` in some.
+    """
+    same = {name: name for name in saved}
+    strips = all(_plain(name).startswith(_DATA_PARALLEL) for name in same) and not wanted & same.keys()
+    plain = {name: _plain(name, strips) for name in same}
+    found = {*plain.values()}
+    return plain if len(found) == len(plain) and len(found & wanted) > len(same.keys() & wanted) else same
+
+
+def _plain(name: str, strips: bool = False) -> str:
+    plain = module_state.without_wrappers(name)
+    return plain.removeprefix(_DATA_PARALLEL) if strips else plain
 
 
 def _expect_all_fits(
     name: str,
     live: Mapping[str, Any],
-    taken: Mapping[str, Any],
+    missing: Sequence[str],
     saved: Mapping[str, Any],
-    rest: Sequence[str],
+    rest: Mapping[str, Any],
     cast: bool,
 ) -> None:
     """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
-    missing = [key for key in taken if key not in saved]
     other: list[str] = []
     unfilled, converts = [], True
     for key, leaf in saved.items():
@@ -94,20 +121,17 @@ def _expect_all_fits(
     if wrong:
         only_dtypes = other and converts and not missing and not unfilled
         more = ". If that was meant, checkpoint.restore.cast=true converts them" if only_dtypes else ""
-        raise CheckpointError("; ".join(wrong) + more)
+        raise CheckpointError(
+            "; ".join(wrong) + more + advice(name, missing, rest, saved, partial(_is_alike, live, rest, cast))
+        )
 
 
-def parameters_without_prefix(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of an optimizer by name as :func:`without_prefix`; ``own`` has the names of its parameters."""
-    every = dict.fromkeys(of for group in saved["param_groups"].values() for of in group["params"])
-    if without_prefix(every, own) is every:
-        return saved
-    groups = {
-        of.removeprefix(_WRAPPER): {**group, "params": [each.removeprefix(_WRAPPER) for each in group["params"]]}
-        for of, group in saved["param_groups"].items()
-    }
-    state = {of.removeprefix(_WRAPPER): each for of, each in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}
+def _is_alike(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, here: str, there: str) -> bool:
+    one, other = live.get(here), saved[there]
+    if not isinstance(one, torch.Tensor) or is_lazy(one):
+        return False
+    is_tensor = isinstance(other, Leaf) and other.stored.dtype is not None
+    return is_tensor and entries.TensorKind.of(other.stored).fits(entries.TensorKind.of(one), cast)
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
@@ -126,3 +150,9 @@ def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
             there, here = structure.get(key, ()), live.get(key, ())
             if len(there) != len(here):
                 raise CheckpointError(f"{key} has {len(there)} items in it, and {len(here)} here")
+        there, here = (len(each.get("base_lrs", ())) for each in (structure, live))
+        if isinstance(value, LRScheduler) and there != here:  # torch would leave the others without a schedule
+            raise NothingSavedError(
+                f"it is of {there} groups of parameters, and the optimizer here has {here}. Put new parameters into a "
+                "group that there was"
+            )

@@ -20,6 +20,7 @@ import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import MOST, Manifest
+from stagereg.checkpoint.load.name_map import NameMap
 from stagereg.checkpoint.load.placing import from_scratch
 from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles
@@ -32,11 +33,12 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state; ``fresh`` ones may be missing."""
+    """The files of such a directory, with structures under the names of a state."""
 
-    def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, fresh: Collection[str] = ()) -> None:
+    def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
         files, tree = open_plain_dcp(path)
         super().__init__(path, files.index)
+        tree = {here: tree[saved] for here, saved in name_map.rename_entries(tree, state).items()}
         if any(map(optimizer_state.optimizers_of, state.values())):
             tree = by_name(self, tree)
         leaves: dict[str, Leaf] = {}
@@ -46,16 +48,20 @@ class MatchedFiles(CheckpointFiles):
         for name, value in state.items():
             each = optimizer_state.optimizers_of(value)
             if modules := module_state.modules_of(value):
-                structure = _module(name, tree, leaves, module_state.state_of(modules).keys(), state)
+                own = name_map.possible(name, module_state.state_of(modules))
+                structure = _module(name, tree, leaves, own, state)
             elif each:
-                own = {of for one in each for of in names.for_optimizer(one, state).by_parameter.values()}
+                found_names = [names.for_optimizer(one, state) for one in each]
+                own = {of for one in found_names for of in one.by_parameter.values()}
+                for one in found_names:
+                    own |= {old for entry, of in one.owners.values() for old in name_map.possible(entry, [of])}
                 structure = _optimizer(name, optimizers, own)
             else:
                 inner = (find_inside(tree.get(outer), keys) for outer, keys in outer_names(name))
                 none: Any = {} if _is_empty(value) else None
                 structure = tree.get(name, next((each for each in inner if each is not NOTHING), none))
             if structure is None and name not in tree and not isinstance(value, PerRank):
-                if name in fresh:
+                if name_map.may_miss(name):
                     continue
                 known = f"only {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
                 raise NothingSavedError(f"There is no {name!r} in it, and nothing with the same parameters, {known}")

@@ -7,7 +7,7 @@ tensors to read into; :func:`assign` loads them. An entry that does not fit is r
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
+from stagereg.checkpoint.load.name_map import NameMap
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
@@ -62,7 +63,7 @@ def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
 
 def from_scratch(name: str) -> str:
     """Return the way out where nothing was saved for an entry."""
-    return f"To begin {name!r} alone from scratch, add checkpoint.restore.fresh=[{name}]"
+    return f"To begin {name!r} alone from scratch, add checkpoint.restore.allow_missing=[{name}]"
 
 
 def find(
@@ -73,14 +74,14 @@ def find(
     size: int,
     names: ParameterNames,
     cast: bool,
-    fresh: Collection[str] = (),
+    name_map: NameMap,
     lost: bool = False,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
 
     ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. ``cast`` allows another floating-point dtype;
-    ``fresh`` names entries that may be missing. ``lost``: the checkpoint was saved without this rank, so values that
-    only this rank had may be missing.
+    ``name_map`` has what is renamed and what may be missing. ``lost``: the checkpoint was saved without this rank, so
+    values that only this rank had may be missing.
 
     Returns:
         By name what :func:`assign` takes, with leaves that are not read yet; under :func:`.rng_name` the random number
@@ -92,12 +93,9 @@ def find(
     """
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
-    for name in fresh:
-        if name not in state:
-            raise CheckpointError(
-                f"checkpoint.restore.fresh has {name!r}, which the state has not.{nearest(name, state)}"
-            )
-    for name, value in state.items():
+    modules_first = sorted(state, key=lambda name: not module_state.modules_of(state[name]))
+    for name in modules_first:
+        value = state[name]
         try:
             if isinstance(value, entries.PerRank) or (saved_size and is_position(value)):
                 if (own := _own(files, state, name, saved_size, rank, size, lost)) is not None:
@@ -105,17 +103,30 @@ def find(
                     found[name] = own
                 continue
             structure = _structure(files, name, rank if saved_size == size else None)
-            if structure == {} and name in fresh:
+            if structure == {} and name_map.may_miss(name):
                 continue  # as of a GradScaler that was off
-            found[name], left[name] = _select(state, name, structure, names, cast)
+            found[name], left[name] = _select(state, name, structure, names, cast, name_map)
         except NothingSavedError:
-            if name not in fresh:
+            if not name_map.may_miss(name):
                 raise
     for name in _beside(files, state) if saved_size else ():
         found[name] = _structure(files, name, rank if saved_size == size else None)
     own = entries.rng_name(rank)
     has_own = saved_size == size and (not lost or own in files.index.state)
     return {**found, own: files.structure(own)} if has_own else found, left
+
+
+def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
+    """Return the names that ``allow_missing`` may have: of entries, and of parameters with and without the entry's."""
+    found = {*state}
+    for name, value in state.items():
+        own: set[str] = set()
+        if modules := module_state.modules_of(value):
+            own = {*module_state.state_of(modules), *module_state.extra_states(modules)}
+        for optimizer in optimizer_state.optimizers_of(value):
+            own |= {*names.for_optimizer(optimizer, state).by_parameter.values()}
+        found |= own | {f"{name}.{each}" for each in own}
+    return found
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
@@ -183,11 +194,11 @@ def _expect_kind(state: Mapping[str, Any], name: str, structure: Any, rank: int 
 
 
 def _select(
-    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
+    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool, name_map: NameMap
 ) -> tuple[Any, dict[str, Any]]:
     """Return what this rank takes of an entry, and the rest of it."""
     try:
-        return _taken(state, name, structure, names, cast)
+        return _taken(state, name, structure, names, cast, name_map)
     except NothingSavedError as error:
         raise NothingSavedError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
     except CheckpointError as error:
@@ -195,32 +206,44 @@ def _select(
 
 
 def _taken(
-    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool
+    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool, name_map: NameMap
 ) -> tuple[Any, dict[str, Any]]:
     value = state[name]
     if modules := module_state.modules_of(value):
-        return fits.select_of_modules(name, modules, structure, all(map(_is_torchs_own, modules)), cast)
+        return fits.select_of_modules(name, modules, structure, _are_torchs_own(modules), cast, name_map)
     saved = optimizer_forms.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
     if saved is None or not optimizers:
-        if optimizers and all(map(_is_torchs_own, optimizers)):
+        if optimizers and _are_torchs_own(optimizers):
             raise CheckpointError("it is not the state of an optimizer")
         fits.expect_kind(entries.value_of(state, name), structure)
         return structure, {}
-    if saved is not structure and any(map(optimizer_state.is_of_own_kind, optimizers)):
+    if saved is not structure and any(optimizer_state.is_of_own_kind(one) for one in optimizers):
         return structure, {}
-    own = {of: None for one in optimizers for of in names.for_optimizer(one, state).by_parameter.values()}
-    saved = fits.parameters_without_prefix(saved, own)
-    each = [optimizer_state.select(one, names.for_optimizer(one, state), saved) for one in optimizers]
+    every = [of for group in saved["param_groups"].values() for of in group["params"]]
+    each = []
+    for one in optimizers:
+        own = names.for_optimizer(one, state)
+        owners = {of: own.owners.get(of, ("", of)) for of in own.by_parameter.values()}
+        wanted = {likely for entry, of in owners.values() for likely in name_map.possible(entry, [of])}
+        there = {here: known for known, here in fits.plain_names([*every, *saved.get("aliases", ())], wanted).items()}
+        origins = {here: name_map.origins(entry, of, here, there) for here, (entry, of) in owners.items()}
+        origins = {here: [there[likely] for likely in own if likely in there] for here, own in origins.items()}
+        may_miss = [x for x, (entry, of) in owners.items() if name_map.may_miss(x, f"{name}.{x}", f"{entry}.{of}")]
+        each.append(optimizer_state.select(one, own, saved, origins, may_miss))
+        there_too = {of for group in each[-1][0]["param_groups"].values() for of in group["params"]}
+        new = [x for x in may_miss if x not in there_too and owners[x][1] not in name_map.missing.get(owners[x][0], ())]
+        if new:
+            name_map.missing.setdefault(name, []).extend(new)
     known = set().union(*(names for _, names in each))
-    rest = {of: None for group in saved["param_groups"].values() for of in group["params"] if of not in known}
+    rest = {of: None for of in every if of not in known}
     return optimizer_forms.joined([one for one, _ in each]), rest
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
     """Give the rest of an entry to a module that loads it by itself. Raises: ``CheckpointError`` otherwise."""
     modules = module_state.modules_of(state[name])
-    if modules and not all(map(_is_torchs_own, modules)):
+    if modules and not _are_torchs_own(modules):
         structure.update(rest)
     elif rest:
         more = "" if modules else _MORE_GROUPS
@@ -254,7 +277,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     live = entries.current_value(state, name, names)
     if modules:  # extra state is given to the module as it was saved
         live = {key: each for key, each in live.items() if not module_state.is_extra_state(key)}
-    _pair(structure, live, all(map(_is_torchs_own, each)), cast)
+    _pair(structure, live, _are_torchs_own(each), cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             form = carry(param, param.detach().new_zeros(()).expand(param.shape)) if is_split(param) else param
@@ -284,7 +307,7 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
     """Return the merger of the plain values of ``state``, which have been read. Raises: as :func:`.differing`."""
     modules, plain = written(state, found)
-    exact = {name: all(map(_is_torchs_own, module_state.modules_of(entries.value_of(state, name)))) for name in modules}
+    exact = {name: _are_torchs_own(module_state.modules_of(entries.value_of(state, name))) for name in modules}
     return sharing.Merger(sharing.differing(modules, exact, plain))
 
 
@@ -312,7 +335,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
 def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
     """Raise ``CheckpointError`` if a module would round a tensor that was read, to keep its own form."""
     modules = module_state.modules_of(entries.value_of(state, name))
-    for leaf in marks(structure) if modules and all(map(_is_torchs_own, modules)) else ():
+    for leaf in marks(structure) if modules and _are_torchs_own(modules) else ():
         if leaf.live is None or not (wraps(leaf.value) and wraps(leaf.live)):
             continue
         there, here = form_of(leaf.value), form_of(leaf.live)
@@ -325,6 +348,10 @@ def _is_plain(live: torch.Tensor) -> bool:
     """Whether bytes can go straight into the memory of a tensor."""
     x = entries.local_part(live)
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+
+
+def _are_torchs_own(values: Iterable[Any]) -> bool:
+    return all(map(_is_torchs_own, values))
 
 
 def _is_torchs_own(value: Any) -> bool:
@@ -355,10 +382,11 @@ def assign(
     names: ParameterNames,
     merger: sharing.Merger,
     rank: int | None = None,
+    missing: Sequence[str] = (),
 ) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
-    ``rank`` is this rank, if as many ranks saved the entry.
+    ``rank`` is this rank, if as many ranks saved the entry. ``missing`` names of modules stay as they are.
 
     Raises:
         CheckpointError: a tensor is still on the meta device, where torch loads nothing and raises nothing; or the
@@ -373,7 +401,7 @@ def assign(
             value.load_state_dict(loaded)
         return
     if modules := module_state.modules_of(value):
-        module_state.load(modules, loaded)
+        module_state.load(modules, loaded, missing)
     elif optimizers := optimizer_state.optimizers_of(value):
         for optimizer in optimizers:
             optimizer_state.load(optimizer, names.for_optimizer(optimizer, state), loaded)
@@ -383,7 +411,7 @@ def assign(
         state[name].value = merger.merged(value, loaded)
     else:
         state[name] = merger.merged(value, loaded)
-    keeps = bool(optimizer_state.optimizers_of(value)) or all(map(_is_torchs_own, modules))
+    keeps = bool(optimizer_state.optimizers_of(value)) or _are_torchs_own(modules)
     for path, x in leaves(entries.current_value(state, name, names), name):
         if keeps and path in wrapped and not same_bits(x, wrapped[path]):
             kinds = f"{form_of(wrapped[path])}, and it has {form_of(x)} now"

@@ -12,7 +12,7 @@ import io
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -62,6 +62,7 @@ class CheckpointFiles(ExitStack):
         super().__init__()
         self.path, self.index, self._storage = path, index, storage
         self._files: dict[str, File] = {}
+        self._saved_names: Mapping[str, str] = {}  # of entries that were renamed
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
@@ -77,13 +78,18 @@ class CheckpointFiles(ExitStack):
         except CheckpointError as error:
             raise CheckpointError(f"{path} was refused: {error}") from error
 
+    def rename_entries(self, saved_names: Mapping[str, str]) -> None:
+        """Give entries other names; ``saved_names`` has the saved name of each."""
+        self.index.state = {here: self.index.state[saved] for here, saved in saved_names.items()}
+        self._saved_names = saved_names
+
     @without_gc()
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
         Values that differ between ranks are those of ``rank``, else of the lowest rank. Raises: ``CheckpointError``.
         """
-        found = encoding.decode(self.index.state[name], name, rank)
+        found = encoding.decode(self.index.state[name], self._saved_names.get(name, name), rank)
         for leaf in encoding.marks(found):
             leaf.stored = self.index.find(leaf.name)
             if leaf.stored is None:

@@ -26,12 +26,14 @@ import stagereg.checkpoint.load.seeding as seeding
 import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
-from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares, share_of_rank
+from stagereg.checkpoint.format.damage import Condition, share_of_rank
 from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.load.crashes import CrashCounter, RestoreNote, is_in_order
+from stagereg.checkpoint.load.findings import Findings, Looked, condition_of, together
 from stagereg.checkpoint.load.matching import MatchedFiles
+from stagereg.checkpoint.load.name_map import NameMap
 from stagereg.checkpoint.load.near_files import NearFiles
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
@@ -43,7 +45,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
-from stagereg.errors import CheckpointError, DamagedError, kind_of, reason
+from stagereg.errors import CheckpointError, DamagedError, kind_of, listed, reason
 from stagereg.machine import is_on_network, machine_name
 from stagereg.stagers.guard import announce_write
 
@@ -64,7 +66,8 @@ class RestoreRequest:
     names: ParameterNames  # of the parameters of ``state``
     ready: Callable[[], object]  # called first; what it raises keeps all ranks from restoring
     counter: CrashCounter  # of the crashes after checkpoints of this run's directory
-    fresh: Sequence[str]  # the entries of ``state`` that stay as they are where nothing was saved for them
+    rename: Mapping[str, str]  # saved names, and the names here
+    allow_missing: Sequence[str]  # names of entries and parameters that stay as they are if they were not saved
     near: NearCopies | None = None  # the tier of the run
     touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
     twins: dict[str, list[int]] = field(default_factory=dict)  # of :func:`.lowest_twins`, as it was before the restore
@@ -181,24 +184,6 @@ def _machines(seen: Sequence[_Seen]) -> _Machines:
 # -- reading it
 
 
-class _Looked(NamedTuple):
-    """What a rank sends: what it found of its share of the files, whether it can load, and what is left of entries."""
-
-    marks: dict[str, Found]
-    can_load: bool = True
-    left: Mapping[str, Sequence[str]] = {}
-
-
-class _Findings(NamedTuple):
-    """What all ranks have found: what is wrong with the files, whether one cannot load, and what none of them takes."""
-
-    unclear: list[str]
-    missed: list[tuple[int, str]]
-    wrong: dict[str, str]
-    failed: bool
-    rests: dict[str, set[str]]
-
-
 class _Attempt:
     """The restoring of one checkpoint, on all ranks together. Nothing has changed until its path is in ``touched``."""
 
@@ -218,7 +203,7 @@ class _Attempt:
             found, condition = self._exchange(partial(self._prepare, opened, self._shared_index()))
             if self._checks and condition.damages:
                 return condition
-            failed = found.failed or self._take_rests(found.rests)
+            failed = found.failed or self._take_rests(found)
             if self._once and not failed:
                 damages = self._read_once()
                 if damages:
@@ -238,28 +223,30 @@ class _Attempt:
         if self._ranks.rank == 0:
             choosing.warn_of_inexact(self._chosen, seeded, self._asked.state)
 
-    def _exchange(self, look: Callable[[], _Looked]) -> tuple[_Findings, Condition]:
-        def answer(looked: list[_Looked]) -> list[_Findings]:
-            return [_together(self._chosen, self._machines, looked)] * self._ranks.size
+    def _exchange(self, look: Callable[[], Looked]) -> tuple[Findings, Condition]:
+        def answer(looked: list[Looked]) -> list[Findings]:
+            return [together(self._chosen, self._machines.ranks, looked)] * self._ranks.size
 
         found = self._ranks.round_trip(self._failing, look, answer, self._ranks.limit)
-        return found, _condition(self._store, self._chosen, self._ranks, found)
+        return found, condition_of(self._store, self._chosen, self._ranks, found)
 
-    def _check(self) -> _Looked:
+    def _check(self) -> Looked:
         """Read this rank's share of the files that the ranks of its machine see."""
         [own] = [machine for machine in self._machines.ranks if self._ranks.rank in machine]
         parts = share_of_rank(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
-        return _Looked(self._store.contents(self._chosen.path, parts))
+        return Looked(self._store.contents(self._chosen.path, parts))
 
-    def _prepare(self, opened: ExitStack, index: bytes | None) -> _Looked:
-        looked = self._check() if self._checks else _Looked({})
+    def _prepare(self, opened: ExitStack, index: bytes | None) -> Looked:
+        looked = self._check() if self._checks else Looked({})
         try:
             if self._failure is None:
                 self._loading.prepare(opened, index)
         except Exception as error:
-            self._failure = error
-        left = {name: [*rest] for name, rest in self._loading.left.items()}
-        return looked._replace(can_load=self._failure is None, left=left)
+            self._failure = self._loading.names.explain(error)
+        loading = self._loading
+        left = {name: [*rest] for name, rest in loading.left.items()}
+        missing, unused = loading.names.all_missing(), loading.names.unused
+        return Looked(looked.marks, self._failure is None, left, missing, unused)
 
     def _shared_index(self) -> bytes | None:
         try:
@@ -268,12 +255,13 @@ class _Attempt:
             self._failure = error
             return None
 
-    def _take_rests(self, rests: Mapping[str, set[str]]) -> bool:
+    def _take_rests(self, found: Findings) -> bool:
         """Have objects take what no rank takes, if there is something; whether that fails on some rank."""
-        if not any(rests.values()):
+        self._loading.missing = found.missing
+        if not any(found.rests.values()) and not found.unused:
             return False
         try:
-            self._loading.take_rests(rests)
+            self._loading.take_rests(found)
         except Exception as error:
             self._failure = error
         return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
@@ -307,7 +295,7 @@ class _NearAttempt(_Attempt):
             reader = opened.enter_context(self._near.reading(self._step))
             self._loading.open_files = lambda: NearFiles(self._chosen.path, reader)
             found, _ = self._exchange(partial(self._prepare, opened, None))
-            if found.failed or self._take_rests(found.rests):
+            if found.failed or self._take_rests(found):
                 own = str(self._failure) if isinstance(self._failure, DamagedError) else ""
                 texts = self._ranks.run_on_all(self._failing, lambda: own)
                 if damages := {f"rank {rank}": text for rank, text in enumerate(texts) if text}:
@@ -321,35 +309,6 @@ class _NearAttempt(_Attempt):
 def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-
-
-def _together(chosen: Checkpoint, machines: _Machines, looked: Sequence[_Looked]) -> _Findings:
-    """Put together what the ranks have sent; on rank 0."""
-    marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
-    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
-    missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
-    wrong: dict[str, str] = {}
-    for machine in machines.ranks if marks else ():
-        wrong |= differences(chosen.manifest, marks_of_shares([looked[rank].marks for rank in machine]))
-    left = [each.left for each in looked]
-    rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
-    return _Findings(unclear, missed, wrong, not all(each.can_load for each in looked), rests)
-
-
-def _condition(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: _Findings) -> Condition:
-    """Return what is wrong with a checkpoint that the ranks have read. Collective. Raises: ``CheckpointError``."""
-    failing = f"{chosen.path} could not be read"
-    if found.unclear:
-        raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")
-    if found.missed:  # a file that another rank sees is not lost: the ranks see different file systems
-        complete = ranks.run_on_all(failing, lambda: not store.look(chosen.path).damages)
-        if any(complete):
-            rank, name = found.missed[0]
-            raise CheckpointError(
-                f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
-                f"have to see the same files in {store.root}."
-            )
-    return Condition(chosen.path, chosen.manifest, found.wrong)
 
 
 class _Loading:
@@ -366,6 +325,8 @@ class _Loading:
         self._sources: dict[int, str] = {}  # by rank, the generators that it reads instead
         # By entry what this rank does not take of it, by the names of parameters.
         self.left: dict[str, dict[str, Any]] = {}
+        self.names = NameMap(asked.rename, asked.allow_missing)
+        self.missing: Sequence[str] = ()  # parameters of all ranks that stay as they are
 
     def prepare(self, opened: ExitStack, index: bytes | None) -> None:
         """Open the files, which ``opened`` closes, and read all that does not go straight into the objects."""
@@ -373,25 +334,32 @@ class _Loading:
         if self.open_files is not None:
             self.files = self.open_files()
         elif is_plain_dcp(chosen.path):
-            self.files = MatchedFiles(chosen.path, asked.state, asked.names, asked.fresh)
+            self.files = MatchedFiles(chosen.path, asked.state, asked.names, self.names)
         else:
             self.files = CheckpointFiles.of(chosen, asked.own, index)
         opened.enter_context(self.files)
+        if not isinstance(self.files, MatchedFiles):
+            self.files.rename_entries(self.names.rename_entries(self.files.index.state, asked.state))
+        if asked.allow_missing:
+            self.names.look(placing.names_here(asked.state, asked.names))
         sizes = chosen.manifest.world_size, asked.ranks.rank, asked.ranks.size
-        given = asked.state, *sizes, asked.names, asked.cast, asked.fresh
+        given = asked.state, *sizes, asked.names, asked.cast, self.names
         self._found, self.left = placing.find(self.files, *given, str(asked.ranks.rank) in chosen.manifest.lost)
         if entries.rng_name(asked.ranks.rank) not in self._found:
             self._seeding = seeding.Seeding(chosen.manifest, asked.twins, asked.ranks.rank, asked.ranks.size)
             self._sources = {rank: entries.rng_name(rank) for rank in self._seeding.sources(self.files.index.state)}
             self._found |= {name: self.files.structure(name) for name in self._sources.values()}
-        if asked.touched and (lacking := asked.state.keys() - self._found.keys()):
-            raise CheckpointError(f"it does not have {', '.join(sorted(lacking))}")
+        lacking = (asked.state.keys() - self._found.keys()).union(self.names.all_missing())
+        if asked.touched and lacking:
+            raise CheckpointError(f"it does not have {listed(sorted(lacking))}")
         self._read()
 
-    def take_rests(self, rests: Mapping[str, set[str]]) -> None:
+    def take_rests(self, found: Findings) -> None:
         """Take what is left of entries on all ranks as well, where an object may want it."""
+        if found.unused:
+            raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():
-            more = {key: rest[key] for key in rest if key in rests[name]}
+            more = {key: rest[key] for key in rest if key in found.rests[name]}
             placing.take_rest(self._asked.state, name, self._found[name], more)
         self._read()
 
@@ -412,8 +380,9 @@ class _Loading:
         saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None
         own = [name for name in state if name not in self._found]
-        if (fresh := [name for name in own if name in self._asked.fresh]) and ranks.rank == 0:
-            _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, ", ".join(fresh))
+        new = [name for name in own if self.names.may_miss(name)]
+        if (begun := [*new, *self.missing]) and ranks.rank == 0:
+            _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, listed(begun))
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
         merger = placing.merger(state, self._found)
@@ -425,8 +394,9 @@ class _Loading:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
         changed = [name for name, each in self._found.items() if any(leaf.in_place for leaf in marks(each))]
         for name in (each for each in state if each in self._found):
+            missing = self.names.missing.get(name, ())
             try:
-                placing.assign(state, name, fill(self._found[name]), self._asked.names, merger, rank)
+                placing.assign(state, name, fill(self._found[name]), self._asked.names, merger, rank, missing)
             except Exception as error:
                 raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
             changed += [name] if name not in changed else []
@@ -436,7 +406,7 @@ class _Loading:
         saved = {each: fill(self._found[name]) for each, name in self._sources.items()}
         seeded = self._seeding.apply(state, self._found, saved)
         if rank is None and ranks.rank == 0:
-            own = [name for name in own if name not in fresh and name not in seeded.anew]
+            own = [name for name in own if name not in new and name not in seeded.anew]
             more = f"; {', '.join(own)} (each rank's own) stay as they are" if own else ""
             by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
             seed = "the checkpoint" if saved_size else "the seed of the program"

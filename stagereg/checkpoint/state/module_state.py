@@ -60,6 +60,11 @@ def plain_name(module: torch.nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def without_wrappers(name: str) -> str:
+    """Return a saved name without what wrappers put into it; ``module``, which may be a name, stays."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
 def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str], dict[str, str]]:
     """Return the name of each parameter, and for tied ones, which have several, the first by each other one."""
     names: dict[torch.Tensor, str] = {}
@@ -158,20 +163,24 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     return plain
 
 
-def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
-    """Load what :func:`state_of` has returned. Raises: what the modules raise."""
+def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
+    """Load what :func:`state_of` has returned; what is ``missing`` stays as it is. Raises: what the modules raise."""
     versions, left = _versions(loaded), dict(loaded)
+    new = {name.rpartition(".")[0] for name in missing}  # modules
     for module in modules:
         if has_flat_parameters([module]):
-            set_model_state_dict(module, dict(loaded))
+            current = get_model_state_dict(module) if missing else {}
+            set_model_state_dict(module, {**loaded, **{name: current[name] for name in missing}})
             continue
         live = module.state_dict()
-        plain = ((key, plain_name(module, key)) for key in dict.fromkeys([*live, *_extra_keys(module)]))
+        plain = [(key, plain_name(module, key)) for key in dict.fromkeys([*live, *_extra_keys(module)])]
+        left |= {name: live[key] for key, name in plain if name in missing}  # what a module has, any of them takes
         own = OrderedDict((key, left.pop(name)) for key, name in plain if name in left)
         if module is modules[-1]:  # what no module has, for it to refuse or to understand
             own.update(left)
-        paths = ((path, plain_name(module, path)) for path in _versions(live))
-        _set_versions(own, {path: versions[name] for path, name in paths if name in versions})
+        paths = {path: plain_name(module, path) for path in _versions(live)}
+        own_versions = {path: each for path, each in _versions(live).items() if paths[path] in new}
+        _set_versions(own, own_versions | {path: versions[name] for path, name in paths.items() if name in versions})
         module.load_state_dict(own)
 
 

@@ -8,15 +8,18 @@ first parameter of the optimizer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from torch.optim import Optimizer
+
 from stagereg.checkpoint.format.encoding import Leaf
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
 BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; its ``STATE`` there is that of no parameter
+_DECOUPLED = "decoupled_weight_decay"  # by which AdamW is not an Adam
 _OF_THE_PARAMETERS = (PARAMS, "param_names")  # what a group has one of for each parameter; all else goes for the group
 
 
@@ -169,3 +172,26 @@ def is_numbered(found: Any, count: int) -> bool:
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OF_THE_PARAMETERS}
+
+
+def refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``NothingSavedError`` if groups are of another kind of optimizer, as far as their options tell."""
+    there, here = _options_of(saved), _options_of(optimizer.param_groups)
+    more, own = there.keys() - here.keys(), here.keys() - there.keys()
+    if not (more and own):  # options that one side alone has more are those of another version of torch
+        more = own = {_DECOUPLED} if {there.get(_DECOUPLED), here.get(_DECOUPLED)} == {True, False} else set()
+    if more:
+        kind = type(optimizer).__name__
+        raise NothingSavedError(
+            f"it is the state of another kind of optimizer than {kind}: it has {_described(there, more)}; {kind} has "
+            f"{_described(here, own)}"
+        )
+
+
+def _options_of(groups: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
+    every = {key: value for group in groups for key, value in hyperparameters(group).items()}
+    return {key: value for key, value in every.items() if not str(key).endswith(("_lr", "_momentum"))}
+
+
+def _described(options: Mapping[Any, Any], names: Iterable[Any]) -> str:
+    return listed(sorted(f"{key}={options[key]}" if type(options[key]) is bool else str(key) for key in names))

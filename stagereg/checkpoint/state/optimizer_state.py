@@ -17,7 +17,7 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -44,12 +44,11 @@ from stagereg.checkpoint.state.optimizer_forms import (
     hyperparameters,
     is_by_name,
     is_numbered,
+    refuse_another_kind,
 )
 from stagereg.errors import CheckpointError, NothingSavedError, listed
 
 _log = logging.getLogger(__name__)
-
-_DECOUPLED = "decoupled_weight_decay"  # by which AdamW is no Adam
 
 
 class Names(NamedTuple):
@@ -58,6 +57,7 @@ class Names(NamedTuple):
     by_parameter: dict[torch.Tensor, str]  # the name of each, in the order of the groups
     aliases: dict[str, str]  # further names of tied ones, each with the first
     flat: torch.nn.Module | None  # the module of FSDP1 that has them, for torch to take apart
+    owners: dict[str, tuple[str, str]]  # by name the entry of the module that has it, and its name there
 
 
 class ParameterNames:
@@ -100,14 +100,16 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
     every = {(param, of) for own, _ in owners.values() for param, of in own.items()}
     ambiguous = len({of for _, of in every}) < len({param for param, _ in every})
     known: dict[str, str] = {}
+    owner_of: dict[str, tuple[str, str]] = {}
     for name, (own, aliases) in owners.items():  # of two modules with like names each one's entry tells them apart
         before = f"{name}." if ambiguous and len(owners) > 1 else ""
+        owner_of |= {f"{before}{of}": (name, of) for of in own.values()}
         names.update({param: f"{before}{of}" for param, of in own.items()})
         known |= {f"{before}{alias}": f"{before}{first}" for alias, first in aliases.items()}
     [(most, count)] = Counter(names[param] for param in wanted).most_common(1) or [("", 0)]
     if count > 1:
         raise CheckpointError(f"{count} parameters of the optimizer are called {most!r}; give them different names")
-    return Names({param: names[param] for param in params}, known, flat)
+    return Names({param: names[param] for param in params}, known, flat, owner_of)
 
 
 def optimizers_of(value: Any) -> list[Optimizer]:
@@ -237,11 +239,22 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 # -- restoring
 
 
-def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+def select(
+    optimizer: Optimizer,
+    names: Names,
+    saved: Mapping[str, Any],
+    origins: Mapping[str, Sequence[str]],
+    may_miss: Collection[str],
+) -> tuple[dict[str, Any], set[str]]:
     """Return what this rank takes of a saved state, or of its structure, and the saved names that it knows.
 
+    Args:
+        origins: the names under which a parameter may have been saved, the likeliest first.
+        may_miss: the parameters that keep the state that the program has for them, if they were not saved.
+
     Raises:
-        NothingSavedError: it is the state of another kind of optimizer, as far as its options tell.
+        NothingSavedError: it is the state of another kind of optimizer, as far as its options tell; or one for all
+            parameters together, and some are missing.
         CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; some part
             that belongs to no parameter fits nothing here.
     """
@@ -250,15 +263,19 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
     groups: Mapping[str, Any] = saved[GROUPS]
     group_of = {name: group for group in groups.values() for name in group[PARAMS]}
     here = _groups_here(optimizer, names)
-    source = _sources([name for own in here for name in own], group_of, saved.get(ALIASES, {}))
-    missing = [name for name in source if source[name] not in group_of]
-    if missing:
+    source = _sources([name for own in here for name in own], group_of, saved.get(ALIASES, {}), origins)
+    absent = [name for name in source if source[name] not in group_of]
+    if missing := absent if names.flat is not None else [name for name in absent if name not in may_miss]:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
-    _refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others are of other optimizers
-    _warn_of_one_group(optimizer, [{id(group_of[source[name]]) for name in own} for own in here], here)
+    if absent and isinstance(optimizer, torch.optim.LBFGS):
+        raise NothingSavedError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
+    source = {name: of for name, of in source.items() if of in group_of}
+    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others are of other optimizers
+    _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
-        each = {id(group_of[source[name]]): group_of[source[name]] for name in own}
+        there = [name for name in own if name in source]
+        each = {id(group_of[source[name]]): group_of[source[name]] for name in there}
         first, *others = [hyperparameters(one) for one in each.values()] or [{}]
         for other in others:
             if not _alike(first, other):
@@ -267,17 +284,18 @@ def select(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> tupl
                     f"{own[0]!r} and others are one group of parameters here, and were several with different "
                     f"{', '.join(differing)}; make as many groups as there were"
                 )
-        if own:
-            found[own[0]] = {**first, PARAMS: own}
+        if there:
+            found[own[0]] = {**first, PARAMS: there}
     local = (
         [names.by_parameter[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
     )
+    first_local, local = first_of(local), [name for name in local if name in source]
     state = {name: saved[STATE][source[name]] for name in local if source[name] in saved[STATE]}
     _keep_apart(state)
     _keep_apart(found)
     taken = {STATE: state, GROUPS: found}
     if part := _select_part(optimizer, names, saved, {source[name] for name in local}):
-        taken[OPTIMIZERS] = {first_of(local): {PARAMS: local, **part}}
+        taken[OPTIMIZERS] = {first_local: {PARAMS: local, **part}}
     if kept := optimizer_tensors.kept_dtypes(notes, {name: source[name] for name in local}):
         taken[TENSORS] = kept
     return taken, {*source.values(), *names.aliases}
@@ -326,28 +344,6 @@ def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
     return dict(zip(here, there, strict=True)) if len(there) == len(here) else {}
 
 
-def _refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    there, here = _options_of(saved), _options_of(optimizer.param_groups)
-    more, own = there.keys() - here.keys(), here.keys() - there.keys()
-    if not (more and own):  # options that one side alone has more are those of another version of torch
-        more = own = {_DECOUPLED} if {there.get(_DECOUPLED), here.get(_DECOUPLED)} == {True, False} else set()
-    if more:
-        kind = type(optimizer).__name__
-        raise NothingSavedError(
-            f"it is the state of another kind of optimizer than {kind}: it has {_described(there, more)}; {kind} has "
-            f"{_described(here, own)}"
-        )
-
-
-def _options_of(groups: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
-    every = {key: value for group in groups for key, value in hyperparameters(group).items()}
-    return {key: value for key, value in every.items() if not str(key).endswith(("_lr", "_momentum"))}
-
-
-def _described(options: Mapping[Any, Any], names: Iterable[Any]) -> str:
-    return listed(sorted(f"{key}={options[key]}" if type(options[key]) is bool else str(key) for key in names))
-
-
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
     """Warn where groups whose options differ were one when they were saved; ``saved`` are those that each was."""
     groups = [hyperparameters(group) for group in optimizer.param_groups]
@@ -379,10 +375,17 @@ def _keep_apart(structures: dict[str, Any]) -> None:
         seen |= leaves
 
 
-def _sources(own: Sequence[str], saved: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, str]:
+def _sources(
+    own: Sequence[str], saved: Mapping[str, Any], aliases: Mapping[str, str], origins: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return the saved name of each parameter; an empty one if it was not saved."""
     if all(map(str.isdecimal, own)) != all(map(str.isdecimal, saved)) and len(own) == len(saved):
         return dict(zip(own, saved, strict=True))
-    return {name: name if name in saved else aliases.get(name, name) for name in own}
+    found = {}
+    for name in own:
+        likely = origins.get(name, [name])
+        found[name] = next((each for each in (*likely, *(aliases.get(one, "") for one in likely)) if each in saved), "")
+    return found
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -400,8 +403,8 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
         return
     groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, TENSORS))
     params = parameters_of(inner)
-    there = [name for group in groups.values() for name in group[PARAMS]]
-    order = [names.by_parameter[param] for param in params] if names.flat is None else there
+    there = dict.fromkeys(name for group in groups.values() for name in group[PARAMS])
+    order = [names.by_parameter[param] for param in params] if names.flat is None else [*there]
     part = parts.get(first_of(order), {})
     empty = {int(at): options for at, options in part.get(EMPTY_GROUPS, {}).items()}
     if names.flat is not None:
@@ -419,11 +422,14 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     if new := [repr(key) for key in current if key not in (STATE, GROUPS, *beside)]:
         _log.warning("%s of the optimizer was not saved, and stays as the program made it.", listed(new))
     given = {**state, **part.get(STATE, {})}
+    absent = [x for x, name in zip(params, order, strict=True) if name not in there and x in inner.state]
+    kept = {x: inner.state[x] for x in absent}  # some make the state of a parameter at the start
     inner.load_state_dict({**current, **beside, STATE: given, GROUPS: options})
-    for (number, saved), param in ((each, params[each[0]]) for each in state.items()):
+    inner.state.update(kept)
+    for (number, own), param in ((each, params[each[0]]) for each in state.items()):
         if param in inner.state:
             keeps = optimizer_tensors.keeps_dtypes(notes, order[number], param)
-            inner.state[param] = optimizer_tensors.given_back(saved, inner.state[param], keeps)
+            inner.state[param] = optimizer_tensors.given_back(own, inner.state[param], keeps)
     if inner is not optimizer:
         for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
             group.update(hyperparameters(own))

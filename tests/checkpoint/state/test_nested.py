@@ -177,11 +177,11 @@ def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
     assert "another name" in text
 
 
-def test_fresh_and_per_rank_go_by_the_dotted_name(tmp_path: Path) -> None:
+def test_missing_entries_and_per_rank_go_by_the_dotted_name(tmp_path: Path) -> None:
     save(tmp_path, {"a": {"n": Counting(3), "mine": stagereg.per_rank([1])}})
     state = {"a": {"n": Counting(0), "more": Counting(8), "mine": stagereg.per_rank([])}}
     assert "There is no 'a.more'" in refused(lambda: restore(tmp_path, state))
-    restore(tmp_path, state, restore=stagereg.Restore(fresh=["a.more"]))
+    restore(tmp_path, state, restore=stagereg.Restore(allow_missing=["a.more"]))
     assert (state["a"]["n"].count, state["a"]["more"].count, state["a"]["mine"].value) == (3, 8, [1])
 
 

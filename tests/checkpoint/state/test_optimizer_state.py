@@ -193,15 +193,15 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_unless_it_may_begin_f
         fresh = kind(other.parameters(), lr=0.7)
         why = refused(tmp_path, model=other, optimizer=fresh)
         assert re.search(said, why)
-        assert why.endswith("To begin 'optimizer' alone from scratch, add checkpoint.restore.fresh=[optimizer]")
-        with Checkpointer(str(tmp_path), restore=Restore(fresh=["optimizer"])) as keeper:
+        assert why.endswith("To begin 'optimizer' alone from scratch, add checkpoint.restore.allow_missing=[optimizer]")
+        with Checkpointer(str(tmp_path), restore=Restore(allow_missing=["optimizer"])) as keeper:
             keeper.restore({"model": other, "optimizer": fresh})
         assert (fresh.param_groups[0]["lr"], len(fresh.state)) == (0.7, 0)
         assert torch.equal(model[0].weight, other[0].weight)
         assert "has nothing for optimizer: begun from scratch" in caplog.text
     for own in ({}, {"mine": 1}):
         again = torch.optim.Adam([{"params": [*other.parameters()], **own}])
-        with Checkpointer(str(tmp_path), restore=Restore(fresh=["optimizer"])) as keeper:
+        with Checkpointer(str(tmp_path), restore=Restore(allow_missing=["optimizer"])) as keeper:
             keeper.restore({"model": other, "optimizer": again})
         assert (again.param_groups[0]["lr"], len(again.state)) == (0.3, 2)
 
@@ -213,23 +213,25 @@ def test_a_new_entry_begins_from_scratch_where_the_run_says_so(tmp_path: Path) -
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 7}
     only = "There is no 'scheduler' in it, only model, optimizer. To begin 'scheduler' alone from scratch, add "
-    assert f"{only}checkpoint.restore.fresh=[scheduler]" in refused(tmp_path, **state)
+    assert f"{only}checkpoint.restore.allow_missing=[scheduler]" in refused(tmp_path, **state)
     with (
-        Checkpointer(str(tmp_path), restore=Restore(fresh=["sheduler"])) as keeper,
-        pytest.raises(CheckpointError, match=r"fresh has 'sheduler', which the state has not\. .* 'scheduler'"),
+        Checkpointer(str(tmp_path), restore=Restore(allow_missing=["sheduler"])) as keeper,
+        pytest.raises(
+            CheckpointError, match=r"allow_missing has 'sheduler', which matches nothing in the state\. .* 'scheduler'"
+        ),
     ):
         keeper.restore(state)
-    with pytest.raises(ConfigError, match=r"fresh must be a list of names of the state, not 'epoch'"):
-        Checkpointer(str(tmp_path), restore=Restore(fresh="epoch"))
+    with pytest.raises(ConfigError, match=r"allow_missing must be a list of names of the state, not 'epoch'"):
+        Checkpointer(str(tmp_path), restore=Restore(allow_missing="epoch"))
     new = ["scheduler", "epoch"]
-    with Checkpointer(str(tmp_path), restore=Restore(fresh=new)) as keeper:
+    with Checkpointer(str(tmp_path), restore=Restore(allow_missing=new)) as keeper:
         keeper.restore(state)
         assert (scheduler.last_epoch, state["epoch"]) == (0, 7)
         optimizer.step()
         scheduler.step()
         keeper.save(2, state)
     with Checkpointer(
-        str(tmp_path), restore=Restore(fresh=new)
+        str(tmp_path), restore=Restore(allow_missing=new)
     ) as keeper:  # the same command again: now they are there
         later = {**state, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "epoch": 0}
         assert keeper.restore(later) == 2
@@ -240,5 +242,5 @@ def test_a_scaler_that_was_off_when_it_was_saved_may_begin_from_scratch(tmp_path
     save(tmp_path, model=net(1, 3, 4), scaler=torch.amp.GradScaler("cpu", enabled=False))
     state = {"model": net(1, 3, 4), "scaler": torch.amp.GradScaler("cpu")}
     assert "state dict is empty" in refused(tmp_path, **state)
-    with Checkpointer(str(tmp_path), restore=Restore(fresh=["scaler"])) as keeper:
+    with Checkpointer(str(tmp_path), restore=Restore(allow_missing=["scaler"])) as keeper:
         assert keeper.restore(state) == 1

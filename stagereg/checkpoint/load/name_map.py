@@ -1,0 +1,237 @@
+"""Which saved name each entry and parameter is restored from, and which may be missing in a checkpoint.
+
+A dotted name stands for itself and all below it. The name of a parameter may have the name of its entry before it:
+``a`` is ``a`` in every module of the state, ``model.a`` that of the entry ``model`` alone. A new name that is an entry
+of the state is that entry.
+
+The options may stay in a command that is started again: the next checkpoint has the new names. So a rename applies only
+while a checkpoint has nothing under the new name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from stagereg.errors import CheckpointError, few_of, kind_of, nearest
+
+_MOST, _TRIED = 3, 20  # renames and patterns that a message proposes, and layers for which these are sought
+_OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod": "torch.compile"}
+
+
+class NameMap:
+    """The options ``rename`` and ``allow_missing`` for the restore of one checkpoint.
+
+    Attributes:
+        missing: by entry, the parameters that are missing and may be.
+        unused: the names of ``allow_missing`` that match nothing on this rank.
+    """
+
+    def __init__(self, rename: Mapping[str, str], allow_missing: Sequence[str]) -> None:
+        self._pairs = dict(rename)
+        self._patterns = allow_missing
+        self._entries: dict[str, str] = {}  # the saved name of each entry that is renamed
+        self._moves: dict[str, list[tuple[str, str]]] = {}  # renames that apply, by entry of modules
+        self._state: Collection[str] = ()  # its entries
+        self._here: Collection[str] = ()  # these and their parameters
+        self.missing: dict[str, list[str]] = {}
+        self.unused: list[str] = []
+
+    def rename_entries(self, saved: Collection[str], here: Collection[str]) -> dict[str, str]:
+        """Return the saved names of entries by the names ``here``, in the state. Raises: ``CheckpointError``."""
+        self._state = here
+        pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
+        moves = _active(pairs, saved)
+        found = _by_new_name(moves, saved)
+        self._entries = {here: name for here, name in found.items() if here != name}
+        return found
+
+    def moves(self, entry: str, saved: Collection[str]) -> list[tuple[str, str]]:
+        """Return the renames that apply to the parameters of an entry of modules."""
+        found = self._moves[entry] = self._of_entry(entry, saved)
+        return found
+
+    def by_new_name(self, entry: str, saved: Collection[str]) -> dict[str, str]:
+        """Return the saved names of an entry of modules by the names here. Raises: ``CheckpointError``."""
+        return _by_new_name(self.moves(entry, saved), saved)
+
+    def possible(self, entry: str, names: Iterable[str]) -> set[str]:
+        """Return all names under which the ``names`` of an entry of modules may have been saved."""
+        pairs = [each for pair in self._pairs.items() for each in self._readings(entry, *pair)]
+        found = {*names}
+        for old, new in pairs:
+            found |= {_join(old, rest) for name in found.copy() if (rest := _below(name, new)) is not None}
+        return found
+
+    def origins(self, entry: str, name: str, here: str, saved: Collection[str]) -> list[str]:
+        """Return under which names a parameter of an optimizer may have been saved, the likeliest first.
+
+        Args:
+            entry: of the module that has the parameter; empty if none has.
+            name: of the parameter in that module.
+            here: its name in the optimizer, which has the entry before it if two modules have the same names.
+            saved: the names in the saved optimizer.
+        """
+        if not entry:
+            return [self._entries.get(name, name), name]
+        moves = self._moves[entry] if entry in self._moves else self._of_entry(entry, saved)
+        olds = [_join(old, rest) for old, new in moves if (rest := _below(name, new)) is not None]
+        olds = [each for each in (*olds, name) if moved(each, moves) == name]
+        before = self._entries.get(entry, entry)
+        return [*(olds if here == name else ()), *(f"{before}.{each}" for each in olds)]
+
+    def may_miss(self, *names: str) -> bool:
+        """Whether one of the names of an entry or parameter is among those that may be missing."""
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns for name in names)
+
+    def all_missing(self) -> list[str]:
+        """Return the parameters that are missing and may be, with their entries."""
+        return [f"{entry}.{name}" for entry, own in self.missing.items() for name in own]
+
+    def look(self, names: Collection[str]) -> None:
+        """Find what of ``allow_missing`` is none of ``names``, as entries and parameters are called here."""
+        self.unused = [each for each in self._patterns if not any(fnmatchcase(name, each) for name in names)]
+        self._here = names
+
+    def no_such(self) -> str:
+        """Return the message about what is ``unused``."""
+        names = {".".join(name.split(".")[:end]) for name in self._here for end in range(1, name.count(".") + 2)}
+        close = nearest(self.unused[0].removesuffix(".*"), sorted(names))
+        return f"checkpoint.restore.allow_missing has {self.unused[0]!r}, which matches nothing in the state.{close}"
+
+    def explain(self, error: Exception) -> Exception:
+        """Return an error that also names what is ``unused``: it may have a typo."""
+        if not self.unused or not isinstance(error, CheckpointError):
+            return error
+        return kind_of([error])(f"{str(error).rstrip('.')}. {self.no_such()}")
+
+    def _of_entry(self, entry: str, saved: Collection[str]) -> list[tuple[str, str]]:
+        found = []
+        for pair in self._pairs.items():
+            readings = (_active([each], saved) for each in self._readings(entry, *pair))
+            found += next(filter(None, readings), [])
+        return found
+
+    def _readings(self, entry: str, old: str, new: str) -> list[tuple[str, str]]:
+        """Return what a rename may mean in an entry: of names with the entry before them first."""
+        inner = _below(old, entry), _below(new, entry)
+        if inner[0] is None:
+            inner = _below(old, self._entries.get(entry, entry)), inner[1]
+        found = [inner] if None not in inner and any(inner) else []
+        return found + [(old, new)] * (new not in self._state)  # type: ignore[return-value]
+
+
+def _below(name: str, prefix: str) -> str | None:
+    """Return what follows a dotted prefix in a name, empty if nothing does; ``None`` if it has another one."""
+    if not prefix or name == prefix:
+        return name[len(prefix) :]
+    return name[len(prefix) + 1 :] if name.startswith(f"{prefix}.") else None
+
+
+def _join(*parts: str) -> str:
+    return ".".join(filter(None, parts))
+
+
+def moved(name: str, moves: Sequence[tuple[str, str]]) -> str:
+    """Return the new name: by the move with the longest old name that ``name`` begins with."""
+    fits = [(old, _join(new, rest)) for old, new in moves if (rest := _below(name, old)) is not None]
+    return max(fits, key=lambda each: len(each[0]))[1] if fits else name
+
+
+def _active(pairs: Sequence[tuple[str, str]], saved: Collection[str]) -> list[tuple[str, str]]:
+    """Return the renames whose old name is in a checkpoint, and whose new name is not."""
+    found = []
+    for old, new in pairs:
+        is_there, is_new = (any(_below(name, each) is not None for name in saved) for each in (old, new))
+        is_inner = _below(old, new) is not None  # a level is taken out, so the outer name is there before and after
+        if is_there and (is_inner or not is_new):
+            found.append((old, new))
+    return found
+
+
+def _by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in saved:
+        here = moved(name, moves) if moves else name
+        if (other := found.setdefault(here, name)) != name:
+            raise CheckpointError(f"by checkpoint.restore.rename its {other!r} and {name!r} would both be {here!r}")
+    return found
+
+
+# -- what a message proposes
+
+
+def advice(
+    entry: str,
+    missing: Sequence[str],
+    rest: Collection[str],
+    present: Collection[str],
+    alike: Callable[[str, str], bool],
+) -> str:
+    """Return which options would restore a module of which names are missing; empty if none is likely.
+
+    Args:
+        entry: of the module.
+        missing: the names that were not saved.
+        rest: the saved names that are not here.
+        present: the names that were saved and are here.
+        alike: whether a missing name and a saved one have the same shape and dtype.
+    """
+    left, renames, new = set(rest), {}, []
+    whole_module = {_before(name, missing[0]) for name in rest} - {None} if missing and not present else ()
+    is_whole = any(all(_suits(old or "", "", name, left, alike) for name in missing) for old in whole_module)
+    groups = {"": [*missing]} if is_whole else _groups(missing, present)
+    for prefix, names in itertools.islice(groups.items(), _TRIED):
+        olds = {old for name in left if (old := _before(name, _below(names[0], prefix) or "")) is not None}
+        fits = [old for old in olds if all(_suits(old, prefix, name, left, alike) for name in names)]
+        if fits:
+            old = max(sorted(fits), key=lambda each: _in_common(each, prefix))
+            renames[old] = prefix
+            left -= {_join(old, _below(name, prefix) or "") for name in names}
+        else:
+            new.append(prefix if [prefix] == names else f"{prefix}.*")
+    texts = []
+    if renames:
+        if "" in (*renames, *renames.values()):
+            renames = {_join(entry, old): _join(entry, each) for old, each in renames.items()}
+        pairs = [*renames.items()]
+        proposed = ", ".join(f"{old}: {each}" for old, each in pairs[:_MOST])
+        more = ", and so on" if len(pairs) > _MOST or len(groups) > _TRIED else ""
+        [(old, each), *_] = pairs
+        texts.append(f"If {old!r} in it is {each!r} here, add 'checkpoint.restore.rename={{{proposed}}}'{more}")
+        ends = {name.rpartition(".")[2] for pair in pairs for name in pair}
+        texts += [f"{by} put {wrapper!r} before names" for wrapper, by in _OF_WRAPPERS.items() if wrapper in ends]
+    if new and present:
+        option = f"checkpoint.restore.allow_missing=[{','.join(new[:_MOST])}]"
+        texts.append(f"To begin {few_of(new, _MOST)} from scratch, add '{option}'")
+    return "".join(f". {text}" for text in texts)
+
+
+def _groups(missing: Sequence[str], present: Collection[str]) -> dict[str, list[str]]:
+    """Return missing names by the shortest prefix that no name which is present has."""
+    taken = {".".join(name.split(".")[:end]) for name in present for end in range(1, name.count(".") + 2)}
+    groups: dict[str, list[str]] = {}
+    for name in missing:
+        parts = name.split(".")
+        ends = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        groups.setdefault(next((each for each in ends if each not in taken), name), []).append(name)
+    return groups
+
+
+def _before(name: str, suffix: str) -> str | None:
+    if not suffix or name == suffix:
+        return "" if name == suffix else name
+    return name[: -len(suffix) - 1] if name.endswith(f".{suffix}") else None
+
+
+def _in_common(one: str, other: str) -> int:
+    """Return how many characters two names have in common at the beginning and at the end."""
+    alike = (map(operator.eq, one, other), map(operator.eq, reversed(one), reversed(other)))
+    return sum(len([*itertools.takewhile(bool, each)]) for each in alike)
+
+
+def _suits(old: str, new: str, name: str, left: Collection[str], alike: Callable[[str, str], bool]) -> bool:
+    saved = _join(old, _below(name, new) or "")
+    return saved in left and alike(name, saved)

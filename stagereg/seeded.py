@@ -1,0 +1,195 @@
+"""Random numbers of a sample that follow from a seed, the epoch and the sample's index.
+
+A data loader's workers draw augmentations from generators of their own, which no checkpoint has, and fetch ahead. Here
+the generators are seeded before each sample, so neither the worker, nor the number of workers or ranks, nor the place
+where a run was interrupted matters. ``ResumableSampler`` sends the epoch with each index (:class:`SampleIndex`), since
+persistent workers have a copy of the dataset from an earlier epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from stagereg.errors import ConfigError, at_least
+
+try:
+    import numpy
+except ImportError:  # torch works without NumPy
+    numpy = None  # type: ignore[assignment]
+
+T = TypeVar("T", covariant=True)
+
+
+class SampleIndex(int):
+    """An index into a dataset, and the epoch for which a sampler dealt the index. Attributes: ``epoch``."""
+
+    epoch: int
+
+    def __new__(cls, index: int, epoch: int) -> SampleIndex:
+        self = super().__new__(cls, index)
+        self.epoch = epoch
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleIndex, (int(self), self.epoch)
+
+
+class SeededDataset(Dataset[T]):
+    """The dataset that :func:`seeded` returns. Attributes: ``dataset``, ``seed``."""
+
+    def __init__(self, dataset: Dataset[T] | Sequence[T], seed: int = 0) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"stagereg.data.seeded takes a dataset with __getitem__, not {type(dataset).__name__}: the samples of "
+                "an iterable dataset have no index to seed from."
+            )
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"stagereg.data.seeded needs a whole number as seed, not {seed!r}.")
+        self.dataset, self.seed = dataset, seed
+        self._epoch = torch.full((), -1, dtype=torch.int64, device="cpu")  # -1 until set_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass, for samplers that are not a ``ResumableSampler``.
+
+        Call before ``iter(loader)``, not during a pass: workers that fetch ahead see the new epoch at once.
+
+        Raises:
+            ConfigError: ``epoch`` is not a whole number of at least 0.
+        """
+        self._epoch.share_memory_().fill_(at_least(0, "epoch", epoch))  # persistent workers see it
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> T:
+        [sample] = self._fetch([index], self.dataset.__getitem__)
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T]:
+        batched = getattr(
+            self.dataset, "__getitems__", None
+        )  # one at a time: others may be in the batch after a resume
+        return self._fetch(indices, (lambda index: batched([index])[0]) if batched else self.dataset.__getitem__)
+
+    def _fetch(self, indices: Sequence[int], get: Callable[[int], T]) -> list[T]:
+        keys = [self._key(index) for index in indices]
+        before = generator_states()
+        try:
+            samples = []
+            for index, key in zip(indices, keys, strict=True):
+                _seed_generators(key)
+                samples.append(get(int(index)))
+            return samples
+        finally:
+            _set_generators(before)
+
+    def _key(self, index: Any) -> str:
+        """Return what the random numbers of a sample follow from. Raises: ``ConfigError``."""
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise ConfigError(f"A seeded dataset takes whole numbers as indices, not {index!r:.100}.") from None
+        epoch = index.epoch if isinstance(index, SampleIndex) else int(self._epoch)
+        if epoch < 0:
+            raise ConfigError(
+                "The epoch of a sample is unknown, and its random numbers follow from it. Call set_epoch(epoch) "
+                "of the dataset that stagereg.data.seeded returned, before each pass over the loader, or use "
+                "stagereg.data.ResumableSampler(dataset). Subset and ConcatDataset drop the "
+                "epoch: give the outermost dataset to seeded."
+            )
+        return f"{self.seed}/{epoch}/{int(number)}"
+
+
+def seeded(dataset: Dataset[T] | Sequence[T], seed: int = 0) -> SeededDataset[T]:
+    """Return a map-style dataset whose samples draw random numbers that follow from (seed, epoch, index) alone.
+
+    Before each sample, torch's CPU generator, Python's ``random`` and NumPy's global generator are seeded; afterwards
+    they are as they were. So a run that resumes in the middle of an epoch gets the augmented samples of the run that
+    was not interrupted, with any number of workers and ranks. Batches are fetched one sample at a time.
+
+    Not covered: generators that the dataset made itself (``numpy.random.default_rng()``), generators of accelerators,
+    and what ``collate_fn`` draws. A dataset that is fetched by a thread of the training process disturbs the generators
+    of training.
+
+    Args:
+        dataset: has ``__getitem__``. The outermost one: not inside of ``Subset`` or ``ConcatDataset``.
+            ``get_worker_info().dataset.dataset`` is ``dataset``.
+        seed: the same on all ranks and in the run that resumes.
+
+    Raises:
+        ConfigError: an iterable dataset; ``seed`` is not a whole number.
+
+    Example::
+
+        dataset = stagereg.data.seeded(dataset, seed=1)
+        sampler = stagereg.data.ResumableSampler(dataset, seed=1)  # sends the epoch to the workers
+        loader = DataLoader(dataset, batch_size=16, sampler=sampler, num_workers=4, persistent_workers=True)
+
+        # with another sampler:
+        for epoch in range(epochs):
+            distributed_sampler.set_epoch(epoch)
+            dataset.set_epoch(epoch)
+            for batch in loader: ...
+    """
+    return SeededDataset(dataset, seed)
+
+
+def generator_states() -> tuple[torch.Tensor, Any, Any]:
+    """Return the states of the global generators of the CPU: torch's, Python's, and NumPy's or ``None``."""
+    numbers = None if numpy is None else numpy.random.get_state(legacy=False)
+    return torch.default_generator.get_state(), random.getstate(), numbers
+
+
+def _set_generators(states: tuple[torch.Tensor, Any, Any]) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
+    if numpy is not None:
+        numpy.random.set_state(states[2])
+
+
+def _seed_generators(key: str) -> None:
+    digest = hashlib.blake2b(key.encode(), digest_size=28).digest()  # neighbours have unrelated seeds
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))  # not torch.manual_seed: it seeds CUDA
+    random.seed(int.from_bytes(digest[8:24], "little"))
+    if numpy is not None:
+        numpy.random.seed(int.from_bytes(digest[24:], "little"))
+
+
+class DrawCheck:
+    """Reports whether a dataset draws from the global generators of a loader's workers.
+
+    A loader's ``collate_fn`` and, as ``start``, its ``worker_init_fn``. In each worker the generators are compared
+    before and after the first batch.
+
+    Attributes:
+        drew: a tensor in shared memory, 1 once a worker has drawn.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:
+        self._collate, self._init, self._before = collate, init, ""
+        self.drew = torch.zeros((), dtype=torch.uint8, device="cpu").share_memory_()
+
+    def start(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        self._before = self._state()
+
+    def __call__(self, samples: Any) -> Any:
+        if self._before:
+            if self._before != self._state():
+                self.drew.fill_(1)
+            self._before = ""
+        return self._collate(samples)
+
+    def _state(self) -> str:
+        """Return the states as text, which can be compared whatever they consist of."""
+        bits, own, numbers = generator_states()
+        shown = None if numbers is None else (numbers["state"]["pos"], numbers["state"]["key"].tolist())
+        return repr((bits.tolist(), own, shown))
