@@ -28,6 +28,8 @@ LAYERS = [
         "registry",
         "forks",
         "data",
+        "option_text",
+        "uncaught",
     },
     {"kernel"},
     {"stagers", "join"},

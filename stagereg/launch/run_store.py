@@ -66,7 +66,7 @@ class RunStore:
         self.saved = ""
         self._watch: Watch | None = None
 
-    def begin(self, directory: str, resume: str) -> None:
+    def begin(self, directory: str, resume: list[str]) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
         if not self.begun():
             self._all_attempts.set("run", json.dumps({"dir": directory, "resume": resume, "time": time.time()}))
@@ -75,7 +75,7 @@ class RunStore:
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """The run's directory ``dir``, its ``time``, and the override to ``resume`` it; waits until they are there."""
+        """The run's directory ``dir``, its ``time``, and the overrides to ``resume`` it; waits until they are there."""
         _await_key(self._all_attempts, "run", "rank 0 did not begin")
         return dict(json.loads(self._all_attempts.get("run")))
 

@@ -20,10 +20,9 @@ from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError
+from stagereg.option_text import option
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
-
-_RETRY = "checkpoint.restore.give_up_after=null"
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +50,8 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         return found
     if not found:
         raise CheckpointError(
-            f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
+            f"{option('checkpoint.resume', 'latest')}, but there is no complete checkpoint in {store.root}; "
+            f"{option('checkpoint.resume', 'auto')} starts from scratch."
         )
     return found[:1]
 
@@ -63,7 +63,8 @@ def candidates_near(
     if resume in steps:
         return [Condition(resume, steps[resume].manifest)]
     if resume not in RESUME:
-        raise CheckpointError(f"resume={resume} is a step of the tier that no machines have between them any more.")
+        named = option("checkpoint.resume", resume)
+        raise CheckpointError(f"{named} is a step of the tier that no machines have between them any more.")
     found = with_steps_of_tier(candidates(store, "auto" if steps else resume), steps, branch_of)
     return found[:1] if resume == "latest" else found
 
@@ -121,7 +122,7 @@ def _expect_certain(condition: Condition) -> None:
     if any(isinstance(what, Unclear) for what in condition.damages.values()):
         raise CheckpointError(
             f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
-            "To go on from another one, name it: checkpoint.resume=PATH."
+            f"To resume from another one, name it: {option('checkpoint.resume', 'PATH')}."
         )
 
 
@@ -129,7 +130,8 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
     for each in damaged if ranks.rank == 0 else ():
         word, more = _word(each), ""
         if word == "given up":
-            more = f"\n  If that had another cause, go on from it with checkpoint.resume=PATH or {_RETRY}."
+            named = option("checkpoint.resume", "PATH")
+            more = f"\n  If that had another cause, resume from it with {named} or {_retry()}."
         _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
 
 
@@ -165,13 +167,14 @@ def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
     given_up = [_word(each) == "given up" for each in damaged]
     how = (
         "What ends each run in this way may be in the program, its data or a machine: see the errors of those runs. "
-        f"When it is mended, go on from the newest with {_RETRY}, or from another one with checkpoint.resume=PATH.\n"
+        f"When it is mended, resume from the newest with {_retry()}, or from another one with "
+        f"{option('checkpoint.resume', 'PATH')}.\n"
     )
     put_back = "Else " if all(given_up) else "Put back what is missing, or "
     return (
         f"There are checkpoints in {root}, and none of them is good:\n{every}\n{how if any(given_up) else ''}"
         f"Starting from scratch would give the run up, so no step was taken. {put_back}start from scratch "
-        f"with checkpoint.resume=never. `stagereg verify {shlex.quote(root)}` shows them again."
+        f"with {option('checkpoint.resume', 'never')}. `stagereg verify {shlex.quote(root)}` shows them again."
     )
 
 
@@ -182,7 +185,11 @@ def not_that_one(resume: str, damaged: Condition) -> str:
         what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
-    return f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+    return f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+
+
+def _retry() -> str:
+    return option("checkpoint.restore.give_up_after", None)
 
 
 def _word(condition: Condition) -> str:
@@ -218,6 +225,4 @@ def path_named(store: CheckpointStore, name: str) -> str:
         return inside
     if not os.path.lexists(inside) and store.look(inside).manifest is None:
         return here
-    raise CheckpointError(
-        f"resume={name} is both in {store.root} and in the working folder: write which, {inside} or {here}"
-    )
+    raise CheckpointError(f"{name} is both in {store.root} and in the working folder: write which, {inside} or {here}")

@@ -42,7 +42,7 @@ def located(target: str, empty: bool = False) -> Located:
             return Located(store, [one], one=True)
     except OSError as error:
         raise CheckpointError(f"{target} could not be looked at: {error}") from error
-    raise CheckpointError(f"There is no checkpoint in {target}. Name the directory that has them (checkpoint.dir).")
+    raise CheckpointError(f"There is no checkpoint in {target}. Name the directory that has them.")
 
 
 def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
