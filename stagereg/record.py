@@ -1,9 +1,10 @@
 """Records a run's events: JSON lines in its own directory, from which all figures about it are made later.
 
-Each rank writes one file, one object a line, with ``"event"`` and ``"t"`` (:func:`now`). A line is one unbuffered
-write, so a killed process loses at most one line. NaN and infinity are written as null. A step takes about 50 bytes and
-a few microseconds. Without a recorder events are dropped, and no failure of the recording stops training. A forked
-child records nothing. :mod:`stagereg.sweep.run` reads the events.
+Each rank writes one file, one object a line, with ``"event"``, ``"t"`` (:func:`now`) and ``"run"``, the name of the
+attempt: programs that share a directory, one after the other or at the same time, are told apart by it. A line is one
+unbuffered write, so a killed process loses at most one line. NaN and infinity are written as null. A step takes about
+70 bytes and a few microseconds. Without a recorder events are dropped, and no failure of the recording stops training.
+A forked child records nothing. :mod:`stagereg.sweep.run` reads the events.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _EPOCH_S = time.time() - time.perf_counter()
 
 
 class _Recorder:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, run: str) -> None:
+        self.path, self.run = path, run
         # Reentrant, since a signal handler that emits an event may interrupt an emission.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,18 +92,19 @@ os.register_at_fork(after_in_child=_listeners.clear)
 
 
 @contextlib.contextmanager
-def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iterator[None]:
+def recording(directory: Path, rank: int, world_size: int, run: str = "", **facts: Any) -> Iterator[None]:
     """Record the events of this process for the time of a ``with`` block, and how the block ends.
 
     Errors of the block pass through; there are none of the recording itself. A process has one recording at a time:
-    inside another one this does nothing, and events go to the outer one. ``facts`` go into the ``start`` event.
+    inside another one this does nothing, and events go to the outer one. ``run`` names the attempt
+    (:func:`attempt_of`); by default the first one of a new run. ``facts`` go into the ``start`` event.
     """
     global _recorder
     path = Path(directory) / file_name(rank)
     try:
         if _recorder is not None:
             raise OSError(f"this process records in {_recorder.path}")
-        mine = _recorder = _Recorder(path)
+        mine = _recorder = _Recorder(path, run or attempt_of(new_run(), 0))
     except OSError as error:
         _warn(path, error)
         yield
@@ -133,7 +135,22 @@ def emit(event: str, /, **fields: Any) -> None:
     """Record an event if this process records; any thread, never raises. What JSON cannot have is written as text."""
     recorder = _recorder
     if recorder is not None:
-        recorder.write(_line({"event": event} | fields | {"event": event, "t": now()}))
+        recorder.write(_line({"event": event} | fields | {"event": event, "t": now(), "run": recorder.run}))
+
+
+def new_run() -> str:
+    """Return a name for a run that no other run in the same directory has."""
+    return os.urandom(3).hex()
+
+
+def attempt_of(run: str, number: int | str) -> str:
+    """Return the name of an attempt, which each event of the attempt has as ``"run"``."""
+    return f"{run}.{number}"
+
+
+def run_of(attempt: str) -> str:
+    """Return the run that an attempt belongs to."""
+    return attempt.partition(".")[0]
 
 
 def now() -> float:
@@ -169,6 +186,13 @@ def log(step: int, **values: SupportsFloat) -> None:
 def listen(listener: LogListener) -> None:
     """Give ``listener`` what is logged from now on, for as long as the object exists: this keeps no reference."""
     _listeners.add(listener)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a record in bytes, which is 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def file_name(rank: int) -> str:

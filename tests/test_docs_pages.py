@@ -33,6 +33,7 @@ from .support.pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
 CHECKPOINTS, SWEEPS, CLUSTERS, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "clusters.md", "guide.md"))
+EVALUATE = Page("evaluate.md")
 LIMIT_S = 400
 
 
@@ -114,6 +115,38 @@ def test_the_python_of_the_pages_runs(
     assert "{'held_out': 0.05}" in printed
     made = {"announced/step-00000020", "copied/step-00000010", "copies/step-00000010", "gpt/step-20"}
     assert [each for each in made if not (tmp_path / "runs" / each).is_dir()] == []
+
+
+def test_checkpoints_are_evaluated_inspected_and_exported_as_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    saved = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(saved.parameters())
+    known: dict[str, Any] = {}
+    with stagereg.Checkpointer("runs/gpt", keep=3) as training:
+        for step, loss in ((100, 2.0), (200, 1.0), (300, 3.0)):
+            saved(torch.ones(1, 64)).square().mean().backward()
+            optimizer.step()
+            stagereg.log(step, held_out=loss)
+            training.save(step, {"model": saved, "optimizer": optimizer})
+        training.wait()
+        for text in EVALUATE.of("python"):  # while the run holds the directory
+            exec(compile(text, "page", "exec"), known)
+        printed = capsys.readouterr().out
+    assert (known["step"], known["best"].name) == (300, "step-00000200")
+    assert torch.equal(known["model"].weight, saved.weight)
+    assert "step 300" in printed
+    assert "model.weight torch.float32 (64, 64)" in printed
+    assert "in one of them only: []\nmodel.bias 0.00" in printed
+    assert torch.load("backbone.pt", weights_only=True).keys() == {"backbone.weight", "backbone.bias"}
+    commands = [each for each in EVALUATE.started("stagereg") if len(each) > 1 and each[0] != "follow"]
+    commands += [shlex.split(line, comments=True)[1:] for text in EVALUATE.of("") for line in text.splitlines()]
+    assert [cli.main(each) for each in commands] == [0] * 7
+    assert torch.load("model.pt", weights_only=True).keys() == {"weight", "bias"}
+    assert (tmp_path / "hf/model.safetensors").exists()
 
 
 def test_every_torchrun_and_script_of_a_page_is_understood() -> None:

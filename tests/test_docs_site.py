@@ -37,6 +37,7 @@ RUN = {
     "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
     "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},
     "data.md": {"python": "test_data.py"},
+    "evaluate.md": dict.fromkeys(("python", ""), "test_docs_pages.py"),
     "guide.md": dict.fromkeys(("diff", "python", "yaml"), "test_docs_pages.py"),
     "contracts.md": {"python": "testing/test_join_contract.py"},
     **{f"integrations/{name}.md": {"diff": "integrations/test_added_lines.py"} for name in TRAINERS},

@@ -56,7 +56,12 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
     assert start.items() >= (expected | versions).items()
     assert start["host"]
     assert start["hydra-core"]
-    assert step == {"event": "step", "step": 7, "t": pytest.approx(start["t"], abs=60)}
+    assert step == {"event": "step", "step": 7, "t": pytest.approx(start["t"], abs=60), "run": start["run"]}
+    with record.recording(tmp_path, 3, 4):
+        pass
+    assert recorded(tmp_path, rank=3)[-1]["run"] != start["run"], (
+        "each recording is a run of its own unless it is named"
+    )
     assert end["status"] == "completed"
     assert "error" not in end
     assert 2**23 < end["peak_rss"] < 2**40
@@ -120,8 +125,10 @@ def test_every_event_comes_back_as_one_line_of_json(event: str, fields: dict[str
     expected = as_json_has_it(fields) | {"event": event}
     for found in (line, with_odd):
         assert isinstance(found.pop("t"), float)
+        assert found.pop("run").endswith(".0")
         found.pop("odd", None)
     expected.pop("t", None)
+    expected.pop("run", None)
     assert line == with_odd == expected
 
 

@@ -161,6 +161,7 @@ class Checkpointer:
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
             token = self._hold.take(dir)
+            phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
@@ -311,9 +312,10 @@ class Checkpointer:
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
         how = self.restore_options
-        what = store, resume, how.verify, how.read, how.cast, state, self._storage, self._ranks, self._saver.names
+        what = store, resume, how.verify, how.read, how.cast, how.exact, state, self._storage, self._ranks
+        names = self._saver.names
         near = self._tiering.near if source is None else None
-        restored = restoring.restore(restoring.RestoreRequest(*what, self.wait, self._crashes, how.fresh, near))
+        restored = restoring.restore(restoring.RestoreRequest(*what, names, self.wait, self._crashes, how.fresh, near))
         step = None if restored is None else restored.manifest.step
         if near is not None:
             near.go_on_from(step)
@@ -321,6 +323,7 @@ class Checkpointer:
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
             choosing.log_begin(restored, self.dir, source is None, near)
+        choosing.expect_found(restored, source)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
@@ -349,6 +352,7 @@ class Checkpointer:
         self._together.leave()
         ended = self._background.finish()
         self._saver.drop_retake()
+        self._saver.forgotten.close()
         self._closed, self._survivors, self._saver.whole = True, None, None
         self._calls.close()
         if self.preemption is not None:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, differences, marks_of_shares, share_of_rank
-from stagereg.checkpoint.format.manifest import Manifest, now, step_within
+from stagereg.checkpoint.format.manifest import CHECKSUMS, METADATA, Manifest, now, step_within
 from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
@@ -39,8 +39,6 @@ from stagereg.errors import CheckpointError, ConfigError, DamagedError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
-_CHECKSUMS = "checksums.json"
-_METADATA = ".metadata"
 _PATIENCE_S = 1.0  # for the end of the thread of a save that has just failed
 _LOOK_S = 0.01
 _FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -134,7 +132,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         if self._save.path is None:
             raise CheckpointError("DcpWriter was given no directory: DcpWriter(path), or checkpoint_id=path.")
         there = os.listdir(self._save.path) if self._save.path.is_dir() else [""] * self._save.path.exists()
-        others = [each for each in there if each not in (_METADATA, _CHECKSUMS) and not each.endswith(DEFAULT_SUFFIX)]
+        others = [each for each in there if each not in (METADATA, CHECKSUMS) and not each.endswith(DEFAULT_SUFFIX)]
         if others:
             what = ", ".join(sorted(others)[:3]) or "it is a file"
             raise CheckpointError(
@@ -194,7 +192,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
             raise CheckpointError(f"{beside} was not written as it should be: {Condition(path.name, manifest, lost)}")
-        open_store(path.parent).put(os.fspath(beside), _CHECKSUMS, manifest.dumps().encode())
+        open_store(path.parent).put(os.fspath(beside), CHECKSUMS, manifest.dumps().encode())
         sync(beside)
         failpoint("described")
         old = exchange(beside, path, self._hidden("old"))
@@ -239,14 +237,14 @@ class DcpReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return torch's metadata, which is checked. Raises: ``CheckpointError``, ``OSError``."""
-        checksums = Path(self.path) / _CHECKSUMS
+        checksums = Path(self.path) / CHECKSUMS
         try:
             self._manifest = Manifest.loads(checksums.read_bytes()) if checksums.exists() else None
         except ValueError as error:
             raise DamagedError(f"{checksums} is damaged: {error}") from error
         if self._manifest is not None:
-            only = {_METADATA: self._manifest.files[_METADATA]} if _METADATA in self._manifest.files else {}
-            self._expect(replace(self._manifest, files=only), self._contents({_METADATA: WHOLE}))
+            only = {METADATA: self._manifest.files[METADATA]} if METADATA in self._manifest.files else {}
+            self._expect(replace(self._manifest, files=only), self._contents({METADATA: WHOLE}))
         return super().read_metadata(*args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -260,7 +258,7 @@ class DcpReader(FileSystemReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare what the ranks have found. Called on the coordinator. Raises: ``CheckpointError``."""
         if self._manifest is None:
-            _log.warning("%s has no %s: another writer made it, and it is loaded unchecked.", self.path, _CHECKSUMS)
+            _log.warning("%s has no %s: another writer made it, and it is loaded unchecked.", self.path, CHECKSUMS)
             return plans
         found = [plan.storage_data for plan in plans]
         if len(found) != _world_size() or None in found:  # a part of the ranks loads, and their shares are not all

@@ -38,6 +38,10 @@ class Restore:
             times as many crashes in a row nothing more is tried. ``None`` never gives one up.
         cast: whether tensors of floating point are converted to the dtypes of the objects, as ``copy_`` does: for a
             stager that makes smaller copies. Else modules refuse what was saved with another dtype.
+        exact: whether ``resume="auto"`` skips emergency saves, which lack values of a failed rank, such as its random
+            numbers. The run then repeats the steps since the newest exact checkpoint. Other values of ``resume`` refuse
+            such a checkpoint. ``False`` resumes from an emergency save, and seeds the random numbers of the failed rank
+            from the checkpoint, its step and the rank.
         fresh: names of entries that begin from scratch where a checkpoint has nothing for them, as for a scheduler that
             is new, or an optimizer of another kind, which is an error without; where it has, they are restored.
 
@@ -49,6 +53,7 @@ class Restore:
     read: Literal["auto", "each", "once"] = "auto"
     give_up_after: int | None = 3
     cast: bool = False
+    exact: bool = False
     fresh: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -57,6 +62,7 @@ class Restore:
         if self.give_up_after is not None:
             at_least(1, option("checkpoint.restore.give_up_after"), self.give_up_after)
         _flag("restore.cast", self.cast)
+        _flag("restore.exact", self.exact)
         if isinstance(self.fresh, str) or not all(isinstance(each, str) for each in self.fresh):
             raise ConfigError(
                 f"{option('checkpoint.restore.fresh')} must be a list of names of the state, not {self.fresh!r}."

@@ -40,6 +40,7 @@ from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.errors import CheckpointError, name_ranks, reason
 from stagereg.launch.loss import Loss
 from stagereg.launch.rank import is_consequence
+from stagereg.option_text import option
 from stagereg.registry import build
 
 _log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class Survivors:
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
             if made.leads:
                 _add_positions(captured, lost, state, made)
-                made.begin(self._target)
+                made.begin(self._target, tier=self._background.ahead is not None)
             if made.begun():
                 self._write(made, captured, lost)
         except Exception as error:
@@ -178,13 +179,14 @@ class Survivors:
         if made.leads and target.committed is not None:
             missing = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in lost.items())
             saved = f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}"
-            made.end(f"{saved}{''.join(missing)}.", made.step)
+            made.end(f"{saved}{''.join(missing)}. {made.exact}", made.step)
 
 
 class _Try:
     def __init__(self, told: Loss, store: Any, step: int, ranks: list[int], token: str) -> None:
         self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
         self.leads = told.rank == ranks[0]
+        self.exact = ""  # a sentence on how to resume exactly
         self._lock: StoreLock | None = None
 
     def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -194,7 +196,7 @@ class _Try:
         lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
         return {str(rank): ["random numbers", *marked] for rank in lost}
 
-    def begin(self, target: SaveTarget) -> None:
+    def begin(self, target: SaveTarget, tier: bool) -> None:
         """Have the others begin too, once the directory is this rank's to write to.
 
         A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
@@ -209,7 +211,13 @@ class _Try:
                 store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
             time.sleep(_LOOK_S)
         self._lock = store.lock()
-        if any(each.manifest.step == self.step for each in target.store.checkpoints()[0]):
+        complete, _ = target.store.checkpoints()
+        exact = next((f"step {each.manifest.step}" for each in complete if not each.manifest.lacks), None)
+        sources = [each for each in (exact, tier and "a newer step of the tier") if each]
+        instead = f"resumes from {' or '.join(sources)} instead" if sources else "has nothing to resume from"
+        exact_only = option("checkpoint.restore.exact", True)
+        self.exact = f"A resume from it is not exact; with {exact_only} the run {instead}."
+        if any(each.manifest.step == self.step for each in complete):
             self.end(f"Step {self.step} is saved in {target.where}.", self.step)
         self.store.set("begun", "")
 

@@ -23,6 +23,7 @@ from typing import Any
 from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.manifest import Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.located import with_those_of_torch
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.durations import seconds_of
@@ -184,7 +185,11 @@ class _Follower:
 
     def _next(self) -> Checkpoint | None:
         """Return which checkpoint is to be dealt with now, and report those that went without."""
-        complete, damaged = self._store.checkpoints()
+        own, damaged = self._store.checkpoints()
+        of_torch = self._store.of_torch()
+        found = with_those_of_torch([Condition(each.path, each.manifest) for each in own], of_torch)
+        complete = [each.checkpoint for each in found if each.checkpoint is not None]
+        damaged += [each for each in of_torch if each.damages]
         if not self._begun and (complete or damaged):
             self._begun, self._since = True, time.monotonic()
         there = {each.key: each for each in complete}  # newest first

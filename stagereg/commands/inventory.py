@@ -2,7 +2,9 @@
 
 ``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file; both change no checkpoint
 and do not disturb a run. ``ls --leftovers`` deletes what killed runs have left half-written. ``verify`` exits with 0 if
-all are good, 1 if one is not, 2 if there is nothing to read. ``tier_inventory`` does the same for a tier.
+no checkpoint is corrupt, 1 if one is, 2 if there is nothing to read. Plain torch writes no checksums: of its
+directories both commands compare the files with ``.metadata``, by name and size, and call them "no checksums".
+``tier_inventory`` does the same for a tier.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from stagereg.checkpoint.load.crashes import crashes_in
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.store.open_store import is_url, open_store
+from stagereg.checkpoint.store.torch_directories import TORCH
 from stagereg.errors import CheckpointError
 from stagereg.output import size_text
 
@@ -40,25 +43,27 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
-    """Print the checkpoints; return 0, also where some are damaged."""
+    """Print the checkpoints; return 0, also if some are corrupt."""
     if asked.leftovers:
         return _clear(asked)
     if (shown := tier_inventory.list_steps(asked)) is not None:
         return shown
-    found = located(asked.directory, empty=True)
+    found = located(asked.directory, empty=True, every_name=True)
     owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
     kept, readers = found.store.retention.kept(), found.store.readers.found()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
         # Not by the path: a directory that is reached by a link may spell it otherwise.
         is_latest = latest is not None and each.manifest == latest.manifest
-        good = "ok" if asked.verify else "not verified"
+        good = "good" if asked.verify else "not verified"
         stays = [kept[each.name]] if each.name in kept else []
         stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
-        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each))))
+        lacks = each.manifest.lacks if each.manifest is not None else ""
+        inexact = f"not exact: lacks {lacks}" if lacks else ""
+        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each), inexact)))
         entries.append(_entry(each, good) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
-        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "storage"))
+        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "exact", "storage"))
         state = "leftover of a dead run" if owner is None else "being written"
         step = step_within(path.rpartition("/")[2])
         entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False, "kept": ""})
@@ -95,14 +100,15 @@ def _clear(asked: argparse.Namespace) -> int:
 
 
 def verify(asked: argparse.Namespace) -> int:
-    """Print what is wrong; return 0 if nothing is, else 1."""
+    """Print the condition of each checkpoint; return 0 if none is corrupt or unclear, else 1."""
     if (shown := tier_inventory.verify_steps(asked)) is not None:
         return shown
-    found = located(asked.directory)
+    found = located(asked.directory, every_name=True)
     looked = _still_there(found.store, list(found.conditions) if asked.fast else _read(found))
     bad = sum(bool(each.damages) for each in looked)
-    good = next((each.path for each in newest_first(looked) if not each.damages), None)
-    entries = [_entry(each, "ok") for each in looked]
+    unchecked = sum(each.writer == TORCH and not each.damages for each in looked)
+    good = next((each.path for each in newest_first(looked) if not each.damages and each.writer != TORCH), None)
+    entries = [_entry(each, "good") for each in looked]
     if asked.json:
         how = "fast" if asked.fast else "full"
         output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
@@ -111,12 +117,15 @@ def verify(asked: argparse.Namespace) -> int:
     wrong = ["\n".join(f"{name}: {what}" for name, what in each.damages.items()) for each in looked]
     rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, wrong, strict=True)]
     output.table(found.store.root, (*columns, "what is wrong"), rows, verdict="state")
-    count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}, {f'{bad} not' if bad else 'all'} good."
+    count = f"{len(looked) - unchecked} checkpoint{'' if len(looked) - unchecked == 1 else 's'}"
+    count += f", {f'{bad} not' if bad else 'all'} good."
     how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
-    output.echo(f"\n{how}: {count}", "bold red" if bad else "")
+    output.echo(f"\n{how}: {count}" if len(looked) > unchecked else "", "bold red" if bad else "")
+    if unchecked:
+        output.echo(f"{unchecked} of plain torch without checksums: all files are present, their content is unknown.")
     if bad and not found.one:
         which = "newest one of the right size, not read," if asked.fast else "newest good one"
-        output.echo("None is good." if good is None else f"The {which} is {good}")
+        output.echo("No checkpoint is good." if good is None else f"The {which} is {good}")
     return int(bad > 0)
 
 
@@ -133,24 +142,26 @@ def _read(found: Located) -> list[Condition]:
 def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condition]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
     there = {each.name for each in conditions(store)}
-    left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
+    left = [e for e in looked if not e.damages or e.name in there or step_of(e.name) is None or e.writer]
     if not left:
         raise CheckpointError(f"{store.root}: a run replaced all of them by newer ones meanwhile. Look again.")
     return left
 
 
 def _entry(each: Condition, good: str) -> dict[str, Any]:
-    """What is known of a checkpoint; what could not be looked at is not called damaged."""
-    bad = "damaged" if any(not isinstance(what, Unclear) for what in each.damages.values()) else "unclear"
+    """Return the facts about a checkpoint; a file that cannot be accessed does not make a checkpoint corrupt."""
+    good = "no checksums" if each.writer == TORCH else good
+    bad = "corrupt" if any(not isinstance(what, Unclear) for what in each.damages.values()) else "unclear"
     manifest = each.manifest
     return {
         "path": each.path,
         "step": each.step,
-        "time": manifest and manifest.time,
+        "time": (manifest and manifest.time) or None,
         "files": manifest and len(manifest.files),
         "bytes": manifest and manifest.nbytes,
-        "ranks": manifest and manifest.world_size,
+        "ranks": (manifest and manifest.world_size) or None,
         "lost": manifest and [int(rank) for rank in manifest.lost],
+        "exact": manifest and not manifest.lacks,
         "storage": manifest and manifest.storage,
         "state": bad if each.damages else good,
         "damages": [{"file": name, "what": what} for name, what in each.damages.items()],
@@ -163,5 +174,6 @@ def _cells(entry: dict[str, Any], columns: Sequence[str]) -> list[str]:
         texts["ranks"] = f"{entry['ranks'] - len(entry['lost'])} of {entry['ranks']}"
     if entry["bytes"] is not None:
         texts["size"] = size_text(entry["bytes"])
+    if entry["time"] is not None:
         texts["saved"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
     return [texts.get(name, "-") for name in columns]

@@ -163,8 +163,13 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
         yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {tables.first_line(job.error)}"
     if not recorded.ranks:
         return
+    if recorded.others:
+        yield (
+            f"Left out: {counted(recorded.others, 'other run')} in this directory. This is the run that began last; "
+            "hydra.run.dir=PATH gives each run a directory of its own."
+        )
     for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
-        text = f"It went on from step {step}, since a newer checkpoint was damaged ({tables.first_line(why)})"
+        text = f"It resumed from step {step}, since a newer checkpoint was skipped ({tables.first_line(why)})"
         yield f"{text}: {counted(steps, 'step')} lost."
     yield from _stragglers(recorded)
     if recorded.damaged:

@@ -1,7 +1,8 @@
-"""The attempts of a run before this one, as rank 0's record has them.
+"""The earlier attempts of a run, as rank 0's record has them.
 
-Attempts that use one directory follow each other in one file, and a run ends with the attempt that completes. Only the
-few lines that matter are parsed, since a start waits for them.
+Several programs may record in one directory. An attempt belongs to this run if the same launcher started the attempt,
+or if the attempt took steps with the same directory of checkpoints. A run ends with the attempt that completes. Only
+the few lines that matter are parsed, since a start waits for them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from stagereg.record import run_of
 
 
 @dataclass(frozen=True)
@@ -29,24 +32,33 @@ class Earlier:
     failure: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> Earlier | None:
-        """Return what a record has; ``None`` if no run has begun in it, or it cannot be read."""
+    def read(cls, path: Path, size: int, run: str, checkpoints: str) -> Earlier | None:
+        """Return the earlier attempts of ``run`` in the first ``size`` bytes of a record; ``None`` if there are none.
+
+        ``checkpoints`` is the directory that the run saves to. Returns ``None`` as well if the file cannot be read.
+        """
         try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _of(data)
-        except (OSError, LookupError, TypeError, ValueError):  # not there, empty, or not ours
+            with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+                return _of(data, run, checkpoints) if size else None
+        except (OSError, LookupError, TypeError, ValueError):  # the file is missing or empty, or another program's
             return None
 
 
-def _of(data: mmap.mmap) -> Earlier | None:
-    completed = [at for at, event in _events(data, b"end") if event["status"] == "completed"]
-    starts = [*_events(data, b"start", max(completed, default=0))]
+def _of(data: mmap.mmap, run: str, checkpoints: str) -> Earlier | None:
+    every = [*_events(data, b"start"), *_events(data, b"begin"), *_events(data, b"restart")]
+    attempts = {e["run"] for _, e in every if run_of(e["run"]) == run or (checkpoints and e.get("dir") == checkpoints)}
+
+    def belongs(event: dict[str, Any]) -> bool:
+        return event["run"] in attempts
+
+    completed = [at for at, event in _events(data, b"end", 0, belongs) if event["status"] == "completed"]
+    starts = [*_events(data, b"start", max(completed, default=0), belongs)]
     if not starts:
         return None
     (first, start), (at, last) = starts[0], starts[-1]
-    own = _last(data, b"step", at)
-    taken = own or _last(data, b"step", first)
-    restarts = [event for _, event in _events(data, b"restart", first)]
+    own = _last(data, b"step", at, lambda event: event["run"] == last["run"])
+    taken = own or _last(data, b"step", first, belongs)
+    restarts = [event for _, event in _events(data, b"restart", first, belongs)]
     return Earlier(
         began=float(start["t"]),
         last=float((own or last)["t"]),
@@ -54,7 +66,7 @@ def _of(data: mmap.mmap) -> Earlier | None:
         attempts=len(starts),
         failures=len(restarts),
         stored=sum(event["origin"] in ("store", "") for event in restarts),
-        failure=_failure([event for _, event in _events(data, b"end", at)]),
+        failure=_failure([event for _, event in _events(data, b"end", at, lambda event: event["run"] == last["run"])]),
     )
 
 
@@ -67,29 +79,38 @@ def _failure(ends: list[dict[str, Any]]) -> dict[str, Any]:
     return {"why": str(end.get("error")), "noticed": float(end["t"])}
 
 
-def _events(data: mmap.mmap, kind: bytes, at: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The events of a kind from ``at`` on, each with where it is; without damaged ones."""
+def _events(
+    data: mmap.mmap, kind: bytes, at: int = 0, belongs: Callable[[dict[str, Any]], bool] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the readable events of a kind from ``at`` on, each with its place; only those that ``belongs`` accepts."""
     head = _head(kind)
     while (at := data.find(head, at)) >= 0:
         with contextlib.suppress(ValueError):
-            yield at, _event(data, at)
+            event = _event(data, at)
+            if belongs is None or belongs(event):
+                yield at, event
         at += len(head)
 
 
-def last_event(path: Path, kind: bytes) -> dict[str, Any] | None:
-    """Return the last event of a kind in a record; ``None`` if there is none, or the file cannot be read."""
+def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
+    """Return the last event of a kind that an attempt, or any attempt of a run, has recorded in a file.
+
+    Returns ``None`` if there is none, or if the file cannot be read.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _last(data, kind, 0)
-    except (OSError, ValueError):  # not there, or empty
+            return _last(data, kind, 0, lambda event: attempt in (event["run"], run_of(event["run"])))
+    except (OSError, ValueError):  # the file is missing or empty
         return None
 
 
-def _last(data: mmap.mmap, kind: bytes, since: int) -> dict[str, Any] | None:
+def _last(data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
         with contextlib.suppress(ValueError):
-            return _event(data, at)
+            event = _event(data, at)
+            if belongs(event):
+                return event
     return None
 
 
@@ -98,4 +119,5 @@ def _head(kind: bytes) -> bytes:
 
 
 def _event(data: mmap.mmap, at: int) -> dict[str, Any]:
-    return dict(json.loads(data[at : data.find(b"\n", at)]))
+    event = dict(json.loads(data[at : data.find(b"\n", at)]))
+    return {**event, "run": str(event.get("run", ""))}

@@ -64,7 +64,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     overrides = resume_overrides(hydra, cfg)
     publish_run(directory, overrides)
-    restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)), Progress.of(directory))
+    restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
     with LocalRanks() as local:
         store = _open_store(task)
         variables = {**_variables(task, nproc, store.port), VALUES: json.dumps(resolved(cfg))}
@@ -73,7 +73,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
         while True:
             end = run.attempt()
             if not end.errors and end.unstepped is not None:
-                raise _preempted(end.unstepped, _newest_checkpoint(directory))
+                raise _preempted(end.unstepped, _newest_checkpoint(run.progress()))
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
             if not end.errors and not end.codes:
@@ -81,7 +81,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
             received = local.forwarded or end.received
             refusal = "" if received else run.refusal(end)
             if refusal is not None:
-                _raise(end, received, refusal + _newest_checkpoint(directory))
+                _raise(end, received, refusal + _newest_checkpoint(run.progress()))
             run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
             print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
 
@@ -129,6 +129,7 @@ class _Run:
     directory: str
     overrides: list[str]  # as `resume_overrides`
     restarts: Restarts
+    name = ""  # by which the record has what this attempt has done
 
     def attempt(self) -> _End:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -139,6 +140,7 @@ class _Run:
         run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, attempt)
         if task.index == 0:
             run.begin(self.directory, self.overrides)
+        self.name = run.run()["attempt"]
         for local_rank, rank in enumerate(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: attempt}
             local.start(rank, self.start._replace(variables=variables | own))
@@ -174,10 +176,13 @@ class _Run:
                 restarts.count += refusal is None
                 return str(refusal) if refusal else None
             killed = min(end.codes.values(), default=0) < 0
-            refusal = restarts.refusal(end.errors, killed, Progress.of(self.directory))
+            refusal = restarts.refusal(end.errors, killed, self.progress())
             self.store.set(key, json.dumps([refusal, restarts.progressed]))
             return refusal
         return ""
+
+    def progress(self) -> Progress:
+        return Progress.of(self.directory, self.name)
 
     def prepare(self, end: _End, has_begun_elsewhere: bool) -> None:
         """Have the next attempt know of the failure, and go on from what this one has made."""
@@ -190,13 +195,13 @@ class _Run:
     def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
         if self.local.ran_none and stopped in SIGNALS:
             self.local.end(signal.SIGTERM)
-            raise _preempted(stopped, _newest_checkpoint(self.directory))
+            raise _preempted(stopped, _newest_checkpoint(self.progress()))
         # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
         # traceback from the middle of an import, so it is terminated instead.
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)
         killed = self.local.end(stopped if in_job else signal.SIGTERM).get(0, 0) < 0
         # If it is, rank 0 waited in a collective, and could not say this itself.
-        raise _stopped(stopped, _newest_checkpoint(self.directory) if killed else "")
+        raise _stopped(stopped, _newest_checkpoint(self.progress()) if killed else "")
 
 
 def _open_store(task: SchedulerTask) -> Any:
@@ -237,9 +242,9 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _newest_checkpoint(directory: str) -> str:
-    """Return a line on the newest checkpoint that is recorded, and the command that resumes from it."""
-    _, stored, near = Progress.of(directory)
+def _newest_checkpoint(progress: Progress) -> str:
+    """Return a line on the newest checkpoint of a run, and the command that resumes from it."""
+    stored, near = progress.stored or progress.resumed, progress.near
     if stored is None and near is None:
         return ""
     found = [] if stored is None else [f"The newest checkpoint is step {stored['step']}, in {stored['dir']}"]

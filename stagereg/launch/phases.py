@@ -13,6 +13,7 @@ import os
 import textwrap
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,20 @@ FAILURE = "STAGEREG_FAILURE"
 
 
 class _Start:
-    def __init__(self, earlier: Earlier | None, failure: Mapping[str, Any]) -> None:
-        self.earlier, self.failure = earlier, failure
+    def __init__(self, path: Path, attempt: str, told: Mapping[str, Any]) -> None:
+        self._path, self._size, self._run, self._told = path, record.size_of(path), record.run_of(attempt), told
+        self.checkpoints = ""  # the directory that the run saves to
         self.reported = False
         self.restored: tuple[int, str, str] | None = None
+
+    @cached_property
+    def earlier(self) -> Earlier | None:
+        return Earlier.read(self._path, self._size, self._run, self.checkpoints)
+
+    @property
+    def failure(self) -> dict[str, Any]:
+        """The failure that this start follows; what this attempt was told of it comes before the record."""
+        return {**(self.earlier.failure if self.earlier is not None else {}), **self._told}
 
     def report(self, step: int) -> None:
         self.reported = True
@@ -64,6 +75,7 @@ class _Start:
         why = _sentence(self.failure.get("why", ""))
         number = self.failure.get("restart") or (1 if earlier is None else earlier.attempts)
         facts: dict[str, Any] = {"since": since, "phases": phases, "source": source, "origin": origin, "again": again}
+        facts |= {"restored": reached, "dir": self.checkpoints}
         if not why:
             record.emit("begin", step=step, **facts)
             return
@@ -88,12 +100,21 @@ def mark(phase: str, at: float | None = None) -> None:
     _marks[phase] = time.time() if at is None else at
 
 
-def begin(directory: Path, noted: Mapping[str, Any] | None) -> None:
-    """Rank 0 is about to record an attempt in ``directory``; ``noted`` is what ranks of the one before noted."""
+def begin(directory: Path, attempt: str, noted: Mapping[str, Any] | None) -> None:
+    """Begin an attempt that rank 0 is about to record in ``directory``.
+
+    ``noted`` is what the ranks of the previous attempt noted of its failure.
+    """
     global _start
-    earlier = Earlier.read(directory / record.file_name(0))
     told = json.loads(os.environ.get(FAILURE) or "null") or noted or {}
-    _start = _Start(earlier, {**(earlier.failure if earlier is not None else {}), **told})
+    _start = _Start(directory / record.file_name(0), attempt, told)
+
+
+def saves_to(directory: str) -> None:
+    """Set the directory of checkpoints by which :mod:`.earlier` finds the attempts of this run."""
+    if _start is not None and not _start.reported:
+        _start.checkpoints = directory
+        vars(_start).pop("earlier", None)
 
 
 def restored(step: int, source: str, origin: str) -> None:

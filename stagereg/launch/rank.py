@@ -135,7 +135,8 @@ class Rank:
                     first_step.call_at_first_step(self._report_step)
                 try:
                     self._agree_on_values(cfg, values)
-                    value = run_recorded(task, cfg, self.store.failure.take() if self.rank == 0 else None)
+                    attempt, failure = self.store.run()["attempt"], self.store.failure
+                    value = run_recorded(task, cfg, attempt, failure.take() if self.rank == 0 else None)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
@@ -299,10 +300,11 @@ def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
         return task(cfg)
 
 
-def run_recorded(task: Callable[[Any], Any], cfg: Any, failure: dict[str, Any] | None = None) -> Any:
+def run_recorded(task: Callable[[Any], Any], cfg: Any, attempt: str = "", failure: dict[str, Any] | None = None) -> Any:
     """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
 
-    ``failure`` is what was noted of one that this start follows, on rank 0.
+    ``attempt`` is as ``run`` of :func:`stagereg.record.recording`; ``failure`` is what rank 0 was told of the failure
+    that this start follows.
     """
     import torch
     import torch.distributed as dist
@@ -311,8 +313,8 @@ def run_recorded(task: Callable[[Any], Any], cfg: Any, failure: dict[str, Any] |
     directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     if dist.get_rank() == 0:
-        phases.begin(directory, failure)
-    with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
+        phases.begin(directory, attempt, failure)
+    with record.recording(directory, dist.get_rank(), dist.get_world_size(), attempt, **device):
         value = task(cfg)
         shutdown.finish()
     return value

@@ -21,36 +21,41 @@ _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot
 class Progress(NamedTuple):
     """How far a run has come, as its ranks have recorded it."""
 
-    step: int | None = None  # the last step; `None` before the first one
+    step: int | None = None  # the last step of the attempt; `None` before the first one
     stored: dict[str, Any] | None = None  # the event of the newest checkpoint in checkpoint storage
     near: dict[str, Any] | None = None  # the same, in a tier
+    resumed: dict[str, Any] | None = None  # `step` and `dir` of the checkpoint there that the run resumed from last
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint."""
+        """The step of the newest checkpoint that the run has made."""
         return max((each["step"] for each in (self.stored, self.near) if each is not None), default=None)
 
     @classmethod
-    def of(cls, directory: str) -> Progress:
-        """Read that of the run in a directory."""
+    def of(cls, directory: str, attempt: str) -> Progress:
+        """Read the progress of an attempt: its last step, and the newest checkpoint of all attempts of its run."""
         newest: dict[bytes, dict[str, Any]] = {}
-        paths = Path(directory).glob(record.FILES)  # after the loss of rank 0, another one may have saved last
-        for path, kind in itertools.product(paths, (b"step", b"write", b"tier")):
-            event = last_event(path, kind)
+        paths = Path(directory).glob(record.FILES)  # if rank 0 has failed, another rank may have saved last
+        for path, kind in itertools.product(paths, (b"step", b"write", b"tier", b"begin", b"restart")):
+            event = last_event(path, kind, attempt if kind == b"step" else record.run_of(attempt))
             if event is not None and event["t"] >= newest.get(kind, event)["t"]:
                 newest[kind] = event
-        return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"))
+        begun = newest.get(b"restart") or newest.get(b"begin", {})  # a run begins once
+        own = begun.get("source") and begun["source"].rpartition("/")[0] == begun.get("dir")
+        resumed = {"step": begun["restored"], "dir": begun["dir"]} if own else None
+        return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"), resumed)
 
 
 class Restarts:
     """Decides for one run."""
 
-    def __init__(self, most: int, progress: Progress) -> None:
+    def __init__(self, most: int) -> None:
         self.count = 0  # of restarts
         self.progressed = False  # whether the run has made a checkpoint since
         self.most, self._left = most, most  # restarts without progress
-        self._newest = progress.newest
-        self._causes, self._step = set[str](), progress.step
+        self._newest: int | None = None  # the step of the newest checkpoint at the last failure
+        self._causes = set[str]()  # of the last failure
+        self._step: int | None = None  # the last step before the failure
 
     def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
         """Return why a run that has failed is not to start again; ``None`` if it is, which is counted.

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import stagereg.record as record
 from stagereg.errors import LaunchError
 from stagereg.launch.watch import Watch
 
@@ -56,7 +57,7 @@ class RunStore:
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self._all_attempts = store
+        self._all_attempts, self._attempt = store, attempt
         self._store: Any = PrefixStore(attempt, store)
         self.group = PrefixStore("group", self._store)
         self.failure = FailureNote(store, self._store)
@@ -69,15 +70,20 @@ class RunStore:
     def begin(self, directory: str, resume: list[str]) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
         if not self.begun():
-            self._all_attempts.set("run", json.dumps({"dir": directory, "resume": resume, "time": time.time()}))
+            about = {"dir": directory, "resume": resume, "time": time.time(), "name": record.new_run()}
+            self._all_attempts.set("run", json.dumps(about))
 
     def begun(self) -> bool:
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """The run's directory ``dir``, its ``time``, and the overrides to ``resume`` it; waits until they are there."""
+        """The run's directory ``dir``, its ``time``, the overrides to ``resume`` it, and the name of this ``attempt``.
+
+        Waits until the run has begun.
+        """
         _await_key(self._all_attempts, "run", "rank 0 did not begin")
-        return dict(json.loads(self._all_attempts.get("run")))
+        about = json.loads(self._all_attempts.get("run"))
+        return {**about, "attempt": record.attempt_of(about["name"], self._attempt)}
 
     def set(self, key: str, value: Any) -> None:
         """Report ``value``, which JSON has, under a name."""

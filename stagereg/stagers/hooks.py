@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
@@ -99,6 +100,7 @@ class _MethodHooks(Hooks):
 BEFORE_STEPS = _StepHooks(register_optimizer_step_pre_hook)
 AFTER_STEPS = _StepHooks(register_optimizer_step_post_hook)
 LOADS = _MethodHooks((torch.nn.Module, "load_state_dict"))  # before a module loads a state dict
+PLATEAUS = _MethodHooks((ReduceLROnPlateau, "step"))  # before a step
 FREES = _MethodHooks(
     (torch.UntypedStorage, "resize_"),
     (torch.UntypedStorage, "_share_fd_cpu_"),

@@ -1,8 +1,8 @@
 """One run as its ranks have recorded it: the lines of :mod:`stagereg.record`, read back into records of plain values.
 
 A torn last line, of a killed process, is left out; a damaged line elsewhere is left out and counted. A rank without an
-``end`` was killed or is running. If a directory was used twice, the lines after the last start of each file count, and
-of rank 0 also the earlier attempts.
+``end`` was killed or is running. If several programs have recorded in one directory, the run is the one that began
+last; of rank 0 also its earlier attempts count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stagereg.errors import ConfigError
-from stagereg.record import FILES, FORMAT
+from stagereg.record import FILES, FORMAT, run_of
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
 _JOINED = ("steps", "shadowed", "samples")
@@ -53,6 +53,7 @@ class Started:
     source: str = ""  # the checkpoint that it went on from; empty for none
     origin: str = ""  # the kind of it: "tier", "store", or "survivors"
     again: int = 0  # steps that had been taken before
+    checkpoints: str = ""  # the directory that the run saves to
 
     @property
     def seconds(self) -> float:
@@ -64,6 +65,7 @@ class RankRecord:
     """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine."""
 
     rank: int  # the rank
+    attempt: str = ""  # the name of the attempt, as `stagereg.record.attempt_of` makes it; empty if there is none
     start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions, recorded when it began
     # (step, when it had ended) for each training step; of `stagereg.log` where no checkpointer recorded steps
     steps: tuple[tuple[int, float], ...] = ()
@@ -99,6 +101,7 @@ class Run:
     ranks: tuple[RankRecord, ...]  # the records there are, sorted by rank
     # what rank 0 has recorded of each attempt since one completed; the last is of this run
     attempts: tuple[RankRecord, ...] = ()
+    others: int = 0  # other runs that have recorded in the directory
 
     @classmethod
     def read(cls, directory: Path | str) -> Run:
@@ -114,13 +117,17 @@ class Run:
             recordings = [_recordings(rank, path) for rank, path in sorted(found.items())]
         except OSError as error:
             raise ConfigError(f"{directory} cannot be read: {error}") from error
-        events = [several[-1] for several in recordings if several]
-        if not events:
+        every = [each for several in recordings for each in several]
+        if not every:
             raise ConfigError(f"{directory} holds no run: what is in {found[min(found)]} is not of stagereg.")
-        size = events[0].start.get("world_size", math.inf) if events[0].rank == 0 else math.inf
+        last = [each for each in every if each.rank == every[0].rank][-1]
+        own = {each.rank: each for each in every if each.attempt == last.attempt}.values()
+        size = last.start.get("world_size", math.inf) if last.rank == 0 else math.inf
         # Files of ranks beyond that are of an earlier run in the same directory.
-        ranks = tuple(record for record in events if record.rank < size)
-        return cls(directory, ranks, _of_one_run(recordings[0]) if events[0].rank == 0 else ())
+        ranks = tuple(record for record in own if record.rank < size)
+        attempts = _of_one_run(recordings[0]) if last.rank == 0 else ()
+        others = {run_of(each.attempt) for each in every} - {run_of(each.attempt) for each in (last, *attempts)}
+        return cls(directory, ranks, attempts, len(others))
 
     @property
     def world_size(self) -> int:
@@ -176,18 +183,32 @@ class Run:
 
 
 def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """Those of the run that the last one is of: a run goes on until it completes."""
-    ends = [(record.end or {}).get("status") == "completed" for record in recordings[:-1]]
+    """Return the attempts of the run that the last one belongs to, as :mod:`stagereg.launch.earlier` finds them."""
+    run, saves_to = run_of(recordings[-1].attempt), _saves_to(recordings[-1])
+    own = [each for each in recordings if run_of(each.attempt) == run or (saves_to and _saves_to(each) == saves_to)]
+    ends = [(record.end or {}).get("status") == "completed" for record in own[:-1]]
     first = max((at + 1 for at, completed in enumerate(ends) if completed), default=0)
-    return tuple(recordings[first:])
+    return tuple(own[first:])
+
+
+def _saves_to(record: RankRecord) -> str:
+    return "" if record.started is None else record.started.checkpoints
+
+
+@dataclass
+class _Lines:
+    """The lines of one attempt in a file."""
+
+    attempt: str
+    events: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    times: list[float] = field(default_factory=list)  # the first and the last one
+    damaged: int = 0
 
 
 def _recordings(rank: int, path: Path) -> list[RankRecord]:
-    """Return the recordings in the file, of other ranks than 0 the last one; none if no line in it is of one."""
-    found: list[RankRecord] = []
-    events: defaultdict[str, list[Any]] = defaultdict(list)
-    times: list[float] = []
-    damaged = 0
+    """Return the attempts in a file, in the order in which they began; none if no line in it is of one."""
+    found: list[_Lines] = []
+    latest: dict[str, _Lines] = {}
     *lines, torn = path.read_bytes().split(b"\n")
     for at, line in enumerate([*lines, torn]):
         if not line.strip():
@@ -197,25 +218,29 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
             name, t = str(event["event"]), _number(event, "t")
             value = _READ[name](event) if name in _READ else None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
-            damaged += at < len(lines)
+            if found:
+                found[-1].damaged += at < len(lines)
             continue
+        if value is None:  # an event of an unknown name is of a later version or not ours
+            continue
+        attempt = str(event.get("run", ""))
         if name == "start":
             _check_format(event, path)
-            if events and rank == 0:
-                found.append(_record(rank, events, times, damaged))
-            events.clear()
-            damaged = 0
-            times = []
-        if value is not None:  # an event of an unknown name is of a later version or not ours
-            events[name].append(value)
-            times = [min(t, *times), max(t, *times)] if times else [t, t]
-    return [*found, _record(rank, events, times, damaged)] if events else found
+        if name == "start" or attempt not in latest:
+            latest[attempt] = _Lines(attempt)
+            found.append(latest[attempt])
+        own = latest[attempt]
+        own.events[name].append(value)
+        own.times = [min(t, *own.times), max(t, *own.times)] if own.times else [t, t]
+    return [_record(rank, each) for each in found]
 
 
-def _record(rank: int, events: Mapping[str, list[Any]], times: Sequence[float], damaged: int) -> RankRecord:
+def _record(rank: int, lines: _Lines) -> RankRecord:
+    events, times = lines.events, lines.times
     joins, steps = events["join"], events["step"] or [(step, t) for step, t, _ in events["log"]]
     return RankRecord(
         rank=rank,
+        attempt=lines.attempt,
         start=events["start"][-1] if events["start"] else {},
         steps=tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0])),  # repeats left out
         stalls=tuple(events["stall"]),
@@ -230,7 +255,7 @@ def _record(rank: int, events: Mapping[str, list[Any]], times: Sequence[float], 
         join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
         end=events["end"][-1] if events["end"] else None,
         started=next(iter(events["restart"] or events["begin"]), None),
-        damaged=damaged,
+        damaged=lines.damaged,
         first=times[0],
         last=times[1],
     )
@@ -268,8 +293,8 @@ def _span(event: Mapping[str, Any]) -> Span:
 def _started(event: Mapping[str, Any]) -> Started:
     phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
     number, again = (int(event.get(name, 0)) for name in ("number", "again"))
-    why, source, origin = (str(event.get(name, "")) for name in ("why", "source", "origin"))
-    return Started(_step(event), _number(event, "since"), phases, number, why, source, origin, again)
+    why, source, origin, checkpoints = (str(event.get(name, "")) for name in ("why", "source", "origin", "dir"))
+    return Started(_step(event), _number(event, "since"), phases, number, why, source, origin, again, checkpoints)
 
 
 def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:

@@ -24,6 +24,7 @@ from ..support.programs import comes_true
 from .test_survivors import NOTICE_S, STEPS, Training, begin_next_step
 
 BOUND_S = 30.0
+INSTEAD = "with checkpoint.restore.exact=true the run resumes from a newer step of the tier instead."
 STAYS = stagereg.Leave(save_last=False)
 
 
@@ -79,8 +80,8 @@ def lose(rank: int, world_size: int, root: str) -> tuple[str, dict[str, Any]]:
         return outcome, was
 
 
-def restored(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    """What the next start goes on from, without a tier."""
+def restored(rank: int, world_size: int, root: str, exact: bool = False) -> dict[str, Any]:
+    """What the next start goes on from, with the tier if only an ``exact`` checkpoint will do."""
     training = Training("ddp")
     training.state |= {
         "marked": per_rank(ResumableSampler(range(1000))),
@@ -88,7 +89,9 @@ def restored(rank: int, world_size: int, root: str) -> dict[str, Any]:
         "seen": per_rank(torch.zeros(2, dtype=torch.int64)),
         "large": per_rank([]),
     }
-    saving = Checkpointer(f"{root}/store", every=1000, leave=STAYS)
+    tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=2) if exact else None
+    restore = stagereg.Restore(exact=exact)
+    saving = Checkpointer(f"{root}/store", every=1000, leave=STAYS, tier=tier, restore=restore)
     torch.manual_seed(7)
     step = saving.restore(training.state)
     found = {"step": step, "was": of(training), "large": len(training.state["large"].value)}
@@ -109,10 +112,13 @@ def test_what_a_failed_rank_alone_had_is_named_as_missing_and_stays_as_the_progr
     told = run_ranks(lose, 3, args=(root,))
     lacks = ["random numbers", "own", "seen", "large", "an exact position of marked"]
     saved = f"Ranks 0, 2 saved step 3, in {root}/store/step-00000003"
-    assert told[0][0] == f"{saved}; of rank 1 it lacks {', '.join(lacks)}."
+    assert told[0][0] == f"{saved}; of rank 1 it lacks {', '.join(lacks)}. A resume from it is not exact; {INSTEAD}"
     assert open_store(f"{root}/store").checkpoints()[0][0].manifest.lost == {"1": lacks}
     for rank, found in enumerate(run_ranks(restored, 3, args=(root,))):
-        differ = {"generator", "own", "seen", "marked"} if rank == 1 else set()
+        differ = {"own", "seen", "marked"} if rank == 1 else set()
         assert names_of_others(found["was"], told[rank][1]) == differ
         assert (found["step"], found["large"]) == (3, 0 if rank == 1 else 70_000)
         assert rank != 1 or (found["was"]["own"], found["was"]["seen"].tolist()) == ([], [0, 0])
+    for rank, found in enumerate(run_ranks(restored, 3, args=(root, True))):
+        assert (found["step"], len(found["was"]["own"])) == (2, 3), "from the tier, and from all of it"
+        assert found["was"]["seen"].tolist() == [rank, 3]

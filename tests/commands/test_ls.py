@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.lock import StoreLock
 
@@ -35,6 +37,7 @@ def test_each_checkpoint_is_described(tmp_path: Path, command: Command) -> None:
         "bytes": sum(map(len, contents(200).values())),
         "ranks": 4,
         "lost": [],
+        "exact": True,
         "storage": "dcp",
         "latest": True,
         "kept": "",
@@ -43,6 +46,23 @@ def test_each_checkpoint_is_described(tmp_path: Path, command: Command) -> None:
         "why": "",
     }
     assert (oldest["step"], oldest["latest"]) == (100, False)
+
+
+def test_a_checkpoint_that_is_not_exact_is_called_so(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, 100, 200)
+    path = path_of(tmp_path, 200) / "manifest.json"
+    path.write_text(dataclasses.replace(Manifest.loads(path.read_bytes()), lost={"1": ["random numbers"]}).dumps())
+    newest, oldest = command("ls", tmp_path, "--json").json["checkpoints"]
+    assert (newest["exact"], oldest["exact"]) == (False, True)
+    assert newest["why"] == "not exact: lacks random numbers of rank 1"
+    newest, oldest = command("ls", tmp_path).out.splitlines()[3:]
+    assert re.split("  +", newest)[4:] == [
+        "1 of 2",
+        "dcp",
+        "not verified",
+        "latest; not exact: lacks random numbers of rank 1",
+    ]
+    assert "exact" not in oldest
 
 
 def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None:
@@ -55,8 +75,8 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None
     size = str(sum(map(len, contents(300).values())))
     assert seen[3][:2] == ["300", time.strftime("%Y-%m-%d")]
     assert seen[3][3:] == [size, "B", "2", "dcp", "not", "verified", "latest"]
-    assert seen[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
-    assert seen[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
+    assert seen[4] == ["200", "-", "-", "-", "-", "corrupt", "manifest.json:", "missing"]
+    assert seen[5][7:] == ["corrupt", "a:", "truncated:", "0", "of", "120", "bytes"]
     assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
 
 
@@ -71,11 +91,11 @@ def test_a_shell_gets_what_is_verified_and_what_is_not(tmp_path: Path) -> None:
 
     assert listed(tmp_path) == [["not verified", "latest"], ["not verified"]]
     newest, *_, oldest = listed(tmp_path, "--verify")
-    assert newest[0] == "damaged"
+    assert newest[0] == "corrupt"
     assert newest[1].startswith("latest; a: flipped bits")
-    assert oldest == ["ok"]
+    assert oldest == ["good"]
     (path_of(tmp_path, 200) / "a").unlink()
-    assert listed(tmp_path) == [["damaged", "a: missing"], ["not verified"]]
+    assert listed(tmp_path) == [["corrupt", "a: missing"], ["not verified"]]
 
 
 def test_the_holder_is_named_and_an_unfinished_save_is_theirs(tmp_path: Path, command: Command) -> None:

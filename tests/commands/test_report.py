@@ -64,6 +64,16 @@ def test_restarts_are_reported_by_phase_with_the_share_that_was_training(here: P
     assert told["goodput"]["share"] == pytest.approx(0.038, abs=1e-3)
 
 
+def test_other_runs_in_the_directory_are_left_out_and_counted(here: Path, report: Command) -> None:
+    for number, steps in enumerate((30, 20, 40)):
+        run = Sample(ranks=1, steps=steps, began=BEGAN + 100 * number)
+        write_events(rank_file(here / "run", 0), [{**event, "run": f"r{number}.0"} for event in run.events(0)])
+    seen = report("run").out
+    assert "run: Completed: 40 steps on 1 rank" in seen
+    assert "Left out: 2 other runs in this directory. This is the run that began last;" in seen
+    assert "other run" in report("run", "--json").json["warnings"][0]
+
+
 def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command, no_matplotlib: None) -> None:
     sweep(here / "sweep")
     seen = report("sweep", "--output", "elsewhere").out
@@ -130,7 +140,7 @@ def test_missing_records_and_fallbacks_are_reported(here: Path, report: Command)
     seen = report("run").out
     assert "Left out, being damaged: 2 lines of its records." in seen
     assert "There are no records of 1 rank (1):" in seen
-    assert "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost." in seen
+    assert "It resumed from step 100, since a newer checkpoint was skipped (a: missing): 100 steps lost." in seen
 
 
 def test_stragglers_are_named_with_the_steps_in_which_they_were_slow(here: Path, report: Command) -> None:

@@ -188,12 +188,12 @@ def test_any_damage_is_found_and_named(
     seen = command("verify", tmp_path, code=1).out
     assert expected in seen
     assert "2 steps, 1 not good." in seen
-    assert rows(seen)["10"].endswith(" ok")
+    assert rows(seen)["10"].endswith(" good")
     assert expected in command("verify", step, code=1).out
     [run] = command("verify", tmp_path, "--json", code=1).json["runs"]
-    assert [(each["step"], each["state"]) for each in run["steps"]] == [(20, "damaged"), (10, "written")]
+    assert [(each["step"], each["state"]) for each in run["steps"]] == [(20, "corrupt"), (10, "written")]
     command("verify", tmp_path, "--fast", code=int(fast))
-    assert ("damaged" in command("ls", tmp_path).out) == fast
+    assert ("corrupt" in command("ls", tmp_path).out) == fast
     assert expected in command("ls", tmp_path, "--verify").out
 
 

@@ -70,7 +70,7 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command
     save(tmp_path, 100, 200, 300)
     nbytes = str(sum(map(len, contents(100).values())))
     seen = command("verify", tmp_path).out
-    assert ["100", "3", nbytes, "B", "ok"] in [line.split() for line in seen.splitlines()]
+    assert ["100", "3", nbytes, "B", "good"] in [line.split() for line in seen.splitlines()]
     assert "The content of every file was read: 3 checkpoints, all good." in seen
     (path_of(tmp_path, 300) / "b").unlink()
     seen = command("verify", tmp_path, code=1).out
@@ -78,7 +78,7 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command
     assert f"The newest good one is {path_of(tmp_path, 200)}" in seen
     fast = command("verify", tmp_path, "--fast", code=1).out
     assert f"The newest one of the right size, not read, is {path_of(tmp_path, 200)}" in fast
-    assert any(line.split()[4:] == ["damaged", "b:", "missing"] for line in seen.splitlines())
+    assert any(line.split()[4:] == ["corrupt", "b:", "missing"] for line in seen.splitlines())
 
 
 def test_a_url_is_looked_at_as_a_directory_is(command: Command) -> None:

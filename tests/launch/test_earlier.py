@@ -19,12 +19,21 @@ class _Written:
     def __init__(self, folder: Path) -> None:
         self.path = folder / record.file_name(0)
 
-    def attempt(self, *steps: int, error: str = "", killed: bool = False, origin: str | None = None) -> None:
+    def attempt(
+        self,
+        *steps: int,
+        error: str = "",
+        killed: bool = False,
+        origin: str | None = None,
+        run: str = "mine.0",
+        checkpoints: str = "/mine",
+    ) -> None:
         """Take steps, after a restart from somewhere if that is told; then end, in one way or another."""
-        recording = record.recording(self.path.parent, 0, 1)
+        recording = record.recording(self.path.parent, 0, 1, run)
         with contextlib.suppress(RuntimeError), pytest.MonkeyPatch.context() as patch, recording:
-            if origin is not None:
-                record.emit("restart", step=steps[0], origin=origin)
+            if steps:
+                kind = "begin" if origin is None else "restart"
+                record.emit(kind, step=steps[0], origin=origin or "", dir=checkpoints)
             for step in steps:
                 record.emit("step", step=step)
                 record.log(step, loss=1.0)
@@ -33,8 +42,11 @@ class _Written:
             if error:
                 raise RuntimeError(error)
 
+    def find(self, run: str = "mine", checkpoints: str = "/mine") -> Earlier | None:
+        return Earlier.read(self.path, record.size_of(self.path), run, checkpoints)
+
     def read(self) -> Earlier:
-        found = Earlier.read(self.path)
+        found = self.find()
         assert found is not None
         return found
 
@@ -45,13 +57,32 @@ def written(tmp_path: Path) -> _Written:
 
 
 def test_nothing_came_before_the_first_attempt_or_one_that_completed(written: _Written) -> None:
-    assert Earlier.read(written.path) is None
+    assert written.find() is None
     written.path.touch()
-    assert Earlier.read(written.path) is None
+    assert written.find() is None
     written.attempt(1, 2)
-    assert Earlier.read(written.path) is None
+    assert written.find() is None
     written.attempt(3, killed=True)
     assert (written.read().attempts, written.read().step) == (1, 3)
+
+
+def test_attempts_of_other_runs_in_the_same_file_do_not_count(written: _Written) -> None:
+    written.attempt(1, 2, error="theirs", run="their.0", checkpoints="/theirs")
+    written.attempt(run="reader.0", error="an evaluation takes no step")
+    assert written.find() is None, "no attempt of this run has failed"
+    written.attempt(1, 2, killed=True, run="before.0")
+    written.attempt(3, 4, killed=True, run="mine.0", origin="tier")
+    size = record.size_of(written.path)
+    written.attempt(700, error="theirs", run="their.1", checkpoints="/theirs", origin="store")
+    written.attempt(run="reader.1")
+    found = written.read()
+    assert (found.step, found.attempts, found.failures) == (4, 2, 1), "by its run, and by its directory of checkpoints"
+    assert found.failure == {"why": "its process was killed"}
+    assert written.find("mine", "/moved") is not None
+    assert written.find("new", "/moved") is None
+    assert written.find("new", "") is None
+    written.attempt(5, run="mine.1")
+    assert Earlier.read(written.path, size, "mine", "/mine") == found, "what is recorded later is not earlier"
 
 
 def test_an_attempt_that_was_killed_has_the_time_of_its_last_step(written: _Written) -> None:
@@ -75,7 +106,7 @@ def test_an_error_is_a_failure_and_leaving_in_order_is_none(written: _Written) -
     written.attempt(1, error="bad number")
     assert written.read().failure["why"] == "RuntimeError: bad number"
     assert written.read().last < written.read().failure["noticed"] < record.now()
-    line = b'{"event":"start","t":1.0}\n{"event":"end","status":"preempted","error":"x","t":9.5}\n'
+    line = b'{"event":"start","t":1,"run":"mine.1"}\n{"event":"end","status":"preempted","t":9.5,"run":"mine.1"}\n'
     written.path.write_bytes(written.path.read_bytes() + line)
     assert written.read().failure == {"ended": 9.5}
 
@@ -109,8 +140,8 @@ def test_a_file_with_anything_in_it_breaks_no_start(
     text = written.path.read_bytes()
     cut %= len(text)
     written.path.write_bytes(text[:cut] + odd + text[cut:])
-    found = Earlier.read(written.path)
+    found = written.find()
     assert found is None or found.attempts >= 1
     written.path.write_bytes(text[:cut])
-    found = Earlier.read(written.path)
+    found = written.find()
     assert found is None or (found.step or 0) <= 3

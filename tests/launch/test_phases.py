@@ -41,7 +41,7 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 def killed_at(folder: Path, step: int, seconds_ago: float) -> None:
     """Write what an attempt leaves that was killed after a step."""
     lines = [{"event": "start", "t": NOW - 1000}, {"event": "step", "step": step, "t": NOW - seconds_ago}]
-    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    text = "".join(json.dumps(line | {"run": "r.0"}, separators=(",", ":")) + "\n" for line in lines)
     (folder / record.file_name(0)).write_text(text)
 
 
@@ -49,7 +49,7 @@ def start(
     folder: Path, step: int = 1, noted: dict[str, Any] | None = None, restored: tuple[int, str, str] | None = None
 ) -> dict[str, Any]:
     """Start an attempt and take two steps; return what is recorded of the start."""
-    phases.begin(folder, noted)
+    phases.begin(folder, "r.1", noted)
     with record.recording(folder, 0, 1):
         if restored:
             phases.restored(*restored)
@@ -119,6 +119,20 @@ def test_without_a_launcher_the_note_of_the_ranks_counts_and_else_the_record(tmp
     assert ("noticed" in found["phases"], found["phases"]["started"]) == (False, 5)
 
 
+def test_a_run_follows_the_one_that_saved_to_its_directory_and_no_other(tmp_path: Path) -> None:
+    killed_at(tmp_path, step=12, seconds_ago=15)
+    with (tmp_path / record.file_name(0)).open("a") as file:
+        file.write('{"event":"begin","step":1,"dir":"/theirs","t":1,"run":"r.0"}\n')
+    for own, why in (("/mine", ""), ("/theirs", "its process was killed"), ("/mine", "")):
+        phases.begin(tmp_path, f"{own}.0", None)
+        phases.mtbf_s(600, in_tier=True)
+        phases.saves_to(own)
+        with record.recording(tmp_path, 0, 1, f"{own}.0"):
+            phases.take_step(1)
+        last = events(tmp_path, "begin", "restart")[-1]
+        assert (last.get("why", ""), last["dir"], last["restored"]) == (why, own, 0)
+
+
 @given(times=st.lists(st.one_of(st.none(), st.floats(NOW - 100, NOW + 100)), min_size=5, max_size=5))
 def test_no_clock_makes_a_phase_negative(tmp_path_factory: pytest.TempPathFactory, times: list[float | None]) -> None:
     tmp_path = tmp_path_factory.mktemp("run")
@@ -134,12 +148,12 @@ def test_no_clock_makes_a_phase_negative(tmp_path_factory: pytest.TempPathFactor
 
 def test_the_rate_of_failures_is_what_was_seen_and_what_is_expected(tmp_path: Path) -> None:
     assert phases.mtbf_s(600, in_tier=True) == 600
-    phases.begin(tmp_path, None)
+    phases.begin(tmp_path, "r.1", None)
     assert phases.mtbf_s(600, in_tier=True) == 600, "nothing came before"
     killed_at(tmp_path, 3, 20)
     with (tmp_path / record.file_name(0)).open("a") as file:
-        file.write('{"event":"restart","origin":"tier","t":1}\n{"event":"restart","origin":"tier","t":2}\n')
-    phases.begin(tmp_path, None)
+        file.write('{"event":"restart","origin":"tier","t":1,"run":"r.0"}\n' * 2)
+    phases.begin(tmp_path, "r.1", None)
     assert phases.mtbf_s(600, in_tier=True) == (600 + 1000) / (1 + 2 + 1)
     assert phases.mtbf_s(600, in_tier=False) == (600 + 1000) / (1 + 0 + 1)
 

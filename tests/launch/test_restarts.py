@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,18 @@ def test_a_run_that_has_failed_goes_on_and_ends_as_one_that_has_not(program: Pro
     assert len(program.run_folders()) == 2, "each start has a folder, and a restart has that of its run"
 
 
+def test_a_run_reports_its_own_checkpoints_where_runs_share_a_folder(program: Program) -> None:
+    theirs = {"t": 1.0, "run": "other.0"}
+    ended = {"event": "end", "status": "failed", "error": "theirs"}
+    steps = [{"event": name, "step": 900, "dir": "/theirs"} for name in ("begin", "step", "write")]
+    add(program.folder, 0, *(each | theirs for each in ({"event": "start"}, *steps, ended)))
+    ended = refusal(program, "hydra.run.dir=.", "nproc=1", "restarts=1", "what=kill all", "times=9", "at=[4]")
+    assert "The newest checkpoint is step 3, in " in ended.stderr
+    assert "that was done 1 times without a new checkpoint" in ended.stderr
+    log = (program.folder / "train.log").read_text()
+    assert log.count("stagereg: restart") == log.count("stagereg: restart 1, ") == 1, "the first start is no restart"
+
+
 @pytest.mark.slow
 def test_an_error_that_comes_again_at_the_same_step_ends_the_run(program: Program) -> None:
     ended = refusal(program, "what=raise", "times=9")
@@ -170,7 +183,7 @@ def at(step: int | None, saved: int | None = None) -> Progress:
 
 
 def test_a_new_checkpoint_makes_the_count_begin_anew() -> None:
-    restarts = Restarts(2, at(None))
+    restarts = Restarts(2)
     for step in (1, 1, 5, 5, 9, 9):
         assert restarts.refusal(DEAD, True, at(step + 1, step)) is None
         assert restarts.progressed
@@ -178,15 +191,15 @@ def test_a_new_checkpoint_makes_the_count_begin_anew() -> None:
     assert "2 times without a new checkpoint" in str(restarts.refusal(DEAD, True, at(10, 9)))
 
 
-def test_a_checkpoint_of_before_is_no_progress() -> None:
-    restarts = Restarts(1, at(20, 20))
-    assert restarts.refusal(DEAD, True, at(20, 20)) is None
+def test_a_checkpoint_that_the_run_resumed_from_is_no_progress() -> None:
+    restarts, reached = Restarts(1), at(25)._replace(resumed={"step": 20, "dir": "/x"})
+    assert restarts.refusal(DEAD, True, reached) is None
     assert not restarts.progressed
-    assert restarts.refusal(DEAD, True, at(20, 20))
+    assert restarts.refusal(DEAD, True, reached)
 
 
 def test_an_older_checkpoint_that_is_saved_again_is_no_progress() -> None:
-    restarts = Restarts(2, at(None))
+    restarts = Restarts(2)
     refusals = [restarts.refusal(DEAD, True, at(15, saved)) for saved in (14, 14, 12)]
     assert refusals[:2] == [None, None]
     assert "2 times without a new checkpoint" in str(refusals[2])
@@ -201,7 +214,7 @@ def test_a_run_that_fails_after_each_checkpoint_goes_back_and_then_ends(program:
 
 
 def test_another_error_or_step_is_another_failure() -> None:
-    restarts = Restarts(9, at(None))
+    restarts = Restarts(9)
     errors = {0: "Traceback\n  line 3\nKeyError: 'cheese'"}
     assert restarts.refusal(errors, False, at(3)) is None
     assert restarts.refusal(errors, False, at(4)) is None
@@ -211,24 +224,56 @@ def test_another_error_or_step_is_another_failure() -> None:
 
 @pytest.mark.parametrize("text", ["FloatingPointError: loss", "RuntimeError: loss is NaN at 7", "E: a non-finite norm"])
 def test_bad_numbers_may_be_in_the_checkpoint_and_another_is_tried(text: str) -> None:
-    restarts = Restarts(2, at(None))
+    restarts = Restarts(2)
     assert [restarts.refusal({0: text}, False, at(3, 2)) for _ in range(2)] == [None, None]
     assert "2 times without a new checkpoint" in str(restarts.refusal({0: text}, False, at(3, 2)))
     named = {0: "KeyError: 'nanny'"}
     assert [restarts.refusal(named, False, at(3, 3)) is None for _ in range(2)] == [True, False]
 
 
+def add(folder: Path, rank: int, *events: dict[str, Any], cut: bytes = b"") -> None:
+    with (folder / record.file_name(rank)).open("ab") as file:
+        file.write(b"".join([*map(record._line, events), cut]))
+
+
 def test_progress_is_what_is_recorded_last(tmp_path: Path) -> None:
-    assert Progress.of(str(tmp_path)) == at(None)
+    assert Progress.of(str(tmp_path), "a.0") == at(None)
+    of = {"run": "a.0"}
     events = [
-        {"event": "step", "step": 4, "t": 1.0},
-        {"event": "write", "step": 3, "dir": "x", "t": 1.5},
-        {"event": "step", "step": 5, "t": 2.0},
+        {"event": "step", "step": 4, "t": 1.0, **of},
+        {"event": "write", "step": 3, "dir": "x", "t": 1.5, **of},
+        {"event": "step", "step": 5, "t": 2.0, **of},
     ]
-    cut = [b'{"event":"stage","why":"step"}\n{"event":"tier","step":4\n]']
-    (tmp_path / record.file_name(0)).write_bytes(b"".join([*map(record._line, events), *cut]))
-    progress = Progress.of(str(tmp_path))
+    add(tmp_path, 0, *events, cut=b'{"event":"stage","why":"step"}\n{"event":"tier","step":4\n]')
+    progress = Progress.of(str(tmp_path), "a.0")
     assert (progress.step, progress.newest, progress.near) == (5, 3, None)
-    saved = {"event": "write", "step": 5, "dir": "x", "t": 3.0}
-    (tmp_path / record.file_name(1)).write_bytes(record._line(saved))
-    assert Progress.of(str(tmp_path)) == (5, saved, None), "what another rank has saved, since rank 0 is lost"
+    saved = {"event": "write", "step": 5, "dir": "x", "t": 3.0, **of}
+    add(tmp_path, 1, saved)
+    assert Progress.of(str(tmp_path), "a.0").stored == saved, "another rank has saved last, since rank 0 has failed"
+
+
+def test_progress_is_of_one_run_and_its_steps_are_of_one_attempt(tmp_path: Path) -> None:
+    saved = {"event": "write", "step": 3, "dir": "/mine", "t": 2.0, "run": "a.1"}
+    step = {"event": "step", "step": 4, "t": 3.0, "run": "a.1"}
+    others = [{**saved, "step": 900, "dir": "/theirs", "t": 9.0}, {**step, "step": 950, "t": 9.0}]
+    add(tmp_path, 0, step, saved, *({**each, "run": run} for each in others for run in ("b.0", "a2.1", "", None)))
+    assert Progress.of(str(tmp_path), "a.1") == (4, saved, None, None)
+    assert Progress.of(str(tmp_path), "a.10") == (None, saved, None, None), "it has taken no step yet"
+    assert Progress.of(str(tmp_path), "c.0") == at(None)
+
+
+@pytest.mark.parametrize(
+    ("source", "directory", "resumed"),
+    [
+        ("/mine/step-20", "/mine", {"step": 20, "dir": "/mine"}),
+        ("/theirs/step-20", "/mine", None),
+        ("", "/mine", None),
+        ("", "", None),
+    ],
+)
+def test_a_run_without_a_save_has_the_checkpoint_that_it_resumed_from(
+    tmp_path: Path, source: str, directory: str, resumed: dict[str, Any] | None
+) -> None:
+    begin = {"event": "begin", "t": 1.0, "source": source, "restored": 20, "dir": directory}
+    add(tmp_path, 0, {**begin, "source": "/mine/step-900", "run": "b.0"}, {**begin, "run": "a.0"})
+    assert Progress.of(str(tmp_path), "a.0") == (None, None, None, resumed)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -142,6 +144,33 @@ def test_only_events_after_the_last_start_count(tmp_path: Path) -> None:
     (seen,) = run.ranks
     assert (seen.steps, seen.end) == (((7, 21.0),), None)
     assert (run.began, run.damaged) == (20, 0)
+
+
+def test_the_run_that_began_last_is_read_and_the_others_are_counted(tmp_path: Path) -> None:
+    def of(run: str, *events: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**event, "run": run} for event in events]
+
+    def step(number: int) -> dict[str, Any]:
+        return {"event": "step", "t": 6.0 + number, "step": number}
+
+    def begin(directory: str) -> dict[str, Any]:
+        return {"event": "begin", "t": 6.0, "step": 1, "since": 4.0, "phases": {}, "dir": directory}
+
+    failed = {**END, "status": "failed", "error": "theirs"}
+    training = of("a.0", START, begin("/mine"), step(1), {**END, "status": "failed", "error": "mine"})
+    other = of("b.0", START, begin("/theirs"), step(700), failed)
+    again, reader = of("c.0", {**START, "world_size": 2}, begin("/mine"), step(2)), of("d.0", START, failed)
+    mixed = [line for pair in itertools.zip_longest(again, reader) for line in pair if line]  # at the same time
+    mixed.sort(key=lambda line: (line["run"] != "d.0", line["event"] != "start"))  # the reader has begun first
+    rank_file(tmp_path, 1).write_text("".join(f"{json.dumps(line)}\n" for line in [*of("b.0", START), *again]))
+    run = lines(tmp_path, *training, *other, *mixed, "garbage", *of("c.0", step(3)))
+    assert [[number for number, _ in record.steps] for record in run.ranks] == [[2, 3], [2]]
+    assert [[number for number, _ in record.steps] for record in run.attempts] == [[1], [2, 3]]
+    assert (run.others, run.damaged, run.error, run.world_size) == (2, 1, "", 2)
+    run = lines(tmp_path, *training, *again, *of("e.0", START))
+    assert (run.ranks[0].steps, len(run.attempts), run.others) == ((), 1, 3)
+    run = lines(tmp_path, *training, *of("a.1", {**START, "world_size": 2}, step(2)))
+    assert (len(run.attempts), [rank.rank for rank in run.ranks]) == (2, [0])
 
 
 def test_files_of_ranks_beyond_the_last_run_are_left_out(tmp_path: Path) -> None:

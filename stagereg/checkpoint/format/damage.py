@@ -36,11 +36,14 @@ class Condition:
         manifest: its manifest; ``None`` if that cannot be read.
         damages: by the name of a file what is wrong with it, such as ``"truncated: 100 of 4096 bytes"``, or
             :class:`Unclear`; empty if the checkpoint is complete.
+        writer: empty for a checkpoint of a ``Checkpointer``; else who wrote the directory, as
+            :mod:`stagereg.checkpoint.store.torch_directories` has it.
     """
 
     path: str
     manifest: Manifest | None
     damages: Mapping[str, str] = field(default_factory=dict)
+    writer: str = ""
 
     @property
     def name(self) -> str:

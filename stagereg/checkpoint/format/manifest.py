@@ -23,6 +23,8 @@ SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
 LATEST = "latest"
 MANIFEST = "manifest.json"
+CHECKSUMS = "checksums.json"  # of `DcpWriter`, whose directories have no manifest
+METADATA = ".metadata"  # of torch
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20
@@ -73,6 +75,11 @@ class Manifest:
     def order(self) -> tuple[int, int]:
         """The greater, the later it was committed; by the step where two have one serial."""
         return self.serial, self.step
+
+    @property
+    def lacks(self) -> str:
+        """The values of failed ranks that are missing or inexact, in words; empty in an exact checkpoint."""
+        return "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in self.lost.items() if names)
 
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""

@@ -6,20 +6,25 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Checkpoint, step_of
 from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
 from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
+from stagereg.checkpoint.load.seeding import Seeded
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.other_formats import expect_no_other_format
+from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, DamagedError
 from stagereg.option_text import option
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
@@ -31,21 +36,33 @@ class _GivenUp(str):
     """The reason to skip a checkpoint that runs crash after, in the place of damage."""
 
 
+class _Inexact(str):
+    """The reason to skip a checkpoint that lacks values of a failed rank; stands among its damages."""
+
+
 def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     """Return the checkpoints in the order in which they are tried. Raises: ``CheckpointError``."""
     if resume not in ("auto", "latest"):
-        if is_plain_dcp(resume):
-            return [Condition(resume, described(resume))]
         condition = open_parent_store(resume).look(resume)
         _expect_certain(condition)
-        return [condition]
+        if condition.damages == {MANIFEST: "missing"}:
+            expect_no_other_format(resume)
+        return [_without_ranks(condition, by_name=False) if condition.writer else condition]
+    named = store.retention.pointed()
     complete, damaged = store.checkpoints()
+    there = {each.name for each in complete} | {each.name for each in damaged}
+    if step_of(named) is not None and named not in there and store.retention.pointed() == named:  # no run saves there
+        _report_deleted(store.root, named, resume, complete)
     pointed = store.latest()
     found = [Condition(each.path, each.manifest) for each in complete]
     for each in damaged:
         _expect_certain(each)
         older = (at for at, other in enumerate(found) if _is_newer(each, other.checkpoint, pointed))
         found.insert(next(older, len(found)), each)
+    of_torch = [_without_ranks(each) for each in store.of_torch()]
+    for each in of_torch:
+        _expect_certain(each)
+    found = with_those_of_torch(found, of_torch)
     if resume == "auto":
         return found
     if not found:
@@ -54,6 +71,34 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
             f"{option('checkpoint.resume', 'auto')} starts from scratch."
         )
     return found[:1]
+
+
+def _without_ranks(condition: Condition, by_name: bool = True) -> Condition:
+    """Return a directory that torch wrote as a candidate: no rank has a part of its own, and the files may be unknown.
+
+    The step is that of the directory's name, or with ``by_name=False`` of the state in the directory.
+    """
+    assert condition.manifest is not None
+    if condition.damages:
+        return condition
+    if is_url(condition.path):
+        why = "torch wrote it, and it is read from a local directory only: copy it to one"
+        return replace(condition, damages={METADATA: why})
+    step = condition.manifest.step if by_name else described(condition.path).step
+    files = condition.manifest.files if condition.writer == DCP_WRITER else {}
+    return replace(condition, manifest=replace(condition.manifest, step=step, world_size=0, files=files))
+
+
+def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint]) -> None:
+    """Log that the newest checkpoint was deleted. Raises: ``CheckpointError`` if ``resume`` requires it."""
+    instead = f"resumes from {left[0].name}" if left else "starts from scratch"
+    if resume == "latest":
+        raise CheckpointError(
+            f"resume=latest, but `latest` in {root} points to {name}, which was deleted or moved. Put {name} back, or "
+            f"use resume=auto, which {instead}."
+        )
+    text = "stagereg: `latest` in %s points to %s, which was deleted or moved. The run %s."
+    _log.warning(text, root, name, instead)
 
 
 def candidates_near(
@@ -109,6 +154,42 @@ def without_given_up(
     return listed
 
 
+def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]:
+    """Mark inexact checkpoints, so that ``"auto"`` skips them. Raises: ``CheckpointError`` for another ``resume``."""
+    found = []
+    for each in listed:
+        is_damaged = each.damages and _word(each) == "damaged"
+        if each.manifest is None or not each.manifest.lacks or is_damaged:
+            found.append(each)
+            continue
+        why = f"it lacks {each.manifest.lacks}"
+        if resume != "auto":
+            raise CheckpointError(
+                f"resume={resume} is not exact: {each.path} was saved without a failed rank, and lacks "
+                f"{each.manifest.lacks}. Resume from the newest exact checkpoint with "
+                f"{option('checkpoint.resume', 'auto')}; or from this one with {_exact(False)}."
+            )
+        found.append(Condition(each.path, each.manifest, {**each.damages, "not exact": _Inexact(why)}))
+    return found
+
+
+def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
+    """Log that a resume is not exact. ``seeded``: generators, by rank that seeded them; ``names``: of the state."""
+    for each, missing in chosen.manifest.lost.items():
+        if not missing:
+            continue
+        generators = seeded[int(each)] if len(seeded) == chosen.manifest.world_size else None
+        new = [] if generators is None else generators.anew
+        began = [name for name in missing if name in names and name not in new]
+        how = f" Random numbers of rank {each}: {generators}." if generators else ""
+        how += f" As the program begins: {', '.join(began)}." if began else ""
+        _log.warning(
+            "The resume from step %d is not exact: %s was saved after rank %s had failed, and lacks %s of that rank.%s "
+            "To repeat the steps since the newest exact checkpoint instead, add %s.",
+            *(chosen.manifest.step, chosen.path, each, ", ".join(missing), how, _exact(True)),
+        )
+
+
 def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
     """Whether a damaged checkpoint was committed after a complete one, as far as is known."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
@@ -127,12 +208,28 @@ def _expect_certain(condition: Condition) -> None:
 
 
 def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
+    """Log the checkpoints that are skipped, except inexact ones, which :func:`log_fallback` logs."""
     for each in damaged if ranks.rank == 0 else ():
         word, more = _word(each), ""
+        if word == "not exact":
+            continue
         if word == "given up":
             named = option("checkpoint.resume", "PATH")
             more = f"\n  If that had another cause, resume from it with {named} or {_retry()}."
         _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
+
+
+def expect_found(restored: Checkpoint | None, source: str | os.PathLike[str] | None) -> None:
+    """Raise ``CheckpointError`` if there was nothing to restore in ``source``. On all ranks."""
+    if restored is None and source is not None:
+        expect_no_other_format(os.fspath(source))
+        raise CheckpointError(nothing_in(os.fspath(source)))
+
+
+def log_unchecked(step: Checkpoint) -> None:
+    """Warn if nothing of a restored checkpoint was compared with a checksum, since there is none."""
+    if not step.manifest.files and not is_url(step.path) and is_plain_dcp(step.path):
+        _log.warning("%s has no checksums, since plain torch wrote it: it is loaded unchecked.", step.path)
 
 
 def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies | None) -> None:
@@ -141,6 +238,7 @@ def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies 
     if step is None:
         phases.restored(0, "", "")
     else:
+        log_unchecked(step)
         origin = "survivors" if step.manifest.lost else "store"
         if near is not None and near.names(step.path):
             origin = "tier"
@@ -153,47 +251,64 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
     if not passed or ranks.rank != 0:
         return
     step = chosen.manifest.step
+    for each in passed:
+        if _word(each) == "not exact":
+            _log.warning("Skipped step %s, which is %s (%s): %s", each.step, each, _exact(True), each.path)
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + ' lost' if lost else ''}"
+    done = "repeated" if _word(newest) == "not exact" else "lost"
+    text = f"{_word(newest)}{f': {lost} step' + ('s are' if lost > 1 else ' is') + f' {done}' if lost else ''}"
     _log.warning("Resumed from step %d, NOT from step %s, which is %s.", step, newest.step, text)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
-def nothing_good(root: str, damaged: Sequence[Condition]) -> str:
-    """Return the message if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
-    names = [each.name if os.path.dirname(each.path) == root else each.path for each in damaged]
-    every = "\n".join(f"  {name}: {each}" for name, each in zip(names, damaged, strict=True))
-    given_up = [_word(each) == "given up" for each in damaged]
-    how = (
-        "What ends each run in this way may be in the program, its data or a machine: see the errors of those runs. "
-        f"When it is mended, resume from the newest with {_retry()}, or from another one with "
-        f"{option('checkpoint.resume', 'PATH')}.\n"
+def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
+    """Return the error if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
+    names = [each.name if os.path.dirname(each.path) == root else each.path for each in skipped]
+    every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
+    words = {_word(each) for each in skipped}
+    how = ""
+    if "given up" in words:
+        how = (
+            "What ends each run in this way may be in the program, its data or a machine: see the errors of those "
+            f"runs. When it is mended, resume from the newest with {_retry()}, or from another one with "
+            f"{option('checkpoint.resume', 'PATH')}.\n"
+        )
+    if any(isinstance(what, _Inexact) for each in skipped for what in each.damages.values()):
+        how += f"To resume from the newest that is not exact, give {_exact(False)}.\n"
+    put_back = "Put back what is missing, or " if "damaged" in words else "Else "
+    good, command = ("exact", "ls") if words == {"not exact"} else ("good", "verify")
+    text = (
+        f"There are checkpoints in {root}, and none of them is {good}:\n"
+        f"{every}\n{how}Starting from scratch would give the run up, so no step was taken. {put_back}start from "
+        f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` shows them "
+        "again."
     )
-    put_back = "Else " if all(given_up) else "Put back what is missing, or "
-    return (
-        f"There are checkpoints in {root}, and none of them is good:\n{every}\n{how if any(given_up) else ''}"
-        f"Starting from scratch would give the run up, so no step was taken. {put_back}start from scratch "
-        f"with {option('checkpoint.resume', 'never')}. `stagereg verify {shlex.quote(root)}` shows them again."
-    )
+    return CheckpointError(text) if good == "exact" else DamagedError(text)
 
 
-def not_that_one(resume: str, damaged: Condition) -> str:
+def not_that_one(resume: str, damaged: Condition) -> DamagedError:
+    """Return the error if the checkpoint that ``resume`` names is not good."""
     what = f"it is damaged:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
         there = is_url(damaged.path) or os.path.exists(damaged.path)
         what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
-    return f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+    return DamagedError(f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good.")
 
 
 def _retry() -> str:
     return option("checkpoint.restore.give_up_after", None)
 
 
+def _exact(chosen: bool) -> str:
+    return option("checkpoint.restore.exact", chosen)
+
+
 def _word(condition: Condition) -> str:
-    return "given up" if any(isinstance(what, _GivenUp) for what in condition.damages.values()) else "damaged"
+    kinds = {type(what) for what in condition.damages.values()}
+    return "given up" if _GivenUp in kinds else "not exact" if _Inexact in kinds else "damaged"
 
 
 def _indented(condition: Condition) -> str:
@@ -204,7 +319,7 @@ def sought(source: str) -> tuple[CheckpointStore, str]:
     """Return the store and ``resume`` for the path of one checkpoint, or of a directory of checkpoints."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
-    one = name == LATEST or step_of(name) is not None or is_plain_dcp(source) or above.look(source).manifest
+    one = name == LATEST or step_of(name) is not None or above.look(source).manifest
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
 
 

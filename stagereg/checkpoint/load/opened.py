@@ -21,10 +21,12 @@ import stagereg.checkpoint.state.entries as entries
 from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.checkpoint.load.plain_dcp import by_name, is_plain_dcp, open_plain_dcp
+from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.located import newest
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
 
 _log = logging.getLogger(__name__)
@@ -146,7 +148,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
 
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, or its index is refused; ``verify`` is set, and it
-            is of plain torch, which writes no checksums.
+            is of plain torch, which writes no checksums; it is in another format, which the message names.
         ConfigError: it is a URL that cannot be read here.
 
     Example::
@@ -156,10 +158,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
             weight = checkpoint["model.0.weight"]
             model.load_state_dict(checkpoint.entry("model"))
     """
-    path = os.fspath(path)
-    if verify and is_plain_dcp(path):
-        raise CheckpointError(f"{path} was written by plain torch, without checksums: nothing can be verified.")
-    return first_good(path, verify, lambda each: _log.warning("%s is damaged and passed over: %s", each.path, each))
+    opened = first_good(
+        os.fspath(path), verify, lambda each: _log.warning("%s is damaged and passed over: %s", each.path, each)
+    )
+    if verify and not opened.verified:
+        opened.close()
+        raise CheckpointError(f"{opened.path} was written by plain torch, without checksums: nothing can be verified.")
+    return opened
 
 
 def first_good(path: str, verify: bool, passing_over: Callable[[Condition], object]) -> OpenCheckpoint:
@@ -167,15 +172,19 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
 
     ``passing_over`` is called with each newer checkpoint that is not good.
     """
-    if is_plain_dcp(path):
-        files, structures = open_plain_dcp(path)
-        return OpenCheckpoint(files, by_name(files, structures), None, False, ExitStack())
     with ExitStack() as reading:
         chosen, passed = newest(path, verify, reading)
         for each in passed:
             passing_over(each)
+        if chosen.writer:
+            if is_url(chosen.path):
+                raise CheckpointError(f"torch wrote {chosen.path}, which is read from a local directory only: copy it.")
+            files, structures = open_plain_dcp(chosen.path)
+            verified = verify and chosen.writer == DCP_WRITER
+            return OpenCheckpoint(files, by_name(files, structures), None, verified, reading.pop_all())
+        assert chosen.checkpoint is not None
         try:
-            files = CheckpointFiles.of(chosen, DcpStorage())
+            files = CheckpointFiles.of(chosen.checkpoint, DcpStorage())
         except OSError as error:
             more = "If a run has just deleted it, there is a newer one: try again."
             raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error

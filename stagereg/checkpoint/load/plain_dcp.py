@@ -1,71 +1,45 @@
 """Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
 
-torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` may name the types of torch's
-metadata only, and values are read by :mod:`~stagereg.checkpoint.format.pickled`. As in torch, integer keys have become
-text, and empty containers are missing.
+torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` is read by
+:mod:`~stagereg.checkpoint.format.torch_metadata`, and values by :mod:`~stagereg.checkpoint.format.pickled`. As in
+torch, integer keys have become text, and empty containers are missing.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.checkpoint.format.encoding import Leaf, walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
-from stagereg.checkpoint.format.manifest import MANIFEST
+from stagereg.checkpoint.format.manifest import MANIFEST, METADATA
+from stagereg.checkpoint.format.torch_metadata import loads
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 
-_METADATA = ".metadata"
 _EMPTY = 10_000  # items of a list of which nothing is saved
-_ENCODING = torch_metadata._MEM_FORMAT_ENCODING
-_TYPES = (
-    torch_metadata.Metadata,
-    torch_metadata.MetadataIndex,
-    torch_metadata.StorageMeta,
-    torch_metadata.TensorProperties,
-    torch_metadata.BytesStorageMetadata,
-    torch_metadata.ChunkStorageMetadata,
-    torch_metadata.TensorStorageMetadata,
-    _ENCODING,
-    filesystem._StorageInfo,
-    torch.Size,
-)
-_KNOWN: dict[str, Any] = {
-    **{f"{kind.__module__}.{kind.__name__}": kind for kind in _TYPES},
-    **{f"torch.{each}": dtype for each, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
-    "torch.serialization._get_layout": lambda name: torch.strided,
-    # Some Pythons pickle the member of an enumeration as getattr(kind, name).
-    "builtins.getattr": lambda kind, name: _ENCODING.__members__[name],
-    "pathlib.PosixPath": PosixPath,
-    "pathlib._local.PosixPath": PosixPath,
-}
 
 
 def is_plain_dcp(path: str) -> bool:
     """Whether it is a local directory that plain torch wrote, and not a checkpoint of this project."""
     folder = Path(path).expanduser()
-    return (folder / _METADATA).is_file() and not any((folder / name).exists() for name in (INDEX, MANIFEST))
+    return (folder / METADATA).is_file() and not any((folder / name).exists() for name in (INDEX, MANIFEST))
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
     """Return the files of a directory, and the unread structure of its state. Raises: ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
-        with (folder / _METADATA).open("rb") as file:
-            metadata: torch_metadata.Metadata = _Unpickler(file).load()
+        metadata = loads((folder / METADATA).read_bytes())
         places = metadata.storage_data.items()
         results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
         content = tables(metadata, [results], _pickled(metadata))
@@ -126,15 +100,6 @@ def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
         if not isinstance(entry, torch_metadata.TensorStorageMetadata)
         or lengths[name] <= entry.size.numel() * entry.properties.dtype.itemsize
     }
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _KNOWN[f"{module}.{name}"]
-        except KeyError:
-            text = f"its {_METADATA} names {module[:100]}.{name[:100]}, which is no metadata; nothing was imported."
-            raise CheckpointError(text) from None
 
 
 def _located(folder: Path, info: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.placing as placing
+import stagereg.checkpoint.load.seeding as seeding
 import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
@@ -57,6 +57,7 @@ class RestoreRequest:
     verify: str  # ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes
     read: str  # ``"each"``, ``"once"`` or ``"auto"``, as ``Checkpointer`` has it
     cast: bool  # whether what was saved is converted to the dtypes of the objects
+    exact: bool  # whether checkpoints that lack values of failed ranks are skipped or refused
     state: MutableMapping[str, Any]  # as given to ``Checkpointer.restore``
     own: Storage  # the checkpointer's storage
     ranks: RankGroup  # who restores
@@ -66,6 +67,7 @@ class RestoreRequest:
     fresh: Sequence[str]  # the entries of ``state`` that stay as they are where nothing was saved for them
     near: NearCopies | None = None  # the tier of the run
     touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
+    twins: dict[str, list[int]] = field(default_factory=dict)  # of :func:`.lowest_twins`, as it was before the restore
 
 
 def restore(asked: RestoreRequest) -> Checkpoint | None:
@@ -109,15 +111,18 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         else:
             listed = choosing.candidates(store, resume) if ranks.rank == 0 else []
         shared = is_url(where) or is_on_network(Path(where))
-        return _Seen(listed, asked.counter.note(), machine_name(), shared)
+        return _Seen(listed, asked.counter.note(), machine_name(), shared, seeding.seeds_of(asked.state))
 
-    def answer(seen: list[_Seen]) -> list[tuple[list[Condition], _Machines, RestoreNote | None]]:
+    def answer(seen: list[_Seen]) -> list[tuple[list[Condition], _Machines, RestoreNote | None, dict[str, list[int]]]]:
         asked.counter.take_note([each.note for each in seen])
         listed = choosing.without_given_up(store, resume, asked.counter, seen[0].listed, steps)
-        return [(listed, _machines(seen), asked.counter.note())] * ranks.size
+        listed = choosing.without_inexact(listed, resume) if asked.exact else listed
+        twins = seeding.lowest_twins([each.seeds for each in seen])
+        return [(listed, _machines(seen), asked.counter.note(), twins)] * ranks.size
 
-    listed, machines, note = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
+    listed, machines, note, twins = ranks.round_trip(f"Nothing was restored from {where}", look, answer, ranks.limit)
     asked.counter.take_note([note])
+    asked.twins.update(twins)
     if resume == "auto":
         choosing.warn_of_damaged([each for each in listed if each.damages], ranks)
     passed: list[Condition] = []
@@ -144,17 +149,17 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         asked.counter.forget()
         return None
     root = store.root if near is None or near.shared else os.path.dirname(near.folder.path)
-    text = choosing.nothing_good(root, passed) if resume == "auto" else choosing.not_that_one(resume, passed[0])
-    raise DamagedError(text)
+    raise choosing.nothing_good(root, passed) if resume == "auto" else choosing.not_that_one(resume, passed[0])
 
 
 class _Seen(NamedTuple):
-    """What a rank tells: what rank 0 has listed, what is noted of crashes, and whether all machines see the files."""
+    """What rank 0 has listed, the note of crashes, whether all machines see the files, and how a rank is seeded."""
 
     listed: list[Condition]
     note: RestoreNote | None
     machine: str
     shared: bool
+    seeds: Mapping[str, str]
 
 
 class _Machines(NamedTuple):
@@ -225,8 +230,13 @@ class _Attempt:
                 if condition.damages:
                     return condition
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
-            self._ranks.run_on_all(self._failing, self._loading.assign)
+            self._assign()
         return Condition(self._chosen.path, self._chosen.manifest)
+
+    def _assign(self) -> None:
+        seeded = self._ranks.run_on_all(self._failing, self._loading.assign)
+        if self._ranks.rank == 0:
+            choosing.warn_of_inexact(self._chosen, seeded, self._asked.state)
 
     def _exchange(self, look: Callable[[], _Looked]) -> tuple[_Findings, Condition]:
         def answer(looked: list[_Looked]) -> list[_Findings]:
@@ -303,7 +313,7 @@ class _NearAttempt(_Attempt):
                 if damages := {f"rank {rank}": text for rank, text in enumerate(texts) if text}:
                     return Condition(self._chosen.path, self._chosen.manifest, damages)
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
-            self._ranks.run_on_all(self._failing, self._loading.assign)
+            self._assign()
             self._near.restored(self._step, self._ranks.run_on_all(self._failing, lambda: reader.found))
         return Condition(self._chosen.path, self._chosen.manifest)
 
@@ -352,6 +362,8 @@ class _Loading:
         self._chosen, self._asked, self._once = chosen, asked, once
         self.open_files: Callable[[], CheckpointFiles] | None = None  # in place of those in the directory
         self._found: dict[str, Any] = {}
+        self._seeding: seeding.Seeding | None = None  # if the checkpoint has no generators of this rank
+        self._sources: dict[int, str] = {}  # by rank, the generators that it reads instead
         # By entry what this rank does not take of it, by the names of parameters.
         self.left: dict[str, dict[str, Any]] = {}
 
@@ -368,6 +380,10 @@ class _Loading:
         sizes = chosen.manifest.world_size, asked.ranks.rank, asked.ranks.size
         given = asked.state, *sizes, asked.names, asked.cast, asked.fresh
         self._found, self.left = placing.find(self.files, *given, str(asked.ranks.rank) in chosen.manifest.lost)
+        if entries.rng_name(asked.ranks.rank) not in self._found:
+            self._seeding = seeding.Seeding(chosen.manifest, asked.twins, asked.ranks.rank, asked.ranks.size)
+            self._sources = {rank: entries.rng_name(rank) for rank in self._seeding.sources(self.files.index.state)}
+            self._found |= {name: self.files.structure(name) for name in self._sources.values()}
         if asked.touched and (lacking := asked.state.keys() - self._found.keys()):
             raise CheckpointError(f"it does not have {', '.join(sorted(lacking))}")
         self._read()
@@ -391,8 +407,8 @@ class _Loading:
             files.open_for(into)
             files.read([leaf for leaf in leaves if not leaf.in_place])
 
-    def assign(self) -> None:
-        """Have the objects take what was read, and read the rest straight into them."""
+    def assign(self) -> seeding.Seeded | None:
+        """Have the objects take what was read, and read the rest into them; return the generators that it seeds."""
         saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None
         own = [name for name in state if name not in self._found]
@@ -414,15 +430,16 @@ class _Loading:
             except Exception as error:
                 raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
             changed += [name] if name not in changed else []
-        if ranks.rank == 0:
-            for each, missing in filter(operator.itemgetter(1), self._chosen.manifest.lost.items()):
-                text = "%s was saved when rank %s was lost, and lacks of it %s: these stay as the program began them."
-                _log.warning(text, self._chosen.path, each, ", ".join(missing))
-        if rank is not None:
-            if (generators := entries.rng_name(ranks.rank)) in self._found:
-                rng.restore(fill(self._found[generators]))
-        elif ranks.rank == 0:
-            own = [name for name in own if name not in fresh]
-            more = f", and {', '.join(own)} (each rank's own) stay as they are" if own else ""
+        if self._seeding is None:
+            rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
+            return None
+        saved = {each: fill(self._found[name]) for each, name in self._sources.items()}
+        seeded = self._seeding.apply(state, self._found, saved)
+        if rank is None and ranks.rank == 0:
+            own = [name for name in own if name not in fresh and name not in seeded.anew]
+            more = f"; {', '.join(own)} (each rank's own) stay as they are" if own else ""
             by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
-            _log.warning("%s is %s: random numbers start anew%s.", self._chosen.path, by, more)
+            seed = "the checkpoint" if saved_size else "the seed of the program"
+            text = "%s is %s: random numbers start anew, seeded from %s, the step and the rank%s."
+            _log.warning(text, self._chosen.path, by, seed, more)
+        return seeded

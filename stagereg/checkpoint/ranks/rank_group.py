@@ -182,6 +182,10 @@ class RankGroup:
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
 
+    def is_first(self, what: str) -> bool:
+        """Return whether no other rank has called this with ``what`` yet. Not collective."""
+        return self.size == 1 or self._ask(lambda: int(self._store.add(f"first/{what}", 1))) in (1, None)
+
     @property
     def number(self) -> int:
         return self.numbers[self.rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import Future
@@ -25,8 +26,10 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.shares import ShareBook
+from stagereg.checkpoint.save.forgotten import ForgottenObjects, GivenSteps
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.crash_report import summarize_exception
@@ -43,11 +46,19 @@ _BACKWARDS = (
     "saved again replaces the checkpoint of that step. Count steps through the whole run, not anew in each epoch; to "
     "go back on purpose, call restore(state, source=CHECKPOINT) first."
 )
+_ONLY = (
+    "stagereg: this run reached no multiple of every=%d, so the end of the run makes its only checkpoint. A crash "
+    "before the end would have lost all steps."
+)
 _A_COPY = (
     "stagereg: the entry %r of the state is the state dict of an optimizer, and restore() changes that dict alone. Put "
     "the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the dict to its "
     "load_state_dict after restore()."
 )
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+"""Global, as one checkpointer may save the optimizer of a model that another one saves without it."""
 
 
 class Saver:
@@ -85,6 +96,9 @@ class Saver:
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = first_save.StaleNumbers()
+        self.forgotten = ForgottenObjects(target.ranks)
+        self._given_steps = GivenSteps() if target.ranks.rank == 0 and stores else None
+        _savers.add(self)
         self._buffers: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
@@ -126,10 +140,18 @@ class Saver:
 
     def end_step(self, step: int) -> None:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
+        if self._given_steps is not None:
+            self._given_steps.look(step, self._every, self.saved, self.forgotten.stepped)
+            self.forgotten.stepped = False
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
         if self.whole is not None and self.state is not None and self._given_at == step:
             self.whole(step, self.state)
+
+    @property
+    def _every(self) -> int | None:
+        """The number whose multiples are saved, if there is one."""
+        return self._target.schedule.every if type(self._target.schedule) is Schedule else None
 
     def save(self, step: int, follows: bool = False, near: bool = False) -> None:
         """Stage and submit.
@@ -207,6 +229,8 @@ class Saver:
             self._background.raise_failure()
             raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
         if last > done and not unknown:
+            if self.saved is None and self._given_steps is not None and self._every is not None:
+                _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
     def leave(self, step: int, preemption: PreemptionConsensus, directory: str, follows: bool = False) -> NoReturn:
@@ -306,6 +330,7 @@ class Saver:
                 first_save.warn_of_foreign_parameters(self.state, captured)
                 kinds = first_save.kinds_of(self.state, captured, self._cast) or {}
                 save.copy.inspect = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
+            self.forgotten.look(self.state, captured, (each.state for each in _savers if each is not self))
             if ranks.size > 1:
                 captured = self._share(save, captured)
             save.copy.began = record.now()

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -149,13 +150,19 @@ class StaleNumbers:
 
 
 def _variables(names: Iterable[str]) -> dict[str, float]:
-    """Return those variables of the function that calls the package which are numbers, its module's among them."""
+    """Return those variables of the program which are numbers."""
+    found = search_program(lambda space: {name: space[name] for name in names if name in space})
+    return {name: value for name, value in found.items() if type(value) in (int, float)}
+
+
+def search_program(find: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what ``find`` returns of the variables of the function that calls the package, its module's among them."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stagereg."):
         frame = frame.f_back
     own: Any = frame.f_locals
-    found = {name: space[name] for space in (frame.f_globals, own) for name in names if name in space}
+    found = find(ChainMap(own, frame.f_globals))
     # Until Python 3.12 this is a dict that the frame keeps, and with it all tensors; the program may have it, too.
     if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) <= 3:
         own.clear()
-    return {name: value for name, value in found.items() if type(value) in (int, float)}
+    return found

@@ -49,6 +49,24 @@ class GeneratorState:
             state = generator.get_state(legacy=False)
         return {_KIND: self._kind, _STATE: json.dumps(rng.as_lists(state))}
 
+    @property
+    def seed(self) -> str:
+        """The seed, equal on ranks that the program seeded identically; see :func:`.rng.seeds`."""
+        generator = self._generator
+        return str(generator.initial_seed() if isinstance(generator, torch.Generator) else self.state_dict()[_STATE])
+
+    def reseed(self, seed: int) -> None:
+        """Seed the generator."""
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:
+            generator.set_state(rng.seeded_numpy(generator, seed).get_state(legacy=False))
+
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Set the generator to a state. Raises: ``CheckpointError`` if a generator of another kind had it."""
         self.expect_loadable(saved)

@@ -1,4 +1,4 @@
-"""The random number generators of one process: what they were, and setting them back.
+"""The random number generators of one process: note their states, set them back, and seed them.
 
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
 program has imported NumPy; not those that the program made itself. All are staged as bytes: collections no stager needs
@@ -8,9 +8,11 @@ to understand, and of a tensor, which torch returns anew each time, a stager wou
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,6 +75,47 @@ def _set(state: dict[str, torch.Tensor]) -> None:
         accelerator.set_rng_state(_tensor(_bytes(state["accelerator"])))
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(checked(json.loads(_bytes(state["numpy"]))))
+
+
+def seeds() -> dict[str, str]:
+    """Return the seed of each generator of this process; equal on ranks that the program seeded identically.
+
+    Torch keeps the seed; of Python and NumPy it is a digest of the present state.
+    """
+    found = {"python": _digest(random.getstate()), "torch": str(torch.initial_seed())}
+    if accelerator := _accelerator():
+        found["accelerator"] = str(getattr(accelerator, "initial_seed", torch.initial_seed)())
+    if numpy := sys.modules.get("numpy"):
+        found["numpy"] = _digest(numpy.random.get_state(legacy=False))
+    return found
+
+
+def _digest(state: Any) -> str:
+    return hashlib.sha256(_json(state)).hexdigest()[:16]
+
+
+def seed_from(*parts: object) -> int:
+    """Return a seed that follows from the parts alone, on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
+
+
+def seeded(numbers: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return the states, as :func:`restore` takes them, of generators of this process with these seeds."""
+    state: dict[str, Any] = {}
+    for name, seed in numbers.items():
+        if name == "python":
+            state[name] = random.Random(seed).getstate()
+        elif name == "numpy":
+            state[name] = seeded_numpy(sys.modules[name].random.mtrand._rand, seed).get_state(legacy=False)
+        else:
+            device = "cpu" if name == "torch" else torch.accelerator.current_accelerator()
+            state[name] = torch.Generator(device).manual_seed(seed).get_state()
+    return as_tensors(capture(state)) if state else {}
+
+
+def seeded_numpy(like: Any, seed: int) -> Any:
+    """Return a ``RandomState`` of the kind of another one, with a seed."""
+    return type(like)(type(like._bit_generator)(seed))
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -14,9 +14,10 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import stagereg.checkpoint.store.conditions as conditions
+import stagereg.checkpoint.store.torch_directories as torch_directories
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, damage_of, differences
-from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, now, step_name
+from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, now, step_name, step_of
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
@@ -48,26 +49,32 @@ class CheckpointStore:
     def checkpoints(self) -> tuple[list[Checkpoint], list[Condition]]:
         """Return the complete checkpoints, newest first, and the other step directories, the highest step first.
 
-        Complete by manifest and sizes; no content is read. :meth:`leftovers` are in neither list.
+        Complete by manifest and sizes; no content is read. :meth:`leftovers` and :meth:`of_torch` are in neither list.
         """
         found = conditions.conditions(self.backend)
         damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
         return conditions.complete(found), damaged
 
+    def of_torch(self, every: bool = False) -> list[Condition]:
+        """Return the step directories that torch wrote, by sizes; with ``every`` those of any name."""
+        return conditions.of_torch(self.backend, every)
+
     def look(self, path: str, content: bool = False) -> Condition:
-        """Return what is wrong with one checkpoint. Of one that is deleted meanwhile, no manifest is left.
+        """Return the condition of one checkpoint, also of torch. Of one that is deleted meanwhile, no manifest is left.
 
         Args:
             path: of a checkpoint's directory, or of a ``latest`` that points to one; may be outside of this store.
             content: whether to read all of its files; else the manifest and the sizes are checked.
         """
         found = conditions.look(self.backend, path)
-        if not content or found.manifest is None:
+        if not content or found.manifest is None or found.writer == torch_directories.TORCH:
+            return found
+        if not found.manifest.files:  # of torch, and the checksums cannot be read
             return found
         wrong = differences(found.manifest, self.contents(found.path, dict.fromkeys(found.manifest.files, WHOLE)))
         if wrong and self.look(found.path).manifest != found.manifest:
             return self.look(path, content=True)
-        return Condition(found.path, found.manifest, wrong)
+        return dataclasses.replace(found, damages=wrong)
 
     def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
         """Read these bytes of files of a checkpoint, and return what was found, by name. Any rank.
@@ -128,8 +135,9 @@ class CheckpointStore:
         complete, damaged = self.checkpoints()
         self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
-        # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
-        if complete and self.retention.pointed() not in [complete[0].name, *(each.name for each in damaged)]:
+        # A link to a corrupt or deleted checkpoint stays as it is: that the newest is lost must not go unnoticed.
+        pointed = self.retention.pointed()
+        if complete and (step_of(pointed) is None or pointed in [each.name for each in complete[1:]]):
             self.backend.point(complete[0].name)  # its run was killed right after the commit
         return left
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
+import stagereg.checkpoint.store.torch_directories as torch_directories
 from stagereg.checkpoint.format.damage import Condition, Unclear, damage_of, differences
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Manifest, step_of
 from stagereg.checkpoint.store.backend import Backend
@@ -17,7 +18,7 @@ _MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some
 
 
 def look(backend: Backend, path: str) -> Condition:
-    """Return what is wrong with the checkpoint that ``path`` means, by its manifest and the sizes."""
+    """Return the condition of the checkpoint that ``path`` means, by its manifest and the sizes; also of torch."""
     try:
         return _settled(lambda: [_look(backend, backend.resolve(path))])[0]
     except OSError as error:
@@ -31,8 +32,16 @@ def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, i
 
 
 def conditions(backend: Backend) -> list[Condition]:
-    """Return what each step directory is like by its manifest and sizes, but those of :func:`leftovers`."""
-    return [each for each in _steps(backend) if not _is_begun(backend, each)]
+    """Return the conditions of all step directories but those of :func:`leftovers` and :func:`of_torch`."""
+    return [each for each in _steps(backend) if not _is_begun(backend, each) and not each.writer]
+
+
+def of_torch(backend: Backend, every: bool = False) -> list[Condition]:
+    """Return the step directories that torch wrote, with ``every`` those of any name (:mod:`.torch_directories`)."""
+    there = backend.list(backend.root).items()
+    names = [name for name, size in there if size is None and not name.startswith(".")]
+    looked = [_look(backend, f"{backend.root}/{name}") for name in names if every or step_of(name) is not None]
+    return [each for each in looked if each.writer]
 
 
 def leftovers(backend: Backend) -> list[str]:
@@ -56,7 +65,7 @@ def _steps(backend: Backend) -> list[Condition]:
         newest = backend.resolve(f"{backend.root}/{LATEST}").rpartition("/")[2] if backend.in_place else ""
         if step_of(newest) is not None:
             names.add(newest)  # which a late listing may not have yet
-        return [_look(backend, f"{backend.root}/{name}") for name in names]
+        return [_look(backend, f"{backend.root}/{name}", reads_torch=False) for name in names]
 
     return _settled(look_at_all)
 
@@ -74,11 +83,14 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
     return found
 
 
-def _look(backend: Backend, path: str) -> Condition:
+def _look(backend: Backend, path: str, reads_torch: bool = True) -> Condition:
     try:
         there = sizes(backend, path, [MANIFEST])
     except OSError as error:
         there = {MANIFEST: Unclear(f"cannot be looked at ({error})")}
+    if torch_directories.is_of_torch(path, there):
+        unread = Condition(path, None, {}, torch_directories.TORCH)
+        return torch_directories.look(backend, path, there) if reads_torch else unread
     found = _manifest(backend, path, there.get(MANIFEST, "missing"))
     if isinstance(found, str):
         return Condition(path, None, {MANIFEST: found})

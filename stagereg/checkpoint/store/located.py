@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 
 from stagereg.checkpoint.format.damage import Condition
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, plain_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import open_parent_store, open_store
-from stagereg.errors import CheckpointError, DamagedError
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.other_formats import expect_no_other_format
+from stagereg.errors import CheckpointError, DamagedError, listed
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,10 @@ class Located:
     one: bool
 
 
-def located(target: str, empty: bool = False) -> Located:
+def located(target: str, empty: bool = False, every_name: bool = False) -> Located:
     """Return the meaning of a path or URL; with ``empty`` a directory may have leftovers only.
+
+    Directories that torch wrote count if their names are those of steps, or with ``every_name`` all of them.
 
     Raises: ``CheckpointError`` if there is nothing, or it cannot be accessed; ``ConfigError``.
     """
@@ -32,7 +35,8 @@ def located(target: str, empty: bool = False) -> Located:
         name = target.rstrip("/").rpartition("/")[2]
         if name != LATEST and step_of(name) is None:
             store = open_store(target)
-            every = conditions(store)
+            every = [*conditions(store), *store.of_torch(every_name)]
+            every.sort(key=lambda each: -1 if each.step is None else each.step, reverse=True)
             if every or (empty and store.leftovers()):
                 return Located(store, every, one=False)
         store = open_parent_store(target)
@@ -42,12 +46,37 @@ def located(target: str, empty: bool = False) -> Located:
             return Located(store, [one], one=True)
     except OSError as error:
         raise CheckpointError(f"{target} could not be looked at: {error}") from error
-    raise CheckpointError(f"There is no checkpoint in {target}. Name the directory that has them.")
+    expect_no_other_format(target)
+    raise CheckpointError(nothing_in(target))
+
+
+def nothing_in(target: str) -> str:
+    """Return the message if a path or URL has no checkpoint."""
+    others = [] if is_url(target) else [each.name for each in open_store(target).of_torch(every=True)]
+    if others:
+        there = listed(sorted(others))
+        return f"No checkpoint in {target} is called step-N. Name one of the directories there: {there}."
+    return f"There is no checkpoint in {target}. Name the directory that has them."
 
 
 def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
     """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
-    return sorted(conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf)
+    own = [each for each in conditions if not each.writer]
+    own.sort(key=lambda each: -each.manifest.serial if each.manifest else -inf)
+    return with_those_of_torch(own, [each for each in conditions if each.writer])
+
+
+def with_those_of_torch(own: Sequence[Condition], of_torch: Sequence[Condition]) -> list[Condition]:
+    """Insert directories that torch wrote into a list, the newest first: by the time of writing, then by step."""
+
+    def age(each: Condition) -> tuple[float, float]:
+        return (inf, inf) if each.manifest is None else (each.manifest.time, each.manifest.step)
+
+    found = [*own]
+    for each in sorted(of_torch, key=age):
+        at = next((at for at, other in enumerate(found) if age(other) <= age(each)), len(found))
+        found.insert(at, each)
+    return found
 
 
 def conditions(store: CheckpointStore) -> list[Condition]:
@@ -60,7 +89,7 @@ def conditions(store: CheckpointStore) -> list[Condition]:
     )
 
 
-def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, list[Condition]]:
+def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Condition, list[Condition]]:
     """Return the newest good checkpoint, and the newer ones, which are not good; ``verify`` reads all content.
 
     ``reading`` is entered with the lease that keeps the checkpoint. Raises: ``CheckpointError``, ``ConfigError``.
@@ -73,13 +102,13 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Checkpoint, l
             reading.enter_context(found.store.readers.reading(each.path))
             condition = found.store.look(each.path, content=verify)
         if condition.checkpoint is not None:
-            return condition.checkpoint, passed
+            return condition, passed
         reading.close()
         passed.append(condition)
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
         return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
-    listed = "\n".join(f"{each.path}: {each}" for each in passed)
-    raise DamagedError(f"There is no good checkpoint in {target}:\n{listed}")
+    every = "\n".join(f"{each.path}: {each}" for each in passed)
+    raise DamagedError(f"There is no good checkpoint in {target}:\n{every}")
 
 
 def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:

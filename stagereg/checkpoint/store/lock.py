@@ -99,7 +99,9 @@ class StoreLock:
         if _held.setdefault(self._key, mine) is not mine:
             gc.collect()  # an unreachable Checkpointer releases its lock
         if _held.setdefault(self._key, mine) is not mine:
-            raise CheckpointError(f"{self.root} is in use by another Checkpointer of this process; close() that first.")
+            raise CheckpointError(
+                f"{self.root} is in use by another Checkpointer of this process; close() that first.{self._to_read}"
+            )
         began = time.monotonic()
         try:
             while not self._take(waited := time.monotonic() - began):
@@ -198,10 +200,14 @@ class StoreLock:
             os.close(self._descriptor)
         self._descriptor = -1  # another file may get the number
 
+    @property
+    def _to_read(self) -> str:
+        return f" To only read there, use stagereg.open_checkpoint({self.root!r})."
+
     def _refused(self, owner: Owner) -> CheckpointError:
         return CheckpointError(
             f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
-            f"a directory of its own: {option('checkpoint.dir', 'PATH')}."
+            f"a directory of its own: {option('checkpoint.dir', 'PATH')}.{self._to_read}"
         )
 
 

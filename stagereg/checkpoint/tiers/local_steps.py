@@ -80,9 +80,9 @@ class LocalStep:
 
     @property
     def state(self) -> str:
-        """``damaged``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written``: some part is here alone."""
+        """``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written``: some part is here alone."""
         if self.damages:
-            return "damaged" if any(not isinstance(what, Unclear) for what in self.damages.values()) else "unclear"
+            return "corrupt" if any(not isinstance(what, Unclear) for what in self.damages.values()) else "unclear"
         if self.void or not self.parts:
             return "void" if self.void else "unfinished"
         return "copied" if all(each.elsewhere for each in self.parts) else "written"

@@ -158,9 +158,9 @@ def seen_by(rank: int, world_size: int, root: str) -> tuple[float, float]:
     if rank == 0:
         at = record.now() - 1000
         Path(root, record.file_name(0)).write_text(
-            f'{{"event":"start","t":{at}}}\n{{"event":"restart","origin":"tier","t":1}}\n'
+            f'{{"event":"start","t":{at},"run":"r.0"}}\n{{"event":"restart","origin":"tier","t":1,"run":"r.0"}}\n'
         )
-        phases.begin(Path(root), None)
+        phases.begin(Path(root), "r.1", None)
     found = [schedule_of("auto", timedelta(seconds=600), None, in_tier=in_tier) for in_tier in (True, False)]
     return found[0]._mtbf_s, found[1]._mtbf_s  # type: ignore[attr-defined]
 

@@ -1,0 +1,71 @@
+"""Files and directories that others wrote and users take for checkpoints: what they are, and how to load them.
+
+Only the first bytes of a file are read. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from stagereg.checkpoint.store.local_files import local_path
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.errors import CheckpointError
+
+_HEAD_BYTES = 1 << 10
+_ZIP = b"PK\x03\x04"
+_FIRST_RECORD = b"data.pkl"  # of the archives of torch.save, and of TorchScript
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number as a pickle, before torch 1.6
+_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
+_LOAD = (
+    "  saved = torch.load({path!r}, map_location='cpu', weights_only=True)\n"
+    "  model.load_state_dict(saved)  # or the part of it that has the model, such as saved['model']"
+)
+_SAFETENSORS = (
+    "  saved = safetensors.torch.load_file({path!r})  # after `import safetensors.torch`\n"
+    "  model.load_state_dict(saved)"
+)
+_TRANSFORMERS = (
+    "  from transformers import AutoModel\n  model = AutoModel.from_pretrained({path!r})  # or your model's class"
+)
+
+
+def expect_no_other_format(path: str) -> None:
+    """Raise ``CheckpointError`` if a local path is in another format, with the lines that load it."""
+    try:
+        found = None if is_url(path) else _what(local_path(path))
+    except OSError:
+        found = None
+    if found is not None:
+        what, lines = found
+        more = f" Load it without stagereg:\n{lines.format(path=str(local_path(path)))}" if lines else ""
+        raise CheckpointError(
+            f"{path} is {what}, not a checkpoint of stagereg or of torch.distributed.checkpoint.{more}"
+        )
+
+
+def _what(path: Path) -> tuple[str, str] | None:
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        names = os.listdir(path)
+        if "config.json" in names and any(map(_has_weights, names)):
+            return "a directory in the format of Hugging Face", _TRANSFORMERS
+        return None
+    if not stat.S_ISREG(mode):
+        return "not a directory", ""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(_ZIP) and _FIRST_RECORD in head:
+        return "a file that torch.save wrote", _LOAD
+    if head.startswith(_LEGACY):
+        return "a file that torch.save wrote in its format before torch 1.6", _LOAD
+    if head.startswith(_PICKLES):
+        return "a pickle, which runs code when it is loaded", ""
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size - 8:
+        return "a file in the format of safetensors", _SAFETENSORS
+    return "a file", ""
+
+
+def _has_weights(name: str) -> bool:
+    return name.endswith(".safetensors") or (name.startswith("pytorch_model") and name.endswith(".bin"))

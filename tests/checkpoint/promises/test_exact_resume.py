@@ -1,0 +1,359 @@
+"""A rank is killed: ``restore.exact`` resumes as if nothing had been; without it no random number is drawn again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from stagereg import record
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.load.seeding import Seeding, lowest_twins, seeds_of
+from stagereg.checkpoint.options import Leave, Restore
+from stagereg.checkpoint.state import rng
+from stagereg.checkpoint.state.entries import per_rank, rng_name
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.errors import CheckpointError, DamagedError
+from stagereg.testing import run_ranks
+
+from ...support.faulty_storage import flip
+from ...support.programs import SAVING, Program
+from ..load.test_crashes import save, state_of
+
+SCRIPT = """
+import json, os, random, signal
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import stagereg
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    rank = dist.get_rank()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(7)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)))
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(7 + rank)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer, open(f"{cfg.answers}/{rank}.json", "a") as file:
+        begun = checkpointer.restore(state) or 0
+        for step in range(begun + 1, 11):
+            draws = [random.random(), np.random.rand(), torch.rand(()).item()]
+            print(json.dumps({"step": step, "draws": draws}), file=file, flush=True)
+            optimizer.zero_grad()
+            if step == 8:
+                checkpointer.wait()  # for the checkpoint of step 5
+            if (step, rank) == (8, cfg.dies):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.full((4, 8), sum(draws))).square().mean().backward()
+            optimizer.step()
+            checkpointer.maybe_save(step, state)
+    if rank == 0:
+        torch.save([model.module.state_dict(), optimizer.state_dict()], f"{cfg.answers}/end")
+
+
+if __name__ == "__main__":
+    train()
+"""
+CONFIG = f"""{SAVING}
+nproc: 2
+dies: -1
+checkpoint: {{every: 5, keep: 1}}
+"""
+STAYS = Leave(save_last=False)
+EXACT = Restore(exact=True)
+
+
+class Run:
+    """One run of the program, from its own copy of a directory of checkpoints."""
+
+    def __init__(self, folder: Path, of: Path | None, *arguments: str) -> None:
+        folder.mkdir()
+        self.program, self.root = Program(folder, CONFIG, SCRIPT), folder / "run"
+        if of is not None:
+            shutil.copytree(of, self.root, symlinks=True)
+        self.ended = self.program.run(f"checkpoint.dir={self.root}", *arguments)
+
+    def draws(self, rank: int) -> dict[int, list[float]]:
+        """Return the random numbers that a rank drew, by step."""
+        return {each["step"]: each["draws"] for each in self.program.answers_of(rank)}
+
+    def end(self) -> Any:
+        return torch.load(self.program.answers / "end")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("whole") / "run", None)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("killed") / "run", None, "dies=1")
+
+
+def test_the_emergency_save_says_that_a_resume_is_not_exact_and_leaves_the_exact_one(killed: Run) -> None:
+    assert killed.ended.returncode not in (0, 75)
+    assert (
+        f"Rank 0 saved step 7, in {killed.root}/step-00000007; of rank 1 it lacks random numbers. A resume from it is "
+        "not exact; with checkpoint.restore.exact=true the run resumes from step 5 instead."
+    ) in killed.ended.stderr
+    assert sorted(each.name for each in killed.root.glob("step-*")) == ["step-00000005", "step-00000007"]
+
+
+def test_an_exact_resume_after_the_kill_of_a_rank_is_the_run_without_the_kill(
+    tmp_path: Path, whole: Run, killed: Run
+) -> None:
+    resumed = Run(tmp_path / "exact", killed.root, "checkpoint.restore.exact=true")
+    assert resumed.ended.returncode == 0, resumed.ended.stderr
+    text = resumed.ended.stdout + resumed.ended.stderr
+    assert "Resumed from step 5, NOT from step 7, which is not exact: 2 steps are repeated." in text
+    for rank in range(2):
+        assert resumed.draws(rank) == {step: whole.draws(rank)[step] for step in range(6, 11)}
+    for one, other in zip(tensors_of(resumed.end()), tensors_of(whole.end()), strict=True):
+        assert torch.equal(one, other)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, torch.Tensor) else [x for each in values for x in tensors_of(each)]
+
+
+def test_by_default_the_failed_rank_continues_with_random_numbers_that_no_rank_has_drawn(
+    tmp_path: Path, whole: Run, killed: Run
+) -> None:
+    resumed = Run(tmp_path / "first", killed.root)
+    assert resumed.ended.returncode == 0, resumed.ended.stderr
+    text = resumed.ended.stdout + resumed.ended.stderr
+    assert "The resume from step 7 is not exact" in text
+    assert "of rank 1: seeded from the checkpoint, its step and the rank: python, torch, numpy." in text
+    assert [*resumed.draws(0)] == [8, 9, 10]
+    assert resumed.draws(0)[8] == whole.draws(0)[8]
+    drawn = {x for rank in range(2) for draws in whole.draws(rank).values() for x in draws}
+    assert drawn.isdisjoint(x for draws in resumed.draws(1).values() for x in draws)
+
+
+# -- which checkpoint is chosen
+
+
+def make_inexact(root: Path, *steps: int) -> None:
+    """Make these checkpoints such as a surviving rank would have saved."""
+    for step in steps:
+        path = root / f"step-{step:08d}/manifest.json"
+        manifest = Manifest.loads(path.read_bytes())
+        path.write_text(dataclasses.replace(manifest, lost={"0": ["random numbers", "own"]}).dumps())
+
+
+def restore(root: Path, how: Restore = EXACT, **options: Any) -> int | None:
+    with Checkpointer(str(root), leave=STAYS, restore=how, **options) as checkpointer:
+        return checkpointer.restore(state_of())
+
+
+@pytest.fixture
+def root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Path:
+    """A directory with checkpoints of the steps 10, 20 and 30, of which the last one is not exact."""
+    save(tmp_path / "run", 10, 20, 30)
+    make_inexact(tmp_path / "run", 30)
+    caplog.clear()
+    caplog.set_level(logging.WARNING)
+    return tmp_path / "run"
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [each.getMessage() for each in caplog.records if each.name.startswith("stagereg.checkpoint.load")]
+    caplog.clear()
+    return messages
+
+
+def test_a_skipped_checkpoint_is_named_with_its_reason_and_the_steps_that_are_repeated(
+    root: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with record.recording(tmp_path, 0, 1):
+        assert restore(root) == 20
+    assert logged(caplog) == [
+        f"Skipped step 30, which is not exact: it lacks random numbers, own of rank 0 (checkpoint.restore.exact=true): "
+        f"{root}/step-00000030",
+        "Resumed from step 20, NOT from step 30, which is not exact: 10 steps are repeated.",
+    ]
+    [event] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "fallback" in line]
+    assert (event["lost"], event["why"]) == (10, "not exact: it lacks random numbers, own of rank 0")
+    assert restore(root, Restore()) == 30
+    [text] = logged(caplog)
+    assert text.startswith("The resume from step 30 is not exact: ")
+    assert "lacks random numbers, own of that rank" in text
+    assert text.endswith("add checkpoint.restore.exact=true.")
+
+
+def test_an_inexact_checkpoint_behind_the_chosen_one_is_not_mentioned(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_inexact(root, 10)
+    assert restore(root) == 20
+    assert not any("step-00000010" in each for each in logged(caplog))
+
+
+def test_of_damaged_and_inexact_checkpoints_each_is_called_what_it_is(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(root / "step-00000020/__0_0.distcp")
+    assert restore(root) == 10
+    damaged, skipped, end = logged(caplog)
+    assert damaged.startswith(f"{root}/step-00000020 is damaged and passed over")
+    assert skipped.startswith("Skipped step 30, which is not exact")
+    assert end == "Resumed from step 10, NOT from step 30, which is not exact: 20 steps are repeated."
+
+
+@pytest.mark.parametrize("resume", ["latest", "step-00000030"])
+def test_an_inexact_checkpoint_that_the_user_names_is_refused(root: Path, resume: str) -> None:
+    with pytest.raises(CheckpointError, match=r"not exact: .*/step-00000030 was saved without a failed rank") as told:
+        restore(root, resume=resume)
+    assert not isinstance(told.value, DamagedError)
+    for advice in ("checkpoint.resume=auto", "checkpoint.restore.exact=false"):
+        assert advice in str(told.value)
+    assert restore(root, Restore(exact=False), resume=resume) == 30
+
+
+def test_inexact_checkpoints_alone_are_an_error_and_nothing_starts_from_scratch(root: Path) -> None:
+    make_inexact(root, 10, 20)
+    with pytest.raises(CheckpointError, match="none of them is exact") as told:
+        restore(root)
+    assert not isinstance(told.value, DamagedError)
+    assert "To resume from the newest that is not exact, give checkpoint.restore.exact=false." in str(told.value)
+    assert "checkpoint.resume=never" in str(told.value)
+    (root / "step-00000010/__0_0.distcp").unlink()
+    with pytest.raises(DamagedError, match="none of them is good") as told:
+        restore(root)
+    assert "checkpoint.restore.exact=false" in str(told.value)
+
+
+# -- the generators that a checkpoint does not have
+
+
+def drawn(rank: int, world_size: int, root: str, apart: int) -> list[list[float]]:
+    """Draw from each generator after a restore of what two of the ranks have saved; ``apart`` are seeds of ranks.
+
+    At the beginning and, on the two, after the save, then after each of two restores, and after that of a later step.
+    """
+    two, found = dist.new_group([0, 1]), []
+
+    def begin() -> tuple[list[Any], dict[str, Any]]:
+        for each in (torch.manual_seed, random.seed, np.random.seed):
+            each(7 + apart * rank)
+        own = 107 + apart * rank
+        made = [torch.Generator().manual_seed(own), random.Random(own), np.random.default_rng(own)]
+        state = {"made": made, "own": per_rank(np.random.RandomState(own))}
+        draw = [lambda: torch.rand(()).item(), random.random, np.random.rand, state["own"].value.rand]
+        draw += [lambda: torch.rand((), generator=made[0]).item(), made[1].random, made[2].random]
+        return draw, state
+
+    draw, state = begin()
+    found.append([each() for each in draw])
+    for step in (5, 6) if rank < 2 else ():
+        with Checkpointer(f"{root}/{step}", process_group=two, leave=STAYS, resume="never") as checkpointer:
+            checkpointer.save(step, state)
+        found.append([each() for each in draw])
+    for step in (5, 5, 6):
+        draw, state = begin()
+        with Checkpointer(f"{root}/{step}", leave=STAYS) as checkpointer:
+            assert checkpointer.restore(state) == step
+        found.append([each() for each in draw])
+    return found
+
+
+def test_another_world_size_draws_no_random_number_again_and_ranks_stay_apart(tmp_path: Path) -> None:
+    found = run_ranks(drawn, 3, args=(str(tmp_path), 1))
+    once: list[float] = []
+    for rank in range(3):
+        *before, first, again, later = found[rank]
+        assert first == again
+        once += itertools.chain(*before, first, later)
+    # Rank 0 alone continues with the generators in the state that are not marked as each rank's own.
+    assert len(once) - len({*once}) == 2 * 3
+
+
+def test_another_world_size_leaves_ranks_identical_that_the_program_seeds_identically(tmp_path: Path) -> None:
+    one, other, third = (each[-3:] for each in run_ranks(drawn, 3, args=(str(tmp_path), 0)))
+    assert one == other == third
+
+
+def states_of(number: int) -> dict[str, torch.Tensor]:
+    return rng.seeded(dict.fromkeys(rng.seeds(), number))
+
+
+def seed(alike: list[int], rank: int, saved: dict[int, int], step: int = 3, size: int = 3) -> dict[str, bytes]:
+    """Return the generators of a failed rank after a restore; ``saved`` has the seed of each saved state, by rank."""
+    manifest = Manifest(step, size, 1, {"a": FileMark(0, 0)}, lost={str(rank): ["random numbers"]})
+    seeding = Seeding(manifest, dict.fromkeys(rng.seeds(), alike), rank, size)
+    sources = seeding.sources({rng_name(each) for each in saved})
+    seeding.apply({}, {}, {each: states_of(saved[each]) for each in sources})
+    return rng.capture()
+
+
+def test_a_failed_rank_is_seeded_from_the_checkpoint_the_step_and_the_rank(tmp_path: Path) -> None:
+    before = rng.as_tensors(rng.capture())
+    try:
+        found = seed([0, 1, 2], 1, {0: 5, 2: 6})
+        for seed_python in (1, 2):
+            random.seed(seed_python)  # of a program that does not seed it
+            assert seed([0, 1, 2], 1, {0: 5, 2: 6}) == found
+        others = [
+            seed([0, 1, 2], 2, {0: 5, 1: 6}),
+            seed([0, 1, 2], 1, {0: 5, 2: 6}, step=4),
+            seed([0, 1, 2], 1, {0: 8, 2: 6}),
+            *({name: bytes(x.tolist()) for name, x in states_of(number).items()} for number in (5, 6)),
+        ]
+        for other in others:
+            assert all(other[name] != found[name] for name in found)
+    finally:
+        rng.restore(before)
+
+
+def test_a_failed_rank_continues_from_a_surviving_rank_of_the_same_seed_that_has_drawn_as_much() -> None:
+    before = rng.as_tensors(rng.capture())
+    try:
+        states = {number: {name: bytes(x.tolist()) for name, x in states_of(number).items()} for number in (5, 6)}
+        assert seed([0, 0, 0], 1, {0: 5, 2: 5}) == states[5]
+        assert seed([0, 1, 1], 1, {0: 5, 2: 6}) == states[6]
+        assert seed([0, 0], 1, {0: 5}, size=2) == states[5]
+        apart = seed([0, 0, 0], 1, {0: 5, 2: 6})
+        assert all(apart[name] not in (states[5][name], states[6][name]) for name in apart)
+    finally:
+        rng.restore(before)
+
+
+def test_ranks_are_compared_by_how_each_of_their_generators_is_seeded() -> None:
+    state = {"x": 1, "own": per_rank(torch.Generator().manual_seed(3)), "made": np.random.default_rng(4)}
+    found = seeds_of(state)
+    assert found.keys() == {"python", "torch", "numpy", ".own", ".made"} | (
+        {"accelerator"} if torch.accelerator.is_available() else set()
+    )
+    assert found[".own"] == "3"
+    assert lowest_twins([found, found, {**found, "torch": "9"}, {"torch": "9"}])["torch"] == [0, 0, 2, 2]
+    assert lowest_twins([found, {}, {}])["numpy"] == [0, 1, 2]
+
+
+def test_retention_leaves_the_newest_exact_checkpoint_until_a_newer_one_is_exact(root: Path) -> None:
+    def left() -> list[int]:
+        found: list[Checkpoint] = open_store(str(root)).checkpoints()[0]
+        return sorted(each.manifest.step for each in found)
+
+    with Checkpointer(str(root), keep=1, leave=STAYS) as checkpointer:
+        assert checkpointer.restore(state_of()) == 30
+        assert left() == [10, 20, 30]
+        checkpointer.save(40, state_of(40))
+    assert left() == [40]
