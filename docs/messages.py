@@ -30,6 +30,9 @@ Look for a few words of what you see; `...` stands for what differs from case to
 Where the function that raises it documents when it does, that stands below the message, after the function's name.
 Messages are grouped by class, and by the module that raises them, with what that module is for.
 
+Options are written here as in a config: `checkpoint.restore.cast=true`. In a program that constructs the `Checkpointer`
+or the `Join` itself, the message has Python in that place: `restore=Restore(cast=True)`.
+
 A message that begins with `Step 300 was not saved:` goes on with the reason, which is another one of this page, or an
 error of the system; what each fault of a disk looks like is in [checkpoints](checkpoints.md#when-the-storage-fails).
 """
@@ -219,9 +222,16 @@ def _texts(node: ast.expr | None, source: _Source, function: ast.FunctionDef | N
             return [str(value)]
         case ast.JoinedStr(values=values):
             return _joined([of(value) for value in values])
+        case ast.FormattedValue(value=ast.Name(id=name)) if (named := _option_called(name, function)) is not None:
+            return of(named)
         case ast.FormattedValue(value=ast.Name() | ast.Attribute() as value):
             texts = _texts(value, source, None, depth - 1)
             return texts if len(texts) == 1 else [_OPEN]
+        case ast.FormattedValue(value=ast.Call(func=ast.Name(id="option" | "choice")) as value):
+            return of(value)
+        case ast.Call(func=ast.Name(id="option" | "choice"), args=[name, *values], keywords=more):
+            shown = [f"{_value(name)}={_value(value)}" for value in values] or [_value(name)]
+            return [" ".join([*shown, *(f"{_value(name)}.{each.arg}={_value(each.value)}" for each in more)])]
         case ast.BinOp(op=ast.Add(), left=left, right=right):
             return _joined([of(left), of(right)])
         case ast.BinOp(op=ast.Mod(), left=left):
@@ -241,6 +251,29 @@ def _texts(node: ast.expr | None, source: _Source, function: ast.FunctionDef | N
             module = ".".join(filter(None, source.imports[name]))
             return _returned(attr, _sources()[module], depth - 1) if module in _sources() else [_OPEN]
     return [_OPEN]
+
+
+def _option_called(name: str, function: ast.FunctionDef | None) -> ast.Call | None:
+    """The call that makes the text of an option, if a local variable has it."""
+    for each in ast.walk(function) if function is not None else ():
+        match each:
+            case ast.Assign(
+                targets=[ast.Name(id=target)], value=ast.Call(func=ast.Name(id="option" | "choice")) as call
+            ) if target == name:
+                return call
+    return None
+
+
+def _value(node: ast.expr) -> str:
+    """A value as a config has it."""
+    match node:
+        case ast.Constant(value=None | bool() as value):
+            return {None: "null", True: "true", False: "false"}[value]
+        case ast.Constant(value=value):
+            return str(value)
+        case ast.JoinedStr(values=values):
+            return "".join(_OPEN if isinstance(each, ast.FormattedValue) else _value(each) for each in values)
+    return _OPEN
 
 
 def _joined(parts: list[list[str]]) -> list[str]:

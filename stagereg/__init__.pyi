@@ -15,9 +15,14 @@ from stagereg.checkpoint.options import Restore as Restore
 from stagereg.checkpoint.state.entries import per_rank as per_rank
 from stagereg.checkpoint.store.keep import Keep as Keep
 from stagereg.config.instantiate import instantiate as instantiate
+from stagereg.errors import CheckpointError as CheckpointError
+from stagereg.errors import ConfigError as ConfigError
+from stagereg.errors import JoinError as JoinError
 from stagereg.errors import PeerFailedError as PeerFailedError
 from stagereg.errors import Preempted as Preempted
 from stagereg.errors import StageregError as StageregError
+from stagereg.errors import StagingError as StagingError
+from stagereg.errors import Stopped as Stopped
 from stagereg.errors import UnevenInputsError as UnevenInputsError
 from stagereg.join.batches import empty_batch as empty_batch
 from stagereg.join.context import Join as Join

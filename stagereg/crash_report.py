@@ -18,6 +18,9 @@ from stagereg.errors import StageregError
 _LINES = 30  # lines of an exception's own text; more would push everything else off a screen
 
 _PACKAGES = ("site-packages", "dist-packages")
+_NOT_SAVED = re.compile(r"Step (\d+) was not saved")
+_STEP = re.compile(r"^Step \d+|step-\d{8}(\.[0-9a-f]+\.tmp)?")
+"""What differs between the messages of two saves that failed for one reason: the step, and names of its files."""
 
 
 def signal_name(number: int) -> str:
@@ -71,6 +74,15 @@ def format_error(error: BaseException) -> str:
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == launch:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def describe_after(error: BaseException, known: BaseException | None) -> str:
+    """Return the message of an error; one line if the user has the message of ``known``, which differs in its step."""
+    text, before = str(error), "" if known is None else str(known)
+    step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
+    if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):
+        return text
+    return f"{step[0]}, for the same reason as step {other[1]}."
 
 
 def _is_foreign(file: str) -> bool:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from typing import NoReturn, Protocol
 
+from stagereg.crash_report import describe_after
 from stagereg.errors import StageregError
 
 _HANGS = "left while a thread still hangs in work that has failed"
@@ -86,7 +87,7 @@ def finish() -> None:
     _shutdown.wait()
     errors = _shutdown.take_errors()
     for error in errors[1:]:
-        print(f"stagereg: {error}", file=sys.stderr)
+        print(f"stagereg: {describe_after(error, errors[0])}", file=sys.stderr)
     if errors:
         raise errors[0]
 
@@ -105,7 +106,11 @@ def _at_exit() -> None:
     Python takes no exit status from an exit handler.
     """
     ended = _shutdown.wait_at_exit()
-    errors: list[object] = list(_shutdown.take_errors())
+    known = getattr(sys, "last_value", None)  # the error that has ended the program, whose traceback is printed
+    errors: list[str] = []
+    for each in _shutdown.take_errors():
+        errors.append(describe_after(each, known))
+        known = known or each
     code = _shutdown.code
     if not (errors or ended or code is not None):
         errors = [_INTERRUPTED if _shutdown.interrupted else _HANGS]

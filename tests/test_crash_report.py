@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import stagereg
-from stagereg.crash_report import innermost_frame, signal_name, summarize, summarize_exception
+from stagereg.crash_report import describe_after, innermost_frame, signal_name, summarize, summarize_exception
+from stagereg.errors import CheckpointError, StageregError
 
 STDLIB, PACKAGE = sysconfig.get_path("stdlib"), Path(stagereg.__file__).parent
 
@@ -60,3 +61,16 @@ def test_an_error_has_the_line_of_the_plugin(tmp_path: Path) -> None:
         with pytest.raises((ValueError, SyntaxError)) as caught:
             exec(compile(source, mine, "exec"))
         assert summarize_exception(caught.value, __file__).endswith(end)
+
+
+def not_saved(step: int, why: str = "the disk is full") -> CheckpointError:
+    where = f"runs/.step-{step:08}.{step:012x}.tmp/__0_0.distcp"
+    return CheckpointError(f"Step {step} was not saved: OSError: {why}: {where}. The newest is step 5.")
+
+
+def test_a_save_that_fails_for_the_same_reason_is_one_line_and_any_other_failure_is_shown_in_full() -> None:
+    same, other = not_saved(11), not_saved(11, "input/output error")
+    assert describe_after(same, not_saved(10)) == "Step 11 was not saved, for the same reason as step 10."
+    for known in (not_saved(10), ValueError("a bug"), None):
+        assert describe_after(other, known) == str(other)
+    assert describe_after(StageregError("no room"), StageregError("no room")) == "no room"

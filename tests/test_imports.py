@@ -29,6 +29,8 @@ LAYERS = [
         "forks",
         "seeded",
         "data",
+        "option_text",
+        "uncaught",
     },
     {"kernel"},
     {"stagers", "join"},

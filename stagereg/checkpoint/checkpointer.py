@@ -44,9 +44,12 @@ from stagereg.checkpoint.tiering import Tiering, notes_of
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
+from stagereg.launch.rank import is_consequence
+from stagereg.option_text import constructed
 from stagereg.registry import register
 from stagereg.spec import suggests_arguments
 from stagereg.stagers.async_stager import AsyncStager
+from stagereg.uncaught import print_once
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +131,8 @@ class Checkpointer:
         on_commit: Any = None,
         tier: Tier | str | None = None,
     ) -> None:
+        constructed("checkpoint")
+        print_once()
         groups = {"restore": restore, "failure": failure, "replicas": replicas, "leave": leave}
         chosen: Tier = options.component("tier", tier, "none")
         self._stores, place = dir is not None, notes_of(chosen) if dir is None else dir
@@ -145,6 +150,7 @@ class Checkpointer:
         self.restored: Path | str | None = None
         self._seen: int | None = None  # the step last asked about
         self._resumed: int | None = None  # the step that ``resume`` has led to
+        self._how: str | None = None  # ``resume``, once :meth:`restore` is called
         self._closed, self._pid = False, os.getpid()
         self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
@@ -297,6 +303,7 @@ class Checkpointer:
         expect_usable(self._closed, self._pid)
         if not self._enabled:
             return None
+        self._how = self.resume if source is None else self._how
         state = self._saver.take(checked_state(state))
         self._background.finish_before_restore()
         self._together.post(RESTORE)
@@ -374,7 +381,7 @@ class Checkpointer:
         await_saved(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._ranks.rank == 0:
-            _log.warning("stagereg: interrupted. %s", describe_end(self._background, self.dir, finished=False))
+            _log.warning("stagereg: interrupted. %s", describe_end(self._background, self.dir, False, self._how))
         self._crashes.crashed = True  # unless all ranks come to the end
         try:
             if error is None and self._leave.save_last:
@@ -388,13 +395,13 @@ class Checkpointer:
             try:
                 self.close()
             except Exception as also:
-                if error is None:
-                    raise
-                _log.error("While another error ended the training: %s", also)
+                if error is None or (is_consequence(error) and not is_consequence(also)):
+                    raise  # what ranks have in common is printed once, and not beside what came of it
+                self._background.failures.log_after(also, error)
         if self._ranks.rank == 0 and not interrupted:
             resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
             stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
-            log_end(self._background, self.dir, error is None, stayed)
+            log_end(self._background, self.dir, error is None, self._how, stayed)
 
     @property
     def latest(self) -> Path | str | None:

@@ -1,4 +1,4 @@
-"""The end of a checkpointer: what is logged of what there is to go on from, and what is refused afterwards."""
+"""The end of a checkpointer: the log of what a next run resumes from, and the refusals afterwards."""
 
 from __future__ import annotations
 
@@ -10,25 +10,35 @@ from pathlib import Path
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, ClosedError
-from stagereg.launch.rank import command_to_go_on
+from stagereg.launch.rank import command_to_resume
+from stagereg.option_text import option
 
 _log = logging.getLogger(__name__)
 
 _NO_STEP = (
-    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had none left. To train anew, give it "
-    "another checkpoint.dir, or checkpoint.resume=never; to train on, more steps."
+    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had none left. To train from "
+    "scratch, give the run another directory, %s, or add %s; to train on, give it more steps."
 )
 
 
-def describe_end(background: SaveThread, dir: Path | str, finished: bool) -> str:
-    """Return what there is to go on from, and how."""
+def describe_end(background: SaveThread, dir: Path | str, finished: bool, resume: str | None) -> str:
+    """Return which checkpoint the next run can resume from, and how.
+
+    ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``.
+    """
     newest = background.describe_newest()
     if background.newest is None and (background.ahead is None or background.ahead.newest is None):
         return newest
-    command = command_to_go_on(str(dir))
-    if command == "the same command":
-        return f"{newest} The same command goes on from there{', if it has more steps to take' * finished}."
-    return f"{newest} The same command would start anew, in a directory of its own; to go on, run {command}."
+    if resume is None:
+        return f"{newest} To resume from there, have the program call restore(state) before its loop."
+    command = command_to_resume(str(dir))
+    if ".dir=" in command:
+        return (
+            f"{newest} The same command would start from scratch, in a directory of its own; to resume, run {command}."
+        )
+    if resume not in ("auto", "latest"):
+        return f"{newest} To resume from there, start the run with {option('checkpoint.resume', 'auto')}."
+    return f"{newest} The same command resumes from there{', if it has more steps to take' * finished}."
 
 
 def expect_usable(closed: bool, pid: int) -> None:
@@ -42,12 +52,21 @@ def expect_usable(closed: bool, pid: int) -> None:
         )
 
 
-def log_end(background: SaveThread, dir: Path | str, finished: bool, stayed: tuple[int, Path | str] | None) -> None:
-    """Log how to go on; of a run that has finished and ``stayed`` at the step that it resumed from, in a path, that."""
+def log_end(
+    background: SaveThread,
+    dir: Path | str,
+    finished: bool,
+    resume: str | None,
+    stayed: tuple[int, Path | str] | None,
+) -> None:
+    """Log how to resume; of a run that has finished and ``stayed`` at the step that it resumed from, in a path, that.
+
+    The other arguments are as of :func:`describe_end`.
+    """
     if finished and stayed is not None:
-        _log.warning(_NO_STEP, *stayed)
+        _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
     else:
-        _log.info("stagereg: %s", describe_end(background, dir, finished))
+        _log.info("stagereg: %s", describe_end(background, dir, finished, resume))
 
 
 def warn_of_unclosed(dir: Path | str, saver: Saver, pid: int) -> None:

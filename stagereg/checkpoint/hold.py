@@ -25,6 +25,7 @@ from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import take_for_job
 from stagereg.errors import CheckpointError, ConfigError, name_ranks, reason
+from stagereg.option_text import choice, option
 
 SCRATCH = "stagereg-scratch-"
 """What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""
@@ -50,7 +51,7 @@ class Hold:
         """
 
         root = self._store.root
-        named = root if given is None else f"checkpoint.dir={given}"
+        named = root if given is None else option("checkpoint.dir", given)
         token = self._ranks.run_on_all(f"{named} cannot be written to", self._take)[0]
         scratch = os.path.basename(root).startswith(SCRATCH)
         if not is_url(root) and self._ranks.size > 1:
@@ -95,7 +96,7 @@ class Hold:
                     f"{named} is not the same directory on all machines: what rank 0 has made there on {seen[0][0]} "
                     f"is not there on {', '.join(there[:_SHOWN])}{more}. Give one that all machines share, in a "
                     "network file system or an object store, such as s3://BUCKET/RUN; or for copies on each machine's "
-                    "own disk tier=disk tier.dir=PATH, with a shared checkpoint.dir or without one."
+                    f"own disk {choice('tier', 'disk', dir='PATH')}, with a shared directory or without one."
                 )
         except BaseException:
             self.let_go()
@@ -110,10 +111,12 @@ def warn_of_earlier_run(store: CheckpointStore) -> None:
     if store.retention.spared:
         _log.warning(
             "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: each is "
-            "deleted when this run has passed its step. Call restore(state) before the loop to go on from them; or "
-            "give this run another directory, or say that it starts anew, with resume='never'.",
+            "deleted when this run has passed its step. Call restore(state) before the loop to resume from them; or "
+            "give this run another directory, %s; or to start from scratch on purpose, add %s.",
             store.root,
             ", ".join(sorted(os.path.basename(each) for each in store.retention.spared)[-2:]),
+            option("checkpoint.dir", "PATH"),
+            option("checkpoint.resume", "never"),
         )
 
 

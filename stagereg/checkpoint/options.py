@@ -15,6 +15,7 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.on_commit import OnCommit
 from stagereg.checkpoint.store.keep import GuardedRule, Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
+from stagereg.option_text import option
 from stagereg.registry import build
 from stagereg.spec import check
 
@@ -62,24 +63,25 @@ class Restore:
     allow_missing: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        one_of("checkpoint.restore.verify", self.verify, ("full", "fast"))
-        one_of("checkpoint.restore.read", self.read, ("auto", "each", "once"))
+        one_of(option("checkpoint.restore.verify"), self.verify, ("full", "fast"))
+        one_of(option("checkpoint.restore.read"), self.read, ("auto", "each", "once"))
         if self.give_up_after is not None:
-            at_least(1, "checkpoint.restore.give_up_after", self.give_up_after)
+            at_least(1, option("checkpoint.restore.give_up_after"), self.give_up_after)
         _flag("restore.cast", self.cast)
         _flag("restore.exact", self.exact)
         if isinstance(self.allow_missing, str) or not all(isinstance(each, str) for each in self.allow_missing):
             raise ConfigError(
-                f"checkpoint.restore.allow_missing must be a list of names of the state, not {self.allow_missing!r}."
+                f"{option('checkpoint.restore.allow_missing')} must be a list of names of the state, not "
+                f"{self.allow_missing!r}."
             )
         object.__setattr__(self, "allow_missing", tuple(self.allow_missing))
         renames = dict(_renames(self.rename))
         for new, other in ((new, other) for old, new in renames.items() for other in renames if other != old):
             if f"{new}.".startswith(f"{other}.") or f"{other}.".startswith(f"{new}."):
                 raise ConfigError(
-                    f"checkpoint.restore.rename: {new!r} is a new name, and {other!r} an old one. A run that resumes "
-                    "again could not tell which of them a checkpoint has. Rename one of them, let the run save, and "
-                    "rename the other one in the next run."
+                    f"{option('checkpoint.restore.rename')}: {new!r} is a new name, and {other!r} an old one. A run "
+                    "that resumes again could not tell which of them a checkpoint has. Rename one of them, let the run "
+                    "save, and rename the other one in the next run."
                 )
         object.__setattr__(self, "rename", renames)
 
@@ -87,7 +89,8 @@ class Restore:
 def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
     """Yield old and new names of a mapping, in which a command line may have nested dotted names."""
     if not isinstance(given, Mapping):
-        raise ConfigError(f"checkpoint.restore.rename must be a mapping of saved names to names here, not {given!r}.")
+        name = option("checkpoint.restore.rename")
+        raise ConfigError(f"{name} must be a mapping of saved names to names here, not {given!r}.")
     for old, new in given.items():
         name = f"{before}{old}"
         if isinstance(new, Mapping):
@@ -95,7 +98,7 @@ def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
         elif isinstance(new, str) and new and name:
             yield name, new
         else:
-            raise ConfigError(f"checkpoint.restore.rename: {name!r} must have a name, not {new!r}.")
+            raise ConfigError(f"{option('checkpoint.restore.rename')}: {name!r} must have a name, not {new!r}.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Failure:
     mtbf: datetime.timedelta = datetime.timedelta(hours=6)
 
     def __post_init__(self) -> None:
-        one_of("checkpoint.failure.on_error", self.on_error, ("raise", "warn"))
+        one_of(option("checkpoint.failure.on_error"), self.on_error, ("raise", "warn"))
         _duration("failure.timeout", self.timeout)
         _duration("failure.mtbf", self.mtbf)
 
@@ -144,7 +147,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         _flag("replicas.share", self.share)
-        at_least(0, "checkpoint.replicas.verify_every", self.verify_every)
+        at_least(0, option("checkpoint.replicas.verify_every"), self.verify_every)
 
 
 @dataclass(frozen=True)
@@ -188,43 +191,46 @@ def check_all(given: Mapping[str, Any]) -> None:
         elif name == "resume":
             _resumable(value, given.get("dir", ""))
         elif name == "every" and isinstance(value, str):
-            one_of("checkpoint.every", value, ("auto", "a number of steps"))
-            at_least(1, "checkpoint.every", 1 if value == "auto" else value)
+            one_of(option("checkpoint.every"), value, ("auto", "a number of steps"))
+            at_least(1, option("checkpoint.every"), 1 if value == "auto" else value)
         elif name == "keep" and isinstance(value, KeepRule):
             Keep.of(value)
         elif name in ("every", "keep"):
-            at_least(1, f"checkpoint.{name}", value)
+            at_least(1, option(f"checkpoint.{name}"), value)
         elif (group := _GROUPS.get(name)) and not isinstance(value, group):
             parts = "=..., ".join(field.name for field in fields(group))
-            raise ConfigError(f"checkpoint.{name} must be stagereg.{group.__name__}({parts}=...), not {value!r}.")
+            raise ConfigError(
+                f"{option(f'checkpoint.{name}')} must be stagereg.{group.__name__}({parts}=...), not {value!r}."
+            )
 
 
 def at_directory(given: object) -> None:
     """Check what is to be the path or URL of a directory."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise ConfigError(f"checkpoint.dir must be the path or URL of a directory, not {given!r}.")
+        raise ConfigError(f"{option('checkpoint.dir')} must be the path or URL of a directory, not {given!r}.")
     for each in (Path(given), *Path(given).parents):
         if os.path.isfile(each):
-            raise ConfigError(f"checkpoint.dir={given} must be the path or URL of a directory, and {each} is a file.")
+            named = option("checkpoint.dir", os.fspath(given))
+            raise ConfigError(f"{named} must be the path or URL of a directory, and {each} is a file.")
 
 
 def _resumable(given: object, dir: str | os.PathLike[str]) -> None:
     choices = (*RESUME, "the path of a checkpoint")
     if not isinstance(given, str) or not given:
-        raise ConfigError(f"checkpoint.resume is one of {', '.join(choices)}, not {given!r}.")
+        raise ConfigError(f"{option('checkpoint.resume')} is one of {', '.join(choices)}, not {given!r}.")
     if given.isidentifier() and not any(map(os.path.exists, (given, os.path.join(dir, given)))):
-        one_of("checkpoint.resume", given, choices)
+        one_of(option("checkpoint.resume"), given, choices)
 
 
 def _duration(name: str, given: object) -> None:
     if not isinstance(given, datetime.timedelta) or given <= datetime.timedelta(0):
         such = "such as datetime.timedelta(hours=6)"
-        raise ConfigError(f"checkpoint.{name} must be a duration above 0, {such}, not {given!r}.")
+        raise ConfigError(f"{option(f'checkpoint.{name}')} must be a duration above 0, {such}, not {given!r}.")
 
 
 def _flag(name: str, given: object) -> None:
     if not isinstance(given, bool):
-        raise ConfigError(f"checkpoint.{name} must be true or false, not {given!r}.")
+        raise ConfigError(f"{option(f'checkpoint.{name}')} must be true or false, not {given!r}.")
 
 
 def on_commit(given: Any) -> dict[str, OnCommit]:
@@ -245,8 +251,8 @@ def _commit_component(name: str, given: Any) -> OnCommit:
         check("on_commit", _name_of(given), given)
     except RegistryError as error:
         raise ConfigError(
-            f"checkpoint.on_commit: {name} must be an on_commit component, such as {_SUCH}, or a function of one "
-            f"argument, not {given!r:.100}. In a config: +on_commit@checkpoint.on_commit.NAME=COMPONENT"
+            f"{option('checkpoint.on_commit')}: {name} must be an on_commit component, such as {_SUCH}, or a function "
+            f"of one argument, not {given!r:.100}. In a config: +on_commit@checkpoint.on_commit.NAME=COMPONENT"
         ) from error
     return cast("OnCommit", given)
 
@@ -272,13 +278,13 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
         for rank, others in enumerate(ranks):
             if others[name] != first:
                 how = (
-                    "Give all ranks one path: checkpoint.dir=PATH. A path with the time (${now:...}) is one path only "
-                    "under stagereg.main"
+                    f"Give all ranks one path: {option('checkpoint.dir', 'PATH')}. A path with the time "
+                    "(${now:...}) is one path only under stagereg.main"
                     if name == "dir"
-                    else f"Give all ranks the same checkpoint.{name}"
+                    else f"Give all ranks the same {option(f'checkpoint.{name}')}"
                 )
                 raise ConfigError(
-                    f"checkpoint.{name} is not the same on all ranks: rank 0 has {first}, rank {rank} has "
+                    f"{option(f'checkpoint.{name}')} is not the same on all ranks: rank 0 has {first}, rank {rank} has "
                     f"{others[name]}. {how}."
                 )
 

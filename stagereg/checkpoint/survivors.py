@@ -40,6 +40,7 @@ from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.errors import CheckpointError, name_ranks, reason
 from stagereg.launch.loss import Loss
 from stagereg.launch.rank import is_consequence
+from stagereg.option_text import option
 from stagereg.registry import build
 
 _log = logging.getLogger(__name__)
@@ -214,7 +215,8 @@ class _Try:
         exact = next((f"step {each.manifest.step}" for each in complete if not each.manifest.lacks), None)
         sources = [each for each in (exact, tier and "a newer step of the tier") if each]
         instead = f"resumes from {' or '.join(sources)} instead" if sources else "has nothing to resume from"
-        self.exact = f"A resume from it is not exact; with checkpoint.restore.exact=true the run {instead}."
+        exact_only = option("checkpoint.restore.exact", True)
+        self.exact = f"A resume from it is not exact; with {exact_only} the run {instead}."
         if any(each.manifest.step == self.step for each in complete):
             self.end(f"Step {self.step} is saved in {target.where}.", self.step)
         self.store.set("begun", "")

@@ -18,6 +18,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.option_text import choice, option
 
 _NOTES = "notes"
 
@@ -108,8 +109,8 @@ def notes_of(tier: Tier) -> str:
     """Return where a run without a store notes what it has to. Raises: ``ConfigError`` if it has no tier either."""
     if isinstance(tier, NoTier):
         raise ConfigError(
-            "checkpoint.dir must be the path or URL of a directory, not null, unless a tier keeps the steps: choose "
-            "tier=disk tier.dir=PATH, or tier=memory."
+            f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the steps: choose "
+            f"{choice('tier', 'disk', dir='PATH')}, or {choice('tier', 'memory')}."
         )
     return os.path.join(tier.dir, _NOTES)
 
@@ -121,12 +122,11 @@ def _log_what_it_survives(near: NearCopies, stores: bool) -> None:
     reboot = "" if tier.durable else ", or a reboot of all that have them"
     if not stores:
         _log.warning(
-            "stagereg: checkpoint.dir is null: steps are in %s alone, and do not survive %s%s, or what clears that "
-            "folder. Give checkpoint.dir for what is to last.",
-            *(tier.dir, lost, reboot),
+            "stagereg: %s: steps are in %s alone, and do not survive %s%s, or what clears that folder. For checkpoints "
+            "that last, give a directory, %s.",
+            *(option("checkpoint.dir", None), tier.dir, lost, reboot, option("checkpoint.dir", "PATH")),
         )
     elif copies < tier.copies:
-        _log.warning(
-            "stagereg: tier.copies=%d, and there %s: what the tier has does not survive %s.",
-            *(tier.copies, "is one machine" if others == 0 else f"are {others + 1} machines", lost),
-        )
+        there = "is one machine" if others == 0 else f"are {others + 1} machines"
+        text = "stagereg: %s, and there %s: what the tier has does not survive %s."
+        _log.warning(text, option("tier.copies", tier.copies), there, lost)

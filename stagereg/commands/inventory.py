@@ -84,7 +84,7 @@ def _clear(asked: argparse.Namespace) -> int:
     """Delete what killed runs have left, and print it; return 0 if nothing of that is left, else 1."""
     store = open_store(asked.directory)
     if not is_url(store.root) and located(asked.directory, empty=True).one:
-        raise CheckpointError(f"{asked.directory} is one checkpoint. Name the directory that has it (checkpoint.dir).")
+        raise CheckpointError(f"{asked.directory} is one checkpoint. Name the directory that has it.")
     with store.lock():
         found = store.sweep()
         stay = store.leftovers()

@@ -23,6 +23,7 @@ from stagereg.config.allow_list import RESTRICTED, AllowedTarget, TargetAllowLis
 from stagereg.config.resolved_tree import SWITCHES, Call, Given, NodePath, built, describes, is_missing, merged, plain
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, RegistryError, StageregError
+from stagereg.option_text import in_config
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
@@ -57,13 +58,14 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
     is_node = isinstance(tree, dict) and "_target_" in (tree.keys() | kwargs.keys())
     if path.key in ("join", "checkpoint") and isinstance(tree, dict) and not is_node:
         raise ConfigError(f"the config leaves {path.key} out; {SWITCHES[path.key]}.")
-    _refuse_unregistered(tree, path, allow_list)
+    keys = _registered(tree, path, allow_list)
     if args or kwargs:
         if not is_node:
             raise ConfigError(f"{path} has no _target_, so there is nothing to pass these arguments to.")
         tree = _with_arguments(tree, args, kwargs)
-        _refuse_unregistered(tree, path, allow_list)
-    return built(schema.from_config(path, tree, Any, functools.partial(_plan, allow_list=allow_list)))
+        keys = _registered(tree, path, allow_list)
+    with in_config(keys):
+        return built(schema.from_config(path, tree, Any, functools.partial(_plan, allow_list=allow_list)))
 
 
 def check_values(config: DictConfig) -> None:
@@ -78,13 +80,14 @@ def check_values(config: DictConfig) -> None:
         if entry is None:
             continue
         component, given = entry.load(), {}
-        for name, option in schema.options(component).items():
-            value = node.get(name)
-            if value is not None and not any(mark in str(value) for mark in ("${", "???", "_target_")):
-                path = NodePath(str(key), node).child(name)
-                given[name] = built(schema.from_config(path, value, option.hint, _plan))
-        if check := getattr(component, "check_options", None):
-            check(given)
+        with in_config({entry.kind: str(key)}):
+            for name, option in schema.options(component).items():
+                value = node.get(name)
+                if value is not None and not any(mark in str(value) for mark in ("${", "???", "_target_")):
+                    path = NodePath(str(key), node).child(name)
+                    given[name] = built(schema.from_config(path, value, option.hint, _plan))
+            if check := getattr(component, "check_options", None):
+                check(given)
 
 
 def targets(kind: str | None = None) -> list[str]:
@@ -104,12 +107,16 @@ def targets(kind: str | None = None) -> list[str]:
     return sorted(path for path in found - RESTRICTED.keys() if "<locals>" not in path)
 
 
-def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList) -> None:
+def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[str, str]:
+    """Return the key of a component of each kind in ``node``. Raises: ``TargetNotAllowedError``."""
+    keys: dict[str, str] = {}
     if isinstance(node, dict) and "_target_" in node:
-        allow_list.find(node["_target_"], str(path))
+        found = allow_list.find(node["_target_"], str(path))
+        keys = {found.kind: path.key} if isinstance(found, Entry) else {}
     if isinstance(node, (dict, list, tuple)):  # OmegaConf 2.4 keeps tuples
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _refuse_unregistered(value, path.child(key), allow_list)
+            keys = _registered(value, path.child(key), allow_list) | keys
+    return keys
 
 
 def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

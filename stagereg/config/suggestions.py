@@ -84,8 +84,9 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     typed = (isinstance(owner, type) and dataclasses.is_dataclass(owner)) or hint is not Any
     what = owner.__name__ if dataclasses.is_dataclass(owner) else parent._get_full_key(None) or "the config"
     takes = [str(key) for key in parent if not str(key).startswith("_") and (what, key) != ("the config", "hydra")]
-    more = "" if typed else f". To add it, write +{error.full_key}=..."
-    near = _in_a_group(error) or nearest(str(error.key), takes)
+    near = _in_a_group(error) or _below(parent, error)
+    more = "" if typed or near else f". To add it, write +{error.full_key}=..."
+    near = near or nearest(str(error.key), takes)
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
 
 
@@ -110,9 +111,33 @@ def _component(config_type: Any) -> Any:
 def _in_a_group(error: OmegaConfBaseException) -> str:
     component = _component(error.object_type)
     found = find_group(str(error.key), component) if component else None
-    given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     where = str(error.full_key).rpartition(".")[0]
-    return f" Write {where}.{found[0]}.{error.key}={given[0] if given else '...'}." if found else ""
+    return f" Write {where}.{found[0]}.{error.key}={_given(error)}." if found else ""
+
+
+def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
+    """Return a line with the options of this name deeper in the config, those of least depth: ``checkpoint.resume``."""
+    level: dict[str, DictConfig] = {"": parent}
+    name, value = str(error.key), _given(error)
+    while level:
+        found = [f"{path}{name}={value}" for path, node in level.items() if path and name in node]
+        if found:
+            return f" Write {' or '.join(sorted(found))}."
+        level = {
+            f"{path}{key!s}.": child
+            for path, node in level.items()
+            for key in node
+            if (path, key) != ("", "hydra")
+            and isinstance(child := node._get_node(key), DictConfig)
+            and not (child._is_none() or child._is_missing() or child._is_interpolation())
+        }
+    return ""
+
+
+def _given(error: OmegaConfBaseException) -> str:
+    """Return the value that the command line gives to the key of an error."""
+    given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
+    return given[0] if given else "..."
 
 
 def _hint(node: DictConfig) -> Any:

@@ -36,7 +36,9 @@ from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
+from stagereg.option_text import constructed, option
 from stagereg.registry import register
+from stagereg.uncaught import print_once
 
 Average = Literal["samples", "world", "active"]
 
@@ -105,21 +107,23 @@ class Join:
         average: str = "samples",
         **kwargs: Any,
     ) -> None:
+        constructed("join")
+        print_once()
         named = _named(joinables)
         if not named:
             raise JoinError("The join context manager requires at least one joinable")
         if not timeout > 0:
-            raise JoinError(f"join.timeout must be a number of seconds above 0, not {timeout!r}")
+            raise JoinError(f"{option('join.timeout')} must be a number of seconds above 0, not {timeout!r}")
         adapted = adapt(named)
         self.joinables: Mapping[str, Any] = {
             name: each.joinable if isinstance(each, ForeignJoinable) else each for name, each in adapted.items()
         }
         self._joinables = list(adapted.values())
         self._throw = throw_on_early_termination
-        self._mode = mode if mode is None else one_of("join.mode", mode, get_args(Mode))
+        self._mode = mode if mode is None else one_of(option("join.mode"), mode, get_args(Mode))
         self._loader = loader
         self._timeout = timeout
-        self._average = one_of("join.average", average, get_args(Average))
+        self._average = one_of(option("join.average"), average, get_args(Average))
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables)
@@ -248,7 +252,8 @@ class Join:
             return MeanLoss.of(loss_sum, own / (count or 1.0), 1.0 / (count or math.inf))
         session, world = self._session, self._group.size()
         if session is None or session.peers.responder is None:
-            raise JoinError("join.mean works inside the join, with join.iterate or with join.mode=counted or planned")
+            counted = option("join.mode", "counted")
+            raise JoinError(f"join.mean works inside the join, with join.iterate or with {counted} or planned")
         caller = sys._getframe(1)
         call = caller.f_code, caller.f_lineno
         count = self._counter.counted(call, count, own, over, loss_sum.requires_grad)
@@ -404,8 +409,8 @@ def _why_torchs(joinables: Sequence[Joinable]) -> str:
     own = next((type_name(each) for each in joinables if isinstance(each, TrackedJoinable)), None)
     advice = f"List the {own} before the {first}" if own else f"Derive {first} from stagereg.Joinable"
     return (
-        f"the first joinable, a {first}, announces its steps through torch's Join, which join.iterate and "
-        f"join.mode=counted or planned cannot use. {advice}, or use a plain loop with join.mode=torch."
+        f"the first joinable, a {first}, announces its steps through torch's Join, which join.iterate and the modes "
+        f"counted and planned cannot use. {advice}, or use a plain loop with {option('join.mode', 'torch')}."
     )
 
 

@@ -25,6 +25,7 @@ from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, n
 from stagereg.join.broken import abort, backends_of, collectives_of, is_broken_operation, is_lost_connection, is_timeout
 from stagereg.join.progress import Progress
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
+from stagereg.option_text import option
 
 _GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
@@ -241,7 +242,9 @@ class FailureDetector:
         statuses = self._statuses
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
         if busy:
-            return _failure_of(busy, f"is alive, but {within}", "Raise join.timeout if that is how long a step takes.")
+            return _failure_of(
+                busy, f"is alive, but {within}", f"Raise {option('join.timeout')} if that is how long a step takes."
+            )
         absent = self._absent()
         if absent:
             advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."

@@ -193,7 +193,7 @@ class BuiltInHook(JoinHook, Generic[B]):
             kind = type(joinable).__name__
             raise JoinError(
                 f"a {type(self).__name__} was chosen for a {kind}, of which it is no hook. Choose a join_hook for a "
-                f"{kind}, or none: ~join_hook@join.joinables.NAME.hook"
+                f"{kind}, or leave out the hook. In a config: ~join_hook@join.joinables.NAME.hook"
             )
         self.joinable = joinable
 

@@ -17,6 +17,7 @@ from stagereg.join.peers import Peers
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import PendingSum, control_channel, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
+from stagereg.option_text import option
 
 Mode = Literal["planned", "counted", "torch", "auto"]
 
@@ -93,8 +94,9 @@ class Loop:
             unknown = [str(rank) for rank, length in enumerate(lengths) if length < 0]
             if unknown and terms.mode == "planned":
                 raise JoinError(
-                    f"join.mode=planned needs the length of every rank's loader, and that of rank {', '.join(unknown)} "
-                    "has none. Give it a __len__, or use join.mode=counted, or auto, which then counts."
+                    f"{option('join.mode', 'planned')} needs the length of every rank's loader, and the loader of rank "
+                    f"{', '.join(unknown)} has none. Give it a __len__, or use {option('join.mode', 'counted')}, or "
+                    "auto, which then counts."
                 )
             if not unknown:
                 planned = StoreMembership(self._channel, lengths, self.store, terms.throw, peers.wait)

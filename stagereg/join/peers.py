@@ -23,6 +23,7 @@ from stagereg.join.progress import Progress
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.shadow import TorchWire
+from stagereg.option_text import option
 
 _LOOK_S = 0.0005
 
@@ -74,8 +75,8 @@ class Peers:
         for name, value in json.loads(own).items():
             if others[name] != value:
                 error = JoinError(
-                    f"join.{name} is not the same on all ranks: here it is {value}, elsewhere {others[name]}. Give all "
-                    "ranks the same options."
+                    f"{option(f'join.{name}')} is not the same on all ranks: here it is {value}, elsewhere "
+                    f"{others[name]}. Give all ranks the same options."
                 )
                 self.detector.report(error)
                 raise error

@@ -22,6 +22,7 @@ from stagereg.join.peers import Peers
 from stagereg.kernel.channel import control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import Membership, StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
+from stagereg.option_text import option
 
 E = TypeVar("E", bound=BaseException)
 
@@ -180,8 +181,8 @@ class JoinSession:
             self.loop.begin(membership, reduces)
         elif self.terms.mode == "planned":
             raise JoinError(
-                "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
-                "join the loader, as in stagereg.instantiate(cfg.join, ..., loader=loader)."
+                f"{option('join.mode', 'planned')} has to know how many batches there are: loop over "
+                "join.iterate(loader), or give the join the loader: loader=loader."
             )
         else:
             self._announced += 1

@@ -25,7 +25,7 @@ from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
-from stagereg.launch.rank import ATTEMPT, LAUNCHER, STEPPED, command_to_go_on, publish_run, resume_override
+from stagereg.launch.rank import ATTEMPT, LAUNCHER, STEPPED, command_to_resume, publish_run, resume_overrides
 from stagereg.launch.restarts import Progress, Restarts
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
@@ -62,13 +62,14 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     from omegaconf import OmegaConf
 
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
-    publish_run(directory, resume_override(hydra))
+    overrides = resume_overrides(hydra, cfg)
+    publish_run(directory, overrides)
     restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
     with LocalRanks() as local:
         store = _open_store(task)
         variables = {**_variables(task, nproc, store.port), VALUES: json.dumps(resolved(cfg))}
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, variables)
-        run = _Run(local, store, task, start, directory, resume_override(hydra), restarts)
+        run = _Run(local, store, task, start, directory, overrides, restarts)
         while True:
             end = run.attempt()
             if not end.errors and end.unstepped is not None:
@@ -126,7 +127,7 @@ class _Run:
     task: SchedulerTask
     start: Start
     directory: str
-    resume: str  # as `resume_override`
+    overrides: list[str]  # as `resume_overrides`
     restarts: Restarts
     name = ""  # by which the record has what this attempt has done
 
@@ -138,7 +139,7 @@ class _Run:
         ranks = range(task.index * nproc, (task.index + 1) * nproc)
         run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, attempt)
         if task.index == 0:
-            run.begin(self.directory, self.resume)
+            run.begin(self.directory, self.overrides)
         self.name = run.run()["attempt"]
         for local_rank, rank in enumerate(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: attempt}
@@ -242,15 +243,15 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
 
 
 def _newest_checkpoint(progress: Progress) -> str:
-    """Return a line on the newest checkpoint of a run, and the command that goes on from it."""
+    """Return a line on the newest checkpoint of a run, and the command that resumes from it."""
     stored, near = progress.stored or progress.resumed, progress.near
     if stored is None and near is None:
         return ""
     found = [] if stored is None else [f"The newest checkpoint is step {stored['step']}, in {stored['dir']}"]
     if near is not None and (stored is None or near["step"] > stored["step"]):
         found.append(f"step {near['step']} is in {near['dir']}")
-    command = command_to_go_on("" if stored is None else stored["dir"])
-    text = "; ".join([*found, f"{command} goes on from there"])
+    command = command_to_resume("" if stored is None else stored["dir"])
+    text = "; ".join([*found, f"{command} resumes from there"])
     return f"\n{text[0].upper()}{text[1:]}."
 
 

@@ -22,7 +22,7 @@ from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, 
 from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.preemption import exit_before_first_step
-from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_override, run_recorded
+from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_overrides, run_recorded
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
@@ -239,7 +239,7 @@ class _Job:
             if not self._is_first:
                 raise LaunchError(_SECOND_CALL)
             return launch(self._command, cfg, hydra, nproc)
-        publish_run(hydra.runtime.output_dir, resume_override(hydra))
+        publish_run(hydra.runtime.output_dir, resume_overrides(hydra, cfg))
         try:
             return alone(functools.partial(run_recorded, self._task), cfg)
         except (Preempted, Stopped) as error:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import stagereg.launch.first_step as first_step
 import stagereg.launch.loss as loss
 from stagereg.errors import RESUME_CODE
+from stagereg.option_text import option
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the signals that ask a run to save and exit
 SAME_SIGNAL_S = 5.0  # seconds in which a signal that comes again is the same one, from another of those who forward it
@@ -188,7 +189,8 @@ class SignalListener:
             while True:
                 left = None if self.received is None else max(0.0, self._until - time.monotonic())
                 if not select.select([read], [], [], left)[0]:
-                    self._end("{grace_s:g} s were too few to save and leave (checkpoint.leave.grace)")
+                    grace = option("checkpoint.leave.grace")
+                    self._end(f"{{grace_s:g}} s were too few to save and leave ({grace})")
                     return
                 numbers = os.read(read, 64)
                 if not numbers:

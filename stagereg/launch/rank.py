@@ -52,8 +52,8 @@ KEEPS_CODE = "STAGEREG_KEEPS_CODE"
 """The environment variable with the process number of the ``stagereg run`` that has started a rank."""
 STEPPED = "stepped"  # the key that a rank sets in the store of the run when it takes its first step
 _RUN = "STAGEREG_RUN"
-"""The environment variable with directory and ``resume_override`` of the run, for :func:`command_to_go_on`."""
-_CHECKPOINTS = "checkpoint.dir="
+"""The environment variable with directory and ``resume_overrides`` of the run, for :func:`command_to_resume`."""
+_CHECKPOINTS, _AUTO = "checkpoint.dir=", "checkpoint.resume=auto"
 _LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
 _EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
 _TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving
@@ -125,7 +125,7 @@ class Rank:
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
-        self._agree_on_run()
+        self._agree_on_run(cfg)
         # Before there is a process group, of which a resolver could ask for the number of the rank.
         values = json.loads(os.environ[VALUES]) if self.launched else resolved(cfg)
         try:
@@ -231,14 +231,14 @@ class Rank:
             self.store.await_ended(_EXIT_S)
         raise error from None
 
-    def _agree_on_run(self) -> None:
+    def _agree_on_run(self, cfg: Any) -> None:
         """Publish the run on rank 0, and have ``${now:...}`` give the same time on all ranks."""
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
         if self.rank == 0:
             hydra = HydraConfig.get()
-            self.store.begin(hydra.runtime.output_dir, resume_override(hydra))
+            self.store.begin(hydra.runtime.output_dir, resume_overrides(hydra, cfg))
         run = self.store.run()
         publish_run(run["dir"], run["resume"])
         started = datetime.fromtimestamp(run["time"])
@@ -344,38 +344,39 @@ def _process_group(rank: Rank) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def resume_override(hydra: Any) -> str:
-    """What the command needs to come to the same directory again; empty where no time is in the directory's name."""
+def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
+    """Return the overrides with which the command of a run resumes its checkpoints; none if it does so anyway."""
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
+    needed = [] if OmegaConf.select(cfg, "checkpoint.resume") in (None, "auto", "latest") else [_AUTO]
     single = hydra.mode == RunMode.RUN
     if "${now" not in str(OmegaConf.to_container(hydra.run if single else hydra.sweep, resolve=False)):
-        return ""
-    return _CHECKPOINTS if single else f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"
+        return needed
+    return [*needed, _CHECKPOINTS if single else f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"]
 
 
-def publish_run(directory: str, override: str) -> None:
-    """Have this process know the run that it belongs to, for :func:`command_to_go_on`."""
-    os.environ[_RUN] = json.dumps([directory, override])
+def publish_run(directory: str, overrides: list[str]) -> None:
+    """Have this process know the run that it belongs to, for :func:`command_to_resume`."""
+    os.environ[_RUN] = json.dumps([directory, overrides])
 
 
-def command_to_go_on(checkpoints: str) -> str:
-    """Return what goes on from a directory of checkpoints: the same command, with an override where it needs one."""
-    directory, override = json.loads(os.environ.get(_RUN, '["", ""]'))
-    if not override or not Path(checkpoints).is_relative_to(directory):
-        return "the same command"
-    return f"the same command with {override + checkpoints if override == _CHECKPOINTS else override}"
+def command_to_resume(checkpoints: str) -> str:
+    """Return what resumes from a directory of checkpoints: the same command, with the overrides that it needs."""
+    directory, overrides = json.loads(os.environ.get(_RUN, '["", []]'))
+    inside = Path(checkpoints).is_relative_to(directory)
+    added = [each + checkpoints * (each == _CHECKPOINTS) for each in overrides if inside or each == _AUTO]
+    return f"the same command{' with ' * bool(added)}{' '.join(added)}"
 
 
 def print_exit(error: Preempted | Stopped) -> None:
-    """Print how a run has ended, and the command that goes on."""
+    """Print how a run has ended, and the command that resumes."""
     text = str(error)
     if isinstance(error, Preempted):
-        command = command_to_go_on(error.directory)
-        if command != "the same command":  # which has the directory in it
+        command = command_to_resume(error.directory)
+        if ".dir=" in command:
             text = f"preempted by {error.received.name}: step {error.step} is saved"
-        text += f"; {command} goes on from there{torchrun_note()}"
+        text += f"; {command} resumes from there{torchrun_note()}"
     print(text, file=sys.stderr, flush=True)
 
 

@@ -67,7 +67,7 @@ class RunStore:
         self.saved = ""
         self._watch: Watch | None = None
 
-    def begin(self, directory: str, resume: str) -> None:
+    def begin(self, directory: str, resume: list[str]) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
         if not self.begun():
             about = {"dir": directory, "resume": resume, "time": time.time(), "name": record.new_run()}
@@ -77,7 +77,7 @@ class RunStore:
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """The run's directory ``dir``, its ``time``, the override to ``resume`` it, and the name of this ``attempt``.
+        """The run's directory ``dir``, its ``time``, the overrides to ``resume`` it, and the name of this ``attempt``.
 
         Waits until the run has begun.
         """

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import random
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, UnknownNameError
+from stagereg.option_text import constructed
 from stagereg.stagers.async_stager import AsyncStager
 
 
@@ -140,7 +142,7 @@ def test_a_bare_name_is_a_checkpoint_of_the_directory_first(tmp_path: Path, monk
     assert (restored("step-00000005"), state["x"]) == (5, 1)
     assert (restored("step-00000006"), state["x"]) == (6, 2)
     where = f"is both in {runs} and in the working folder: write which, {runs}/step-00000004 or {work}/step-00000004"
-    with pytest.raises(CheckpointError, match=f"resume=step-00000004 {where}"):
+    with pytest.raises(CheckpointError, match=f"step-00000004 {where}"):
         restored("step-00000004")
     assert (restored("./step-00000004"), state["x"]) == (4, 2)
     assert (restored(f"{runs}/step-00000004"), state["x"]) == (4, 1)
@@ -175,15 +177,17 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
     ],
 )
 def test_a_group_of_options_checks_itself(group: type, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^checkpoint\.{group.__name__.lower()}\.{message}"):
+    constructed("checkpoint")
+    option, _, text = message.partition(" ")
+    with pytest.raises(ConfigError, match=rf"^{group.__name__}\({option}=\.\.\.\) {text}"):
         group(**values)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dir": ""}, r"checkpoint\.dir must be the path"),
-        ({"dir": 3}, r"checkpoint\.dir must be the path"),
+        ({"dir": ""}, "dir must be the path"),
+        ({"dir": 3}, "dir must be the path"),
         ({"every": 0}, "every must be a whole number of at least 1, not 0"),
         ({"every": True}, "every must be a whole number"),
         ({"every": "atuo"}, r"every must be one of auto, .*'atuo'\. Did you mean 'auto'\?"),
@@ -207,7 +211,7 @@ def test_a_group_of_options_checks_itself(group: type, values: dict[str, Any], m
     ],
 )
 def test_useless_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=re.sub(r"^(\w+) (?=must|is)", r"\1.* ", message)):
         Checkpointer(**{"dir": str(tmp_path / "run"), **arguments})
     assert not (tmp_path / "run").exists()
 
@@ -250,7 +254,7 @@ def test_a_file_in_the_place_of_the_directory_is_one_sentence(tmp_path: Path) ->
     for bad in (file, file / "below"):
         with pytest.raises(ConfigError) as refused:
             Checkpointer(str(bad))
-        said = f"checkpoint.dir={bad} must be the path or URL of a directory, and {file} is a file."
+        said = f'dir="{bad}" must be the path or URL of a directory, and {file} is a file.'
         assert str(refused.value) == said
         assert refused.value.__cause__ is refused.value.__context__ is None
 
@@ -311,8 +315,8 @@ def test_a_run_that_forgot_restore_deletes_no_later_step(tmp_path: Path, caplog:
     assert run(1, 15, restores=False) == [
         f"stagereg: restore() was not called, and {tmp_path} has checkpoints of an earlier run, among them "
         "step-00000025, step-00000030: each is deleted when this run has passed its step. Call restore(state) before "
-        "the loop to go on from them; or give this run another directory, or say that it starts anew, with "
-        "resume='never'."
+        'the loop to resume from them; or give this run another directory, dir="PATH"; or to start from scratch on '
+        'purpose, add resume="never".'
     ]
     assert names(tmp_path) == ["kept.json", "latest", *(f"step-{step:08}" for step in (10, 15, 25, 30))]
     assert len(run(1, 40, restores=False)) == 1
@@ -411,3 +415,22 @@ def test_the_stager_is_synchronised_if_it_asks_and_closed_once(tmp_path: Path) -
             checkpointer.save(1, {"x": 1})
         checkpointer.close()
         assert stager.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("resume", "restores", "how"),
+    [
+        ("auto", True, "The same command resumes from there, if it has more steps to take."),
+        ("latest", False, "To resume from there, have the program call restore(state) before its loop."),
+        ("never", True, 'To resume from there, start the run with resume="auto".'),
+    ],
+)
+def test_the_end_says_what_makes_the_next_run_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str, restores: bool, how: str
+) -> None:
+    with caplog.at_level(logging.INFO), Checkpointer(str(tmp_path), every=1, resume=resume) as checkpointer:
+        if restores:
+            checkpointer.restore({"x": 0})
+        checkpointer.maybe_save(1, {"x": 1})
+    newest = f"stagereg: The newest good checkpoint is step 1, in {tmp_path}."
+    assert caplog.records[-1].getMessage() == f"{newest} {how}"

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hydra
 import pytest
@@ -30,13 +31,14 @@ def app(tmp_path: Path) -> Path:
     return App(tmp_path, {"app.yaml": app, "data/even.yaml": "files: 3", "data/uneven.yaml": "files: 4"}).folder
 
 
-def message_of(app: Path, override: str) -> str:
+def message_of(app: Path, *overrides: str) -> str:
     with (
         initialize_config_dir(str(app), version_base="1.3"),
         pytest.raises((HydraException, OmegaConfBaseException, ValueError)) as caught,
     ):
-        compose("app", overrides=[override])
-    return explain(caught.value)
+        compose("app", overrides=[*overrides])
+    with mock.patch("sys.argv", ["app.py", *overrides]):
+        return explain(caught.value)
 
 
 def test_a_component_that_is_not_there_may_be_in_a_module_that_plugins_has_to_name(app: Path) -> None:
@@ -68,13 +70,25 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
             "+join_hook=auto",
             "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: ",
         ),
+        ("throw=true", "the config takes no 'throw'. Write join.throw=true. It takes: "),
+        ("resume=never", "the config takes no 'resume'. Write checkpoint.resume=never. It takes: "),
+        ("every=10", "the config takes no 'every'. Write checkpoint.every=10. It takes: "),
+        ("newest=5", "the config takes no 'newest'. Write checkpoint.keep.newest=5. It takes: "),
+        ("files=5", "the config takes no 'files'. Write data.files=5. It takes: "),
         ("stager=half", "there is no stager=half. There is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
-        *((override, NO_NAME) for override in ("stager=null", "data=null", "+stager@other=null", "stager=3")),
+        ("stager=null", "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"),
+        *((override, NO_NAME) for override in ("data=null", "+stager@other=null", "stager=3")),
     ],
 )
 def test_an_unknown_name_gets_the_nearest_and_what_to_write(app: Path, override: str, line: str) -> None:
     assert message_of(app, override).startswith(line)
+
+
+def test_a_name_that_several_parts_of_the_config_have_is_written_for_each(app: Path) -> None:
+    said = message_of(app, "tier=disk", "tier.dir=/local", "dir=/runs")
+    assert "takes no 'dir'. Write checkpoint.dir=/runs or tier.dir=/runs. It takes: " in said
+    assert "To add it" not in said
 
 
 def test_an_unknown_name_at_the_top_gets_the_nearest(app: Path) -> None:

@@ -48,13 +48,13 @@ def differing(rank: int, world_size: int, root: str) -> list[str]:
 def test_options_that_differ_and_a_mean_as_loss_are_named(tmp_path: Any) -> None:
     for of_dir, of_mode, warned in run_ranks(differing, 2, args=(str(tmp_path),), timeout_s=60):
         assert of_dir == (
-            f"checkpoint.dir is not the same on all ranks: rank 0 has {tmp_path}/0, rank 1 has {tmp_path}/1. Give all "
-            "ranks one path: checkpoint.dir=PATH. A path with the time (${now:...}) is one path only under "
+            f"Checkpointer(dir=...) is not the same on all ranks: rank 0 has {tmp_path}/0, rank 1 has {tmp_path}/1. "
+            'Give all ranks one path: dir="PATH". A path with the time (${now:...}) is one path only under '
             "stagereg.main."
         )
         assert warned == (
             "stagereg: join.mean got a loss that is a mean already, of 4 samples; it takes the sum of their losses: "
             'use reduction="sum", or give it loss * n.'
         )
-        assert "join.mode is not the same on all ranks: here it is " in of_mode
+        assert "Join(mode=...) is not the same on all ranks: here it is " in of_mode
     assert list(tmp_path.iterdir()) == []

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: stagereg.Join([LBFGS([nn.Parameter(torch.zeros(1))])]), "Leave the optimizer out of the list"),
     "a schedule that needs a metric": (lambda: stagereg.Join([ReduceLROnPlateau(sgd())]), "it needs metrics"),
     "a function with an argument": (lambda: stagereg.Join([lambda loss: None]), "it needs loss"),
-    "no time": (lambda: optioned(timeout=0), "join.timeout must be a number of seconds above 0"),
+    "no time": (lambda: optioned(timeout=0), r"Join\(timeout=\.\.\.\) must be a number of seconds above 0"),
     "no DDP": (lambda: bound("ddp", module=nn.Linear(1, 1)), "needs a DistributedDataParallel module"),
     "no ZeRO": (lambda: bound("zero", optimizer=sgd()), "needs a ZeroRedundancyOptimizer"),
 }
@@ -64,7 +64,7 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("option", "value", "near"), [("mode", "plannd", "planned"), ("average", "sample", "samples")])
 def test_a_misspelt_option_is_refused_with_the_nearest_choice(option: str, value: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=rf"join\.{option} must be one of .*Did you mean '{near}'"):
+    with pytest.raises(ConfigError, match=rf"Join\({option}=\.\.\.\) must be one of .*Did you mean '{near}'"):
         optioned(**{option: value})
 
 

@@ -74,7 +74,7 @@ checkpoint: {every: 10, keep: 9}
 DEFAULTS = f"defaults: [stagereg, _self_]\njoin: {{timeout: {JOIN_TIMEOUT_S}}}\n"
 NONE = "This run has no complete checkpoint in RUN/checkpoints yet."
 BEGINS = "checkpoints go to RUN/checkpoints; training starts from scratch"
-ANEW = "The same command would start anew, in a directory of its own; to go on, run the same command with "
+ANEW = "The same command would start from scratch, in a directory of its own; to resume, run the same command with "
 
 
 def newest(step: int, goes_on: str = f"{ANEW}checkpoint.dir=RUN/checkpoints.") -> str:
@@ -157,14 +157,15 @@ GOES_ON = {
         [
             "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
             "NO STEP WAS TAKEN: this run resumed from step 25, in RUN/checkpoints/step-00000025, and had none left. To "
-            "train anew, give it another checkpoint.dir, or checkpoint.resume=never; to train on, more steps.",
+            "train from scratch, give the run another directory, checkpoint.dir=PATH, or add checkpoint.resume=never; "
+            "to train on, give it more steps.",
         ],
     ),
     "hydra.run.dir=outputs/1/${now:b} checkpoint.dir=outputs/1/a/checkpoints steps=26": (
         0,
         [
             "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
-            newest(26, "The same command goes on from there, if it has more steps to take."),
+            newest(26, "The same command resumes from there, if it has more steps to take."),
         ],
     ),
     "hydra.run.dir=outputs/2/${now:a} what=interrupt": (130, [BEGINS, f"interrupted. {newest(20)}"]),

@@ -244,7 +244,7 @@ def test_an_error_is_printed_once_without_its_consequences(app, start):
     assert "peer" not in ended.stderr
 
 
-NEWEST = "The newest checkpoint is step 20, in kept; the same command goes on from there."
+NEWEST = "The newest checkpoint is step 20, in kept; the same command resumes from there."
 
 
 @pytest.mark.slow

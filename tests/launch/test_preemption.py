@@ -21,7 +21,7 @@ import stagereg.launch.preemption as preemption
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.preemption import PreemptionHandler
-from stagereg.launch.rank import KEEPS_CODE, print_exit, publish_run, resume_override
+from stagereg.launch.rank import KEEPS_CODE, print_exit, publish_run, resume_overrides
 from stagereg.launch.warm import Start
 from stagereg.sweep.result import JobResult
 
@@ -57,7 +57,7 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
     assert ended.returncode == 75, ended.stderr
     lines = re.findall("^preempted.*", ended.stderr, re.MULTILINE)
     (line,) = lines
-    goes_on = r"step (\d+) is saved; the same command with checkpoint\.dir=(\S+) goes on from there"
+    goes_on = r"step (\d+) is saved; the same command with checkpoint\.dir=(\S+) resumes from there"
     step, directory = re.fullmatch(f"preempted by SIGTERM: {goes_on}", line).groups()
     assert int(step) == latest(program) >= 30
     assert Path(directory, "latest").exists()
@@ -91,7 +91,7 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     is_torchrun = start is not None and start[:3] == TORCHRUN[:3]  # which has codes of its own
     assert ended.returncode == (1 if is_torchrun else 75), ended.stderr
     assert len(re.findall("^preempted by .* is saved in .*; the same command goes on", ended.stderr, re.MULTILINE)) == 1
-    assert ended.stderr.count(f" goes on from there{OF_TORCHRUN}\n") == is_torchrun
+    assert ended.stderr.count(f" resumes from there{OF_TORCHRUN}\n") == is_torchrun
     saved = latest(program)
     assert 30 <= saved < STEPS
     if is_torchrun:
@@ -112,7 +112,7 @@ def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> N
     ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "hydra.sweep.dir=sweep")
     assert ended.returncode == 75, ended.stderr
     line = (
-        f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints; the same command goes on from there$"
+        f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints; the same command resumes from there$"
     )
     assert len(re.findall(line, ended.stderr, re.MULTILINE)) == 1
     assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]
@@ -153,15 +153,25 @@ HYDRA = {
 @pytest.mark.parametrize(
     ("error", "changes", "message"),
     [
-        (Preempted(7, "/kept", signal.SIGTERM), {}, "step 7 is saved in /kept; the same command goes on from there"),
-        (Preempted(7, "s3://a/b", signal.SIGUSR1), {}, "saved in s3://a/b; the same command goes on from there"),
-        (HERE, {}, "with checkpoint.dir=/out/run/c goes on from there"),
-        (HERE, {"run": {"dir": "/out/run"}}, "in /out/run/c; the same command goes on from there"),
-        (HERE, {"mode": RunMode.MULTIRUN}, "step 7 is saved in /out/run/c; the same command goes on from there"),
+        (Preempted(7, "/kept", signal.SIGTERM), {}, "step 7 is saved in /kept; the same command resumes from there"),
+        (Preempted(7, "s3://a/b", signal.SIGUSR1), {}, "saved in s3://a/b; the same command resumes from there"),
+        (HERE, {}, "with checkpoint.dir=/out/run/c resumes from there"),
+        (HERE, {"run": {"dir": "/out/run"}}, "in /out/run/c; the same command resumes from there"),
+        (
+            HERE,
+            {"resume": "never"},
+            "; the same command with checkpoint.resume=auto checkpoint.dir=/out/run/c resumes from there",
+        ),
+        (
+            HERE,
+            {"run": {"dir": "/out/run"}, "resume": "/kept/step-00000004"},
+            "in /out/run/c; the same command with checkpoint.resume=auto resumes from there",
+        ),
+        (HERE, {"mode": RunMode.MULTIRUN}, "step 7 is saved in /out/run/c; the same command resumes from there"),
         (
             HERE,
             {"mode": RunMode.MULTIRUN, "sweep": {"dir": "a/${now:b}"}},
-            "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there",
+            "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b resumes from there",
         ),
         (Stopped(signal.SIGTERM, "the disk is full"), {}, "stopped by SIGTERM: the disk is full"),
     ],
@@ -176,7 +186,7 @@ def test_the_message_has_the_command_that_resumes(
     setup_globals()
     hydra = OmegaConf.create({**HYDRA, **changes})
     monkeypatch.setenv("STAGEREG_RUN", "")
-    publish_run(hydra.runtime.output_dir, resume_override(hydra))
+    publish_run(hydra.runtime.output_dir, resume_overrides(hydra, OmegaConf.create({"checkpoint": {**changes}})))
     print_exit(error)
     printed = capsys.readouterr().err
     assert printed.endswith(f"{message}\n")
@@ -188,10 +198,10 @@ def test_below_torchrun_the_last_line_says_what_that_makes_of_it(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of torchrun, or of stagereg run, which is one")
     print_exit(HERE)
-    assert capsys.readouterr().err.endswith(f" goes on from there{OF_TORCHRUN}\n")
+    assert capsys.readouterr().err.endswith(f" resumes from there{OF_TORCHRUN}\n")
     monkeypatch.setenv(KEEPS_CODE, "1")
     print_exit(HERE)
-    assert capsys.readouterr().err.endswith(" goes on from there\n")
+    assert capsys.readouterr().err.endswith(" resumes from there\n")
 
 
 def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

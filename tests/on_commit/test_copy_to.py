@@ -224,7 +224,7 @@ def test_a_store_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
 def test_a_target_of_no_use_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="fsspec knows no nowhere://"):
         CopyTo("nowhere://bucket/runs")
-    with pytest.raises(ConfigError, match="newest must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match=r"newest.* must be a whole number of at least 1"):
         CopyTo("copies", keep=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -74,5 +75,9 @@ def others() -> None:
     load({}, storage_reader=DcpReader("saved"))
     try:
         train()
+    except (stagereg.CheckpointError, stagereg.ConfigError, stagereg.JoinError, stagereg.StagingError) as error:
+        assert_type(str(error), str)
     except stagereg.StageregError as error:
         print(error)
+    except (stagereg.Preempted, stagereg.Stopped) as ended:
+        assert_type(ended.received, signal.Signals)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from stagereg.checkpoint.format.encoding import Encoded, decode, marks, without_gc
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
+from stagereg.option_text import choice
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30  # a longer index is not read; each entry takes less than a hundred bytes
@@ -202,7 +203,8 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
         if not isinstance(result, TensorResult):
             if (found := archive(result)) is None and name in objects:
                 raise CheckpointError(
-                    f"{name!r} wraps other tensors, which this storage does not save as what they are; use storage=dcp."
+                    f"{name!r} wraps other tensors, which this storage does not save as what they are; use "
+                    f"{choice('storage', 'dcp')}."
                 )
             return None if found is None else [*found, *box, SUBCLASS if name in objects else ARCHIVE]
         found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)

@@ -25,11 +25,9 @@ from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError, DamagedError
+from stagereg.option_text import option
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
-
-_RETRY = "checkpoint.restore.give_up_after=null"
-_EXACT = "checkpoint.restore.exact"
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,8 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         return found
     if not found:
         raise CheckpointError(
-            f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
+            f"{option('checkpoint.resume', 'latest')}, but there is no complete checkpoint in {store.root}; "
+            f"{option('checkpoint.resume', 'auto')} starts from scratch."
         )
     return found[:1]
 
@@ -95,8 +94,8 @@ def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint
     instead = f"resumes from {left[0].name}" if left else "starts from scratch"
     if resume == "latest":
         raise CheckpointError(
-            f"resume=latest, but `latest` in {root} points to {name}, which was deleted or moved. Put {name} back, or "
-            f"use resume=auto, which {instead}."
+            f"{option('checkpoint.resume', 'latest')}, but `latest` in {root} points to {name}, which was deleted or "
+            f"moved. Put {name} back, or use {option('checkpoint.resume', 'auto')}, which {instead}."
         )
     text = "stagereg: `latest` in %s points to %s, which was deleted or moved. The run %s."
     _log.warning(text, root, name, instead)
@@ -109,7 +108,8 @@ def candidates_near(
     if resume in steps:
         return [Condition(resume, steps[resume].manifest)]
     if resume not in RESUME:
-        raise CheckpointError(f"resume={resume} is a step of the tier that no machines have between them any more.")
+        named = option("checkpoint.resume", resume)
+        raise CheckpointError(f"{named} is a step of the tier that no machines have between them any more.")
     found = with_steps_of_tier(candidates(store, "auto" if steps else resume), steps, branch_of)
     return found[:1] if resume == "latest" else found
 
@@ -166,8 +166,8 @@ def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]
         if resume != "auto":
             raise CheckpointError(
                 f"resume={resume} is not exact: {each.path} was saved without a failed rank, and lacks "
-                f"{each.manifest.lacks}. Resume from the newest exact checkpoint with checkpoint.resume=auto; or from "
-                f"this one with {_EXACT}=false."
+                f"{each.manifest.lacks}. Resume from the newest exact checkpoint with "
+                f"{option('checkpoint.resume', 'auto')}; or from this one with {_exact(False)}."
             )
         found.append(Condition(each.path, each.manifest, {**each.damages, "not exact": _Inexact(why)}))
     return found
@@ -185,8 +185,8 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
         how += f" As the program begins: {', '.join(began)}." if began else ""
         _log.warning(
             "The resume from step %d is not exact: %s was saved after rank %s had failed, and lacks %s of that rank.%s "
-            "To repeat the steps since the newest exact checkpoint instead, add %s=true.",
-            *(chosen.manifest.step, chosen.path, each, ", ".join(missing), how, _EXACT),
+            "To repeat the steps since the newest exact checkpoint instead, add %s.",
+            *(chosen.manifest.step, chosen.path, each, ", ".join(missing), how, _exact(True)),
         )
 
 
@@ -203,7 +203,7 @@ def _expect_certain(condition: Condition) -> None:
     if any(isinstance(what, Unclear) for what in condition.damages.values()):
         raise CheckpointError(
             f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
-            "To go on from another one, name it: checkpoint.resume=PATH."
+            f"To resume from another one, name it: {option('checkpoint.resume', 'PATH')}."
         )
 
 
@@ -214,7 +214,8 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
         if word == "not exact":
             continue
         if word == "given up":
-            more = f"\n  If that had another cause, go on from it with checkpoint.resume=PATH or {_RETRY}."
+            named = option("checkpoint.resume", "PATH")
+            more = f"\n  If that had another cause, resume from it with {named} or {_retry()}."
         _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
 
 
@@ -252,7 +253,7 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
     step = chosen.manifest.step
     for each in passed:
         if _word(each) == "not exact":
-            _log.warning("Skipped step %s, which is %s (%s=true): %s", each.step, each, _EXACT, each.path)
+            _log.warning("Skipped step %s, which is %s (%s): %s", each.step, each, _exact(True), each.path)
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
     done = "repeated" if _word(newest) == "not exact" else "lost"
@@ -270,17 +271,18 @@ def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
     if "given up" in words:
         how = (
             "What ends each run in this way may be in the program, its data or a machine: see the errors of those "
-            f"runs. When it is mended, go on from the newest with {_RETRY}, or from another one with "
-            "checkpoint.resume=PATH.\n"
+            f"runs. When it is mended, resume from the newest with {_retry()}, or from another one with "
+            f"{option('checkpoint.resume', 'PATH')}.\n"
         )
     if any(isinstance(what, _Inexact) for each in skipped for what in each.damages.values()):
-        how += f"To resume from the newest that is not exact, give {_EXACT}=false.\n"
+        how += f"To resume from the newest that is not exact, give {_exact(False)}.\n"
     put_back = "Put back what is missing, or " if "damaged" in words else "Else "
     good, command = ("exact", "ls") if words == {"not exact"} else ("good", "verify")
     text = (
         f"There are checkpoints in {root}, and none of them is {good}:\n"
         f"{every}\n{how}Starting from scratch would give the run up, so no step was taken. {put_back}start from "
-        f"scratch with checkpoint.resume=never. `stagereg {command} {shlex.quote(root)}` shows them again."
+        f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` shows them "
+        "again."
     )
     return CheckpointError(text) if good == "exact" else DamagedError(text)
 
@@ -293,9 +295,15 @@ def not_that_one(resume: str, damaged: Condition) -> DamagedError:
         what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
-    return DamagedError(
-        f"resume={named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
-    )
+    return DamagedError(f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good.")
+
+
+def _retry() -> str:
+    return option("checkpoint.restore.give_up_after", None)
+
+
+def _exact(chosen: bool) -> str:
+    return option("checkpoint.restore.exact", chosen)
 
 
 def _word(condition: Condition) -> str:
@@ -332,6 +340,4 @@ def path_named(store: CheckpointStore, name: str) -> str:
         return inside
     if not os.path.lexists(inside) and store.look(inside).manifest is None:
         return here
-    raise CheckpointError(
-        f"resume={name} is both in {store.root} and in the working folder: write which, {inside} or {here}"
-    )
+    raise CheckpointError(f"{name} is both in {store.root} and in the working folder: write which, {inside} or {here}")

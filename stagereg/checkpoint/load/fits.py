@@ -21,6 +21,7 @@ from stagereg.checkpoint.load.name_map import NameMap, advice, moved
 from stagereg.checkpoint.state.generators import GeneratorState
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed
+from stagereg.option_text import option
 
 _LISTS = ("_schedulers", "lr_lambdas")  # states of schedulers and functions that a scheduler passes on, one by one
 _DATA_PARALLEL = "module."  # what DataParallel and DistributedDataParallel put before names
@@ -120,7 +121,7 @@ def _expect_all_fits(
     wrong += unfilled[:1]
     if wrong:
         only_dtypes = other and converts and not missing and not unfilled
-        more = ". If that was meant, checkpoint.restore.cast=true converts them" if only_dtypes else ""
+        more = f". If that was meant, {option('checkpoint.restore.cast', True)} converts them" if only_dtypes else ""
         raise CheckpointError(
             "; ".join(wrong) + more + advice(name, missing, rest, saved, partial(_is_alike, live, rest, cast))
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from stagereg.errors import CheckpointError, few_of, kind_of, nearest
+from stagereg.option_text import option
 
 _MOST, _TRIED = 3, 20  # renames and patterns that a message proposes, and layers for which these are sought
 _OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod": "torch.compile"}
@@ -99,7 +100,8 @@ class NameMap:
         """Return the message about what is ``unused``."""
         names = {".".join(name.split(".")[:end]) for name in self._here for end in range(1, name.count(".") + 2)}
         close = nearest(self.unused[0].removesuffix(".*"), sorted(names))
-        return f"checkpoint.restore.allow_missing has {self.unused[0]!r}, which matches nothing in the state.{close}"
+        given = option("checkpoint.restore.allow_missing")
+        return f"{given} has {self.unused[0]!r}, which matches nothing in the state.{close}"
 
     def explain(self, error: Exception) -> Exception:
         """Return an error that also names what is ``unused``: it may have a typo."""
@@ -156,7 +158,8 @@ def _by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict
     for name in saved:
         here = moved(name, moves) if moves else name
         if (other := found.setdefault(here, name)) != name:
-            raise CheckpointError(f"by checkpoint.restore.rename its {other!r} and {name!r} would both be {here!r}")
+            by = option("checkpoint.restore.rename")
+            raise CheckpointError(f"by {by} its {other!r} and {name!r} would both be {here!r}")
     return found
 
 
@@ -197,15 +200,15 @@ def advice(
         if "" in (*renames, *renames.values()):
             renames = {_join(entry, old): _join(entry, each) for old, each in renames.items()}
         pairs = [*renames.items()]
-        proposed = ", ".join(f"{old}: {each}" for old, each in pairs[:_MOST])
+        proposed = option("checkpoint.restore.rename", dict(pairs[:_MOST]))
         more = ", and so on" if len(pairs) > _MOST or len(groups) > _TRIED else ""
         [(old, each), *_] = pairs
-        texts.append(f"If {old!r} in it is {each!r} here, add 'checkpoint.restore.rename={{{proposed}}}'{more}")
+        texts.append(f"If {old!r} in it is {each!r} here, add {proposed}{more}")
         ends = {name.rpartition(".")[2] for pair in pairs for name in pair}
         texts += [f"{by} put {wrapper!r} before names" for wrapper, by in _OF_WRAPPERS.items() if wrapper in ends]
     if new and present:
-        option = f"checkpoint.restore.allow_missing=[{','.join(new[:_MOST])}]"
-        texts.append(f"To begin {few_of(new, _MOST)} from scratch, add '{option}'")
+        allowed = option("checkpoint.restore.allow_missing", new[:_MOST])
+        texts.append(f"To begin {few_of(new, _MOST)} from scratch, add {allowed}")
     return "".join(f". {text}" for text in texts)
 
 

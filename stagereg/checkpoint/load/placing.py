@@ -31,15 +31,11 @@ from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, 
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest, reason
+from stagereg.option_text import option
 
 # Hooks that copy nothing: parameters are shards and own their memory; lazy ones get their shape.
 _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
 _RANKS_OWN = re.compile(r"\.rank\d+$")
-_OTHERS = (
-    "If the checkpoint is another model's, give this one a directory of its own, checkpoint.dir=PATH, or start from "
-    "scratch with checkpoint.resume=never"
-)
-
 _MORE_GROUPS = (
     ". No group of the optimizer here has these parameters. If the run that saved them added a group, call "
     "optimizer.add_param_group(...) as that run did, before restore()"
@@ -48,7 +44,11 @@ _MORE_GROUPS = (
 
 def refusal(name: str, why: str) -> str:
     """Return the message about an entry that does not fit, and what to do."""
-    return f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. {_OTHERS}"
+    return (
+        f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. If the checkpoint is another "
+        f"model's, give this one a directory of its own, {option('checkpoint.dir', 'PATH')}, or start from scratch "
+        f"with {option('checkpoint.resume', 'never')}"
+    )
 
 
 def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
@@ -63,7 +63,7 @@ def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
 
 def from_scratch(name: str) -> str:
     """Return the way out where nothing was saved for an entry."""
-    return f"To begin {name!r} alone from scratch, add checkpoint.restore.allow_missing=[{name}]"
+    return f"To begin {name!r} alone from scratch, add {option('checkpoint.restore.allow_missing', [name])}"
 
 
 def find(

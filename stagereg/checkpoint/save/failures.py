@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 import stagereg.shutdown as shutdown
+from stagereg.crash_report import describe_after
 from stagereg.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -51,9 +52,15 @@ class Failures:
         for failure in failures:
             shutdown.withdraw_error(failure)
         for later in failures[1:]:
-            _log.error("%s", later)
+            self.log_after(later, failures[0])
         if failures:
             raise failures[0]
+
+    def log_after(self, failure: BaseException, known: BaseException) -> None:
+        """Log a failure of which no call is to raise more, after ``known``; what ranks have in common on the first."""
+        text = describe_after(failure, known)
+        if self._first or text == str(failure):
+            _log.error("%s", text)
 
     def raise_or_warn(self, error: BaseException) -> None:
         """Raise what has kept this rank from staging; log it if failures are warnings."""

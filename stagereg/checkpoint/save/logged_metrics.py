@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 
 from stagereg.checkpoint.format.manifest import is_name
+from stagereg.option_text import option
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _STEPS = 64  # steps whose metrics are held before a save, and saves whose metri
 _NAMES = 256  # metrics of a step
 _LATE = (
     "stagereg: %s of step %d was logged after that step was saved, so the checkpoint does not have this value, and "
-    "checkpoint.keep and on_commit do not get it. Call stagereg.log before maybe_save or save."
+    "%s and on_commit do not get it. Call stagereg.log before maybe_save or save."
 )
 
 
@@ -51,7 +52,7 @@ class LoggedMetrics:
                 late = changed - self._late  # compared as texts, since NaN differs from NaN
                 self._late |= late
         if late:
-            _log.warning(_LATE, ", ".join(sorted(late)), step)
+            _log.warning(_LATE, ", ".join(sorted(late)), step, option("checkpoint.keep"))
 
     def begin_save(self, step: int) -> None:
         """Fix the metrics of a step, since the step is being saved."""

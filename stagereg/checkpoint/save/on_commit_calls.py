@@ -24,13 +24,14 @@ from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.crash_report import summarize_exception
+from stagereg.option_text import option
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 _DELETED = (
     "is not called, since the checkpoint is deleted already: it is too slow for so many checkpoints; keep more of them "
-    "(checkpoint.keep), or save less often"
+    "({keep}), or save less often"
 )
 
 
@@ -152,7 +153,7 @@ class _Caller:
         self._stats.on_commit_calls += 1
         record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
         if self.calling:
-            limit = f"{self.limit_s:g} s (checkpoint.failure.timeout)"
+            limit = f"{self.limit_s:g} s ({option('checkpoint.failure.timeout')})"
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
         elif failure is not None:
             self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
@@ -172,7 +173,7 @@ class _Caller:
                         given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, manifest.metrics)
                         self._component.committed(given)
                         return
-            failures.append(_DELETED)
+            failures.append(_DELETED.format(keep=option("checkpoint.keep")))
         except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
             failures.append(error)
 

@@ -35,6 +35,7 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
+from stagereg.option_text import option
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
@@ -303,7 +304,8 @@ class Saver:
         if save is None or record.now() < save.copy.began + limit_s:
             return
         self._copying = None
-        who = f"stage() of {self._stager_name} has not returned for {limit_s:g} s (checkpoint.failure.timeout)"
+        limit = f"{limit_s:g} s ({option('checkpoint.failure.timeout')})"
+        who = f"stage() of {self._stager_name} has not returned for {limit}"
         text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
         print(f"stagereg: {text}{self._background.describe_newest()}", file=sys.stderr, flush=True)
         if not self._background.failures.warns:

@@ -23,6 +23,7 @@ from stagereg.checkpoint.format.encoding import leaves
 from stagereg.checkpoint.state.entries import TensorKind, memory_of
 from stagereg.data import is_stateful
 from stagereg.errors import listed
+from stagereg.option_text import option
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,7 +72,8 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: st
     if not other:
         return
     if all(each.fits(kinds[path][0], True) for path, each in other.items()):
-        what = "If smaller checkpoints are meant, checkpoint.restore.cast=true has restore() convert them; else take"
+        cast = option("checkpoint.restore.cast", True)
+        what = f"If smaller checkpoints are meant, {cast} has restore() convert them; else take"
     else:
         what = "Take"
     _log.warning(

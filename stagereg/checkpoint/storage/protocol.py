@@ -18,6 +18,7 @@ from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.installed import DISTRIBUTION
+from stagereg.option_text import choice
 
 _OURS = f"@{DISTRIBUTION}"
 
@@ -92,7 +93,8 @@ def expect_fit(storage: Storage, path: str) -> None:
     """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` writes to none."""
     if is_url(path) and isinstance(storage, Storage) and not storage.remote:
         raise CheckpointError(
-            f"storage={name_of(storage)} writes to file systems of this machine alone, not to {path}; use storage=dcp."
+            f"{choice('storage', name_of(storage))} writes to file systems of this machine alone, not to {path}; use "
+            f"{choice('storage', 'dcp')}."
         )
 
 

@@ -24,6 +24,7 @@ from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
+from stagereg.option_text import choice
 from stagereg.registry import register
 
 METADATA = "__metadata__"  # the name in a file's head that no tensor can have
@@ -89,7 +90,8 @@ class SafetensorsStorage(FileStorage):
             import safetensors  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                "storage=safetensors needs a package that is not installed: pip install 'hydra-stagereg[safetensors]'"
+                f"{choice('storage', 'safetensors')} needs a package that is not installed: "
+                "pip install 'hydra-stagereg[safetensors]'"
             ) from error
         super().__init__(path, direct=True, buffer_bytes=_BUFFER_BYTES)
 
@@ -98,10 +100,12 @@ class SafetensorsStorage(FileStorage):
         by_name = {item.index.fqn: item for item in items}
         kinds = {name: item.tensor_data for name, item in by_name.items() if item.tensor_data is not None}
         if len(by_name) < len(items):
-            raise CheckpointError("safetensors: this rank has two parts of one tensor; use storage=dcp.")
+            raise CheckpointError(
+                f"safetensors: this rank has two parts of one tensor; use {choice('storage', 'dcp')}."
+            )
         for name, kind in kinds.items():
             if kind.properties.dtype not in DTYPES:
-                why = f"the format has no {kind.properties.dtype}; use storage=dcp."
+                why = f"the format has no {kind.properties.dtype}; use {choice('storage', 'dcp')}."
                 raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
         results: list[WriteResult] = []
         others = [item for item in items if item.tensor_data is None]
@@ -151,7 +155,7 @@ def _dense(name: str, x: object) -> torch.Tensor:
     """Return a tensor as the format has it: in host memory, row-major."""
     assert isinstance(x, torch.Tensor)
     if wraps(x):
-        why = f"it is a {name_of(x)}, which wraps other tensors; use storage=dcp."
+        why = f"it is a {name_of(x)}, which wraps other tensors; use {choice('storage', 'dcp')}."
         raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
     if x.layout is not torch.strided:
         raise CheckpointError(f"safetensors cannot hold {name!r}: it is {x.layout}, not dense.")

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from stagereg.option_text import option
+
 _FULL = (
-    "The disk of {root} is full: free some space, or keep fewer checkpoints (checkpoint.keep); there must be room for "
+    "The disk of {root} is full: free some space, or keep fewer checkpoints ({keep}); there must be room for "
     "one more than that."
 )
 _READ_ONLY = "{root} cannot be written any more: it is mounted read-only. Systems do so after disk errors: see `dmesg`."
@@ -46,7 +48,7 @@ def advice(error: BaseException, root: str) -> str:
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
             text = _DENIED if "://" in root and each.errno == errno.EACCES else _ADVICE[each.errno]
-            return text.format(root=root)
+            return text.format(root=root, keep=option("checkpoint.keep"))
     return ""
 
 

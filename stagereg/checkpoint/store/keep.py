@@ -14,6 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
+from stagereg.option_text import option
 from stagereg.registry import register
 from stagereg.sizes import ByteSize
 from stagereg.spec import check
@@ -65,14 +66,14 @@ class Keep:
     budget: ByteSize | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, "checkpoint.keep.newest", self.newest)
-        at_least(1, "checkpoint.keep.every", 1 if self.every is None else self.every)
-        at_least(0, "checkpoint.keep.best", self.best)
-        one_of("checkpoint.keep.direction", self.direction, ("min", "max"))
+        at_least(1, option("checkpoint.keep.newest"), self.newest)
+        at_least(1, option("checkpoint.keep.every"), 1 if self.every is None else self.every)
+        at_least(0, option("checkpoint.keep.best"), self.best)
+        one_of(option("checkpoint.keep.direction"), self.direction, ("min", "max"))
         if bool(self.best) != bool(self.metric) or not isinstance(self.metric, (str, type(None))):
             raise ConfigError(
-                "checkpoint.keep.best and checkpoint.keep.metric go together: how many stay, and the name that rank 0 "
-                f"logs (stagereg.log), not best={self.best!r} and metric={self.metric!r}."
+                f"{option('checkpoint.keep.best')} and {option('checkpoint.keep.metric')} go together: how many stay, "
+                f"and the name that rank 0 logs (stagereg.log), not best={self.best!r} and metric={self.metric!r}."
             )
         if self.budget is not None:
             object.__setattr__(self, "budget", ByteSize(self.budget))
@@ -114,13 +115,15 @@ class GuardedRule:
 
     def __init__(self, rule: KeepRule) -> None:
         if isinstance(rule, type):
-            raise ConfigError(f"checkpoint.keep is a class; call it: keep={rule.__name__}(...)")
+            raise ConfigError(f"{option('checkpoint.keep')} is a class; call it: keep={rule.__name__}(...)")
         self.name = f"{type(rule).__module__}.{type(rule).__qualname__}"
         self._rule, self._warned = rule, False
         try:
             check("keep", type(rule).__name__, rule)
         except RegistryError as error:
-            raise ConfigError(f"checkpoint.keep must be a number, a stagereg.Keep or a rule: {error}") from None
+            raise ConfigError(
+                f"{option('checkpoint.keep')} must be a number, a stagereg.Keep or a rule: {error}"
+            ) from None
 
     def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return what the rule keeps, and the newest."""
@@ -140,6 +143,6 @@ class GuardedRule:
             wrong = summarize_exception(error, __file__)
         if not self._warned:
             self._warned = True
-            text = "stagereg: checkpoint.keep failed, %s: %s. While it does, none is deleted, and the disk may fill up."
-            _log.warning(text, self.name, wrong)
+            text = "stagereg: %s failed, %s: %s. While it does, none is deleted, and the disk may fill up."
+            _log.warning(text, option("checkpoint.keep"), self.name, wrong)
         return dict.fromkeys(paths, f"{self.name} failed")

@@ -56,7 +56,7 @@ def nothing_in(target: str) -> str:
     if others:
         there = listed(sorted(others))
         return f"No checkpoint in {target} is called step-N. Name one of the directories there: {there}."
-    return f"There is no checkpoint in {target}. Name the directory that has them (checkpoint.dir)."
+    return f"There is no checkpoint in {target}. Name the directory that has them."
 
 
 def newest_first(conditions: Sequence[Condition]) -> list[Condition]:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stagereg.errors import CheckpointError
+from stagereg.option_text import option
 
 LOCK = ".lock"
 PATIENCE_S = 3.0  # seconds to wait for an owner that is just ending
@@ -206,7 +207,7 @@ class StoreLock:
     def _refused(self, owner: Owner) -> CheckpointError:
         return CheckpointError(
             f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
-            f"a directory of its own: checkpoint.dir=PATH.{self._to_read}"
+            f"a directory of its own: {option('checkpoint.dir', 'PATH')}.{self._to_read}"
         )
 
 

@@ -22,6 +22,7 @@ from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.errors import nearest
+from stagereg.option_text import option
 
 _log = logging.getLogger(__name__)
 
@@ -153,13 +154,13 @@ class Retention:
             near = nearest(keep.metric, lacking[0].manifest.metrics)
             self._warn_once(
                 f"a checkpoint without the metric {keep.metric!r} is deleted in {root}: {lacking[0].name}. "
-                "checkpoint.keep.best does not rate checkpoints without the metric. Log the metric on rank 0 before "
-                f"the save: stagereg.log(step, {keep.metric}=...).{near}"
+                f"{option('checkpoint.keep.best')} does not rate checkpoints without the metric. Log the metric on "
+                f"rank 0 before the save: stagereg.log(step, {keep.metric}=...).{near}"
             )
         if keep.budget is not None and made.manifest.nbytes > keep.budget:
             self._warn_once(
                 f"one checkpoint in {root} has {made.manifest.nbytes:,} bytes, more than "
-                f"checkpoint.keep.budget={keep.budget}, so the newest one alone is kept."
+                f"{option('checkpoint.keep.budget', str(keep.budget))}, so the newest one alone is kept."
             )
 
     def _explain(self) -> None:

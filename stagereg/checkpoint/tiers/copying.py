@@ -19,6 +19,7 @@ from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.part import Part
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError, reason
+from stagereg.option_text import option
 
 _log = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ class CopyLag:
         if self._late == _MANY:
             _log.warning(
                 "stagereg: %s, and %d saves have begun since: %s. A machine that is lost now costs all steps since. "
-                "Look after the machines that have no copy, or raise tier.every.",
-                *(self._newest, self._late, why),
+                "Look after the machines that have no copy, or raise %s.",
+                *(self._newest, self._late, why, option("tier.every")),
             )
 
     def note_copied(self, step: int | None) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from stagereg.checkpoint.tiers.tier import Tier, available_memory, made
 from stagereg.errors import ConfigError
 from stagereg.machine import file_system
+from stagereg.option_text import choice, option
 from stagereg.output import size_text
 from stagereg.registry import register
 from stagereg.sizes import ByteSize
@@ -47,8 +48,9 @@ class MemoryTier(Tier):
         """Make the folder and return it. Raises: ``ConfigError`` if it is not in memory; ``OSError``."""
         folder = made(self.dir)
         if (kind := file_system(Path(folder))) not in ("tmpfs", "ramfs", ""):
+            disk = choice("tier", "disk", dir=folder)
             raise ConfigError(
-                f"tier.dir={folder} is on {kind}, not in memory: choose tier=disk, or a folder of a tmpfs."
+                f"{option('tier.dir', folder)} is on {kind}, not in memory: choose {disk}, or a folder of a tmpfs."
             )
         return folder
 

@@ -35,6 +35,7 @@ from stagereg.checkpoint.tiers.step_reader import Found, StepReader
 from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.errors import CheckpointError, name_ranks
 from stagereg.machine import boot_id
+from stagereg.option_text import option
 from stagereg.output import size_text
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class NearCopies:
         self._serial = 0
         self._lag = CopyLag()
         self._is_over = False  # nothing of the run is needed here any more
-        failing = f"tier.dir={tier.dir} cannot be used"
+        failing = f"{option('tier.dir', tier.dir)} cannot be used"
         agreed = ranks.round_trip(failing, self._prepare, self._agree, ranks.limit)
         self.folder = MachineFolder(agreed.root, agreed.run, tier.durable)
         self._path = MachineFolder(agreed.first, agreed.run, tier.durable).path
@@ -132,9 +133,10 @@ class NearCopies:
         runs = {each.run: name_ranks([rank]) for rank, each in enumerate(lineages) if each is not None}
         if len(runs) > 1:  # each could be the one that is meant, and its state would be taken for that of this run
             raise CheckpointError(
-                f"without checkpoint.dir {NOTE} in that folder says which run this is, and another run has left its "
-                f"own: {' and '.join(runs.values())} have different ones. Delete it where it is of another run, or "
-                "give this run a tier.dir of its own."
+                f"without {option('checkpoint.dir')} {NOTE} in that folder says which run this is, and another run has "
+                f"left its own: {' and '.join(runs.values())} have different ones. Delete it where it is of another "
+                "run, or "
+                f"give this run a folder of its own, {option('tier.dir', 'PATH')}."
             )
         lineage = inventory.lineage_of(text for _, known, _ in found for text in known)
         if lineage is None:
@@ -188,9 +190,8 @@ class NearCopies:
         """Return why so many more bytes do not fit on this machine; nothing if they do."""
         bound = self.tier.host_memory
         if bound is not None and (used := sum(each.nbytes for each in self.folder.parts())) + nbytes > bound:
-            return (
-                f"tier.host_memory={bound} would be passed: {size_text(used)} are there, {size_text(nbytes)} more come"
-            )
+            limit = option("tier.host_memory", str(bound))
+            return f"{limit} would be passed: {size_text(used)} are there, {size_text(nbytes)} more come"
         return self.tier.lacking(nbytes)
 
     # -- branches

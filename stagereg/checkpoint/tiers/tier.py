@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from stagereg.errors import ConfigError, at_least, one_of
+from stagereg.option_text import constructed, option
 from stagereg.output import size_text
 from stagereg.registry import register
 from stagereg.sizes import ByteSize
@@ -61,14 +62,17 @@ class Tier(ABC):
         domain: str | None = None,
         host_memory: ByteSize | None = None,
     ) -> None:
+        constructed("tier")
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir) or "://" in os.fspath(dir):
-            raise ConfigError(f"tier.dir must be a folder of each machine's own disk or memory, not {dir!r}.")
+            raise ConfigError(
+                f"{option('tier.dir')} must be a folder of each machine's own disk or memory, not {dir!r}."
+            )
         if isinstance(every, str):
-            one_of("tier.every", every, ("auto", "a number of steps"))
+            one_of(option("tier.every"), every, ("auto", "a number of steps"))
         self.dir = os.path.abspath(os.path.expanduser(os.fspath(dir)))
-        self.every: int | Literal["auto"] = every if every == "auto" else at_least(1, "tier.every", every)
-        self.copies = at_least(0, "tier.copies", copies)
-        self.keep = at_least(1, "tier.keep", keep)
+        self.every: int | Literal["auto"] = every if every == "auto" else at_least(1, option("tier.every"), every)
+        self.copies = at_least(0, option("tier.copies"), copies)
+        self.keep = at_least(1, option("tier.keep"), keep)
         slurm = os.environ.get("SLURM_TOPOLOGY_ADDR", "")  # of this node, as rack1.switch2.node3
         self.domain = slurm.rpartition(".")[0] if domain is None else str(domain)
         self.host_memory = None if host_memory is None else ByteSize(host_memory)
@@ -108,7 +112,9 @@ def made(path: str) -> str:
     """Make a folder for this user alone, and return it. Raises: ``OSError``; ``ConfigError`` if it is another's."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     if os.stat(path).st_uid not in (os.getuid(), 0) or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"tier.dir={path} belongs to another user, or cannot be written to; name another folder.")
+        raise ConfigError(
+            f"{option('tier.dir', path)} belongs to another user, or cannot be written to; name another folder."
+        )
     return os.path.realpath(path)
 
 

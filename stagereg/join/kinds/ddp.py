@@ -22,6 +22,7 @@ from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.session import JoinSession
+from stagereg.option_text import option
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
 
@@ -153,7 +154,8 @@ class DdpJoinable(ReducingJoinable):
         if any(layer.sparse for layer in layers):
             raise JoinError(
                 "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
-                "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."
+                f"Build its Embedding layers with sparse=False, or the join with {option('join.enable', False)} if all "
+                "inputs are even."
             )
         # The smallest gradient is the cheapest to look at, unless parameters may be left out of a step.
         self._params = list(ddp.parameters())

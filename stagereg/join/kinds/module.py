@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.tracked import TrackedJoinable
+from stagereg.option_text import option
 from stagereg.registry import register
 
 
@@ -69,6 +70,7 @@ class ModuleJoinable(TrackedJoinable):
         if not kwargs.get("divide_by_initial_world_size", True) and several:
             raise JoinError(
                 f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
-                "divide_by_initial_world_size=False cannot be had; use join.mean(loss_sum, n, over='active')."
+                f"{option('join.divide_by_initial_world_size', False)} cannot be had; use join.mean(loss_sum, n, "
+                "over='active')."
             )
         return super().join_hook(**kwargs)

@@ -86,7 +86,7 @@ def test_without_the_option_the_error_names_it_and_nothing_has_changed(tmp_path:
         checkpointer.save(3, _step(_made()))
     fresh = _made()
     before = [x.clone() for x in fresh["model"].state_dict().values()]
-    expected = pytest.raises(CheckpointError, match=r"checkpoint\.restore\.cast=true")
+    expected = pytest.raises(CheckpointError, match=r"restore=Restore\(cast=True\)")
     with Checkpointer(str(tmp_path)) as checkpointer, expected:
         checkpointer.restore(fresh)
     assert all(map(torch.equal, before, fresh["model"].state_dict().values()))
@@ -162,7 +162,7 @@ def cast_across(rank: int, world_size: int, root: str) -> list[str]:
             try:
                 checkpointer.restore(restored.state)
             except CheckpointError as error:
-                wrong += [] if "checkpoint.restore.cast=true" in str(error) else [str(error)]
+                wrong += [] if "restore=Restore(cast=True)" in str(error) else [str(error)]
             else:
                 wrong.append(f"{target} took it")
     return wrong

@@ -145,7 +145,11 @@ def test_a_fallback_is_recorded_and_without_a_good_one_an_error(root: Path, tmp_
     (path_of(root, 100) / "manifest.json").unlink()
     with pytest.raises(CheckpointError) as refused:
         restore(root)
-    for part in ("step-00000200: __0_0.distcp: flipped bits", "step-00000100: manifest.json: missing", "resume=never"):
+    for part in (
+        "step-00000200: __0_0.distcp: flipped bits",
+        "step-00000100: manifest.json: missing",
+        'resume="never"',
+    ):
         assert part in str(refused.value)
     assert restore(root, resume="never")[0] is None
 

@@ -13,6 +13,7 @@ import pytest
 import stagereg.checkpoint.save.save_thread as module
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -173,3 +174,18 @@ def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Write, monkey
     write.submitted(background)
     assert background.finish()
     background.raise_failure()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_of_a_later_save_is_logged_in_full_only_if_it_differs(
+    caplog: pytest.LogCaptureFixture, first: bool
+) -> None:
+    failures = Failures(False, first, str)
+    texts = [f"Step {step} was not saved: OSError: {why}." for step, why in ((1, "full"), (2, "full"), (3, "broken"))]
+    for step, text in enumerate(texts, 1):
+        failures.keep_failure(step, CheckpointError(text))
+    with pytest.raises(CheckpointError) as raised:
+        failures.raise_first()
+    assert str(raised.value) == texts[0]
+    short = ["Step 2 was not saved, for the same reason as step 1."] * first
+    assert [each.getMessage() for each in caplog.records] == [*short, texts[2]]

@@ -236,8 +236,10 @@ def test_ranks_stay_together_when_one_cannot_stage(seen: list[dict[str, Any]]) -
 
 
 def test_ranks_with_different_options_all_raise(seen: list[dict[str, Any]]) -> None:
-    text = "checkpoint.every is not the same on all ranks: rank 0 has 7, rank 1 has auto. Give all ranks the same"
-    assert {one["differing"] for one in seen} == {f"{text} checkpoint.every."}
+    text = (
+        "Checkpointer(every=...) is not the same on all ranks: rank 0 has 7, rank 1 has auto. Give all ranks the same"
+    )
+    assert {one["differing"] for one in seen} == {f"{text} Checkpointer(every=...)."}
 
 
 def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_one_that_hangs_is_given_up_and_left_out(tmp_path: Path, held: Held, cap
         checkpointer._calls._callers[0].limit_s = 0.5
         for step in (1, 2):
             checkpointer.save(step, {"x": step})
-    assert "on_commit hung has not returned for 0.5 s (checkpoint.failure.timeout) and is given up" in caplog.text
+    assert "on_commit hung has not returned for 0.5 s (Failure(timeout=...)) and is given up" in caplog.text
     assert "on_commit hung is not called: its call for step 1 has still not returned (step 2)" in caplog.text
     assert (held.steps, checkpointer.stats.on_commit_failures) == ([1], 2)
 
@@ -190,7 +190,7 @@ def test_close_waits_for_calls_and_no_longer_than_that(tmp_path: Path, held: Hel
 
 @pytest.mark.parametrize("given", [3, "wandb", Held, ["command"], {"x": object()}, [print, 1]])
 def test_what_is_no_component_is_refused_at_once(tmp_path: Path, given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.on_commit: .* must be an on_commit component"):
+    with pytest.raises(ConfigError, match=r"on_commit=\.\.\.\): .* must be an on_commit component"):
         Checkpointer(str(tmp_path / "c"), on_commit=given)
     assert not (tmp_path / "c").exists()
 

@@ -98,7 +98,7 @@ def test_what_is_missing_or_one_too_many_is_listed(tmp_path: Path) -> None:
         "'model' does not take what was saved under its name: 12 missing in it: 13.weight, 13.bias, 14.weight" in text
     )
     assert "and 2 more" in text
-    assert "checkpoint.resume=never" in text
+    assert 'resume="never"' in text
     text = refused(tmp_path, model=smaller)
     assert "22 in it that nothing here takes: 10.bias, 10.weight, 11.bias" in text
     optimizer = torch.optim.AdamW(larger.parameters())
@@ -193,7 +193,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_unless_it_may_begin_f
         fresh = kind(other.parameters(), lr=0.7)
         why = refused(tmp_path, model=other, optimizer=fresh)
         assert re.search(said, why)
-        assert why.endswith("To begin 'optimizer' alone from scratch, add checkpoint.restore.allow_missing=[optimizer]")
+        assert why.endswith('alone from scratch, add restore=Restore(allow_missing=["optimizer"])')
         with Checkpointer(str(tmp_path), restore=Restore(allow_missing=["optimizer"])) as keeper:
             keeper.restore({"model": other, "optimizer": fresh})
         assert (fresh.param_groups[0]["lr"], len(fresh.state)) == (0.7, 0)
@@ -213,15 +213,15 @@ def test_a_new_entry_begins_from_scratch_where_the_run_says_so(tmp_path: Path) -
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 7}
     only = "There is no 'scheduler' in it, only model, optimizer. To begin 'scheduler' alone from scratch, add "
-    assert f"{only}checkpoint.restore.allow_missing=[scheduler]" in refused(tmp_path, **state)
+    assert f'{only}restore=Restore(allow_missing=["scheduler"])' in refused(tmp_path, **state)
     with (
         Checkpointer(str(tmp_path), restore=Restore(allow_missing=["sheduler"])) as keeper,
         pytest.raises(
-            CheckpointError, match=r"allow_missing has 'sheduler', which matches nothing in the state\. .* 'scheduler'"
+            CheckpointError, match=r"allow_missing=.* 'sheduler', which matches nothing in the state\. .* 'scheduler'"
         ),
     ):
         keeper.restore(state)
-    with pytest.raises(ConfigError, match=r"allow_missing must be a list of names of the state, not 'epoch'"):
+    with pytest.raises(ConfigError, match=r"allow_missing.* must be a list of names of the state, not 'epoch'"):
         Checkpointer(str(tmp_path), restore=Restore(allow_missing="epoch"))
     new = ["scheduler", "epoch"]
     with Checkpointer(str(tmp_path), restore=Restore(allow_missing=new)) as keeper:

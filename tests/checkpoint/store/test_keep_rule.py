@@ -91,7 +91,7 @@ def test_a_rule_that_fails_deletes_nothing_and_is_named_once(
     assert steps(tmp_path) == [1, 2, 3]
     assert len(list(tmp_path.glob("*step-*"))) == 3
     (warned,) = [each.getMessage() for each in caplog.records]
-    assert warned.startswith(f"stagereg: checkpoint.keep failed, {__name__}.Does: ")
+    assert warned.startswith(f"stagereg: Checkpointer(keep=...) failed, {__name__}.Does: ")
     assert said in warned
 
 
@@ -133,9 +133,9 @@ def test_copies_are_kept_by_a_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keep", "line"),
     [
-        (OfSteps, "checkpoint.keep is a class; call it: keep=OfSteps(...)"),
+        (OfSteps, "Checkpointer(keep=...) is a class; call it: keep=OfSteps(...)"),
         (type("Bare", (), {"kept": lambda self: {}})(), "def kept(self, checkpoints, metrics) -> dict[str, str]"),
-        (object(), "checkpoint.keep must be a whole number of at least 1"),
+        (object(), "Checkpointer(keep=...) must be a whole number of at least 1"),
     ],
 )
 def test_what_is_no_rule_is_refused(tmp_path: Path, keep: Any, line: str) -> None:
@@ -158,7 +158,7 @@ def comparing(rank: int, size: int, root: str) -> str:
 
 
 def test_ranks_with_another_kind_of_rule_all_raise(tmp_path: Path) -> None:
-    line = f"checkpoint.keep is not the same on all ranks: rank 0 has Keep, rank 1 has {OF_STEPS}."
+    line = f"Checkpointer(keep=...) is not the same on all ranks: rank 0 has Keep, rank 1 has {OF_STEPS}."
     assert all(line in text for text in run_ranks(comparing, nproc=2, args=(str(tmp_path),)))
 
 

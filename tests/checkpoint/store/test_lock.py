@@ -141,7 +141,7 @@ def test_a_second_run_is_refused_and_the_first_one_named(
     monkeypatch.setattr(StoreLock.__init__, "__defaults__", (0.1,))
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
-    with pytest.raises(CheckpointError, match=rf"in use.*process {other.pid} on .*own: checkpoint.dir") as refusal:
+    with pytest.raises(CheckpointError, match=rf'in use.*process {other.pid} on .*own: dir="PATH"') as refusal:
         Checkpointer(str(tmp_path))
     assert len(str(refusal.value).splitlines()) == 1
     owner = holder(tmp_path)

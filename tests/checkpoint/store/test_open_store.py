@@ -83,7 +83,9 @@ def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_storage_that_cannot_write_to_a_url_is_refused_at_once() -> None:
     storage = build("storage", "safetensors")
-    with pytest.raises(CheckpointError, match=r"storage=safetensors writes to .* not to memory://x; use storage=dcp"):
+    with pytest.raises(
+        CheckpointError, match=r'storage="safetensors" writes to .* not to memory://x; use storage="dcp"'
+    ):
         Checkpointer("memory://x", storage=storage)
-    with pytest.raises(CheckpointError, match="use storage=dcp"):
+    with pytest.raises(CheckpointError, match='use storage="dcp"'):
         storage.reset("memory://x")

@@ -25,12 +25,12 @@ from stagereg.errors import CheckpointError, ConfigError
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"dir": ""}, "tier.dir must be a folder"),
-        ({"dir": "s3://bucket/x"}, "tier.dir must be a folder"),
-        ({"every": 0}, "tier.every must be a whole number of at least 1, not 0"),
+        ({"dir": ""}, "dir.* must be a folder"),
+        ({"dir": "s3://bucket/x"}, "dir.* must be a folder"),
+        ({"every": 0}, "every.* must be a whole number of at least 1, not 0"),
         ({"every": "atuo"}, "Did you mean 'auto'"),
-        ({"copies": -1}, "tier.copies must be a whole number of at least 0"),
-        ({"keep": 0}, "tier.keep must be a whole number of at least 1"),
+        ({"copies": -1}, "copies.* must be a whole number of at least 0"),
+        ({"keep": 0}, "keep.* must be a whole number of at least 1"),
     ],
 )
 def test_values_of_no_use_are_refused(options: dict[str, Any], why: str) -> None:
@@ -41,12 +41,14 @@ def test_values_of_no_use_are_refused(options: dict[str, Any], why: str) -> None
 def test_memory_wants_a_folder_in_memory(tmp_path: Path) -> None:
     if os.statvfs(tmp_path).f_fsid == os.statvfs("/dev/shm").f_fsid:
         pytest.skip("the folder of tests is in memory")
-    with pytest.raises(ConfigError, match="not in memory: choose tier=disk"):
+    with pytest.raises(ConfigError, match=r"not in memory: choose tier=.*disk"):
         stagereg.build("tier", "memory", dir=str(tmp_path)).prepare()
 
 
 def test_without_directory_and_tier_nothing_is_kept_and_that_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not null, unless a tier keeps the steps: choose tier=disk"):
+    with pytest.raises(
+        ConfigError, match=r'^Checkpointer\(dir=\.\.\.\) .*: choose tier=stagereg\.build\("tier", "disk", dir="PATH"\)'
+    ):
         Checkpointer(None)
 
 
