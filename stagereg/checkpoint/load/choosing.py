@@ -12,7 +12,7 @@ import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Checkpoint, step_of
-from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
+from stagereg.checkpoint.load.crashes import RETRY, CrashCounter, Crashes
 from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.seeding import Seeded
@@ -28,13 +28,12 @@ from stagereg.errors import CheckpointError, DamagedError
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
 
-_RETRY = "checkpoint.restore.give_up_after=null"
 _EXACT = "checkpoint.restore.exact"
 
 _log = logging.getLogger(__name__)
 
 
-class _GivenUp(str):
+class _Quarantined(str):
     """The reason to skip a checkpoint that runs crash after, in the place of damage."""
 
 
@@ -134,7 +133,7 @@ def with_steps_of_tier(
     return found
 
 
-def without_given_up(
+def without_quarantined(
     store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition], near: Collection[str]
 ) -> list[Condition]:
     """Mark the checkpoints that ``"auto"`` skips for their crashes as damaged; warn if another ``resume`` takes one.
@@ -147,9 +146,9 @@ def without_given_up(
     crashes = counter.crashes_of(where, also, newest if resume == "auto" else -1) if listed else {}
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
-        if known.given_up and resume == "auto":
-            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(known.why)})
-        elif known.given_up:
+        if known.quarantined and resume == "auto":
+            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _Quarantined(known.why)})
+        elif known.quarantined:
             _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
     return listed
 
@@ -213,9 +212,9 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
         word, more = _word(each), ""
         if word == "not exact":
             continue
-        if word == "given up":
-            more = f"\n  If that had another cause, go on from it with checkpoint.resume=PATH or {_RETRY}."
-        _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
+        if word == "quarantined":
+            more = f"\n  If the crashes had another cause, resume from it with checkpoint.resume=PATH or {RETRY}."
+        _log.warning("%s is %s and skipped:\n%s%s", each.path, word, _indented(each), more)
 
 
 def expect_found(restored: Checkpoint | None, source: str | os.PathLike[str] | None) -> None:
@@ -267,10 +266,10 @@ def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
     words = {_word(each) for each in skipped}
     how = ""
-    if "given up" in words:
+    if "quarantined" in words:
         how = (
             "What ends each run in this way may be in the program, its data or a machine: see the errors of those "
-            f"runs. When it is mended, go on from the newest with {_RETRY}, or from another one with "
+            f"runs. When it is mended, resume from the newest with {RETRY}, or from another one with "
             "checkpoint.resume=PATH.\n"
         )
     if any(isinstance(what, _Inexact) for each in skipped for what in each.damages.values()):
@@ -279,7 +278,7 @@ def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
     good, command = ("exact", "ls") if words == {"not exact"} else ("good", "verify")
     text = (
         f"There are checkpoints in {root}, and none of them is {good}:\n"
-        f"{every}\n{how}Starting from scratch would give the run up, so no step was taken. {put_back}start from "
+        f"{every}\n{how}Starting from scratch would abandon the run, so no step was taken. {put_back}start from "
         f"scratch with checkpoint.resume=never. `stagereg {command} {shlex.quote(root)}` shows them again."
     )
     return CheckpointError(text) if good == "exact" else DamagedError(text)
@@ -300,7 +299,7 @@ def not_that_one(resume: str, damaged: Condition) -> DamagedError:
 
 def _word(condition: Condition) -> str:
     kinds = {type(what) for what in condition.damages.values()}
-    return "given up" if _GivenUp in kinds else "not exact" if _Inexact in kinds else "damaged"
+    return "quarantined" if _Quarantined in kinds else "not exact" if _Inexact in kinds else "damaged"
 
 
 def _indented(condition: Condition) -> str:

@@ -116,6 +116,7 @@ def test_latest_that_a_killed_run_left_behind_is_moved_and_not_called_deleted(
         if pointed is not None:
             (tmp_path / "latest").symlink_to(pointed)
         with Checkpointer(tmp_path, resume="latest") as checkpointer:
-            assert (tmp_path / "latest").resolve().name == "step-00000002"
             assert checkpointer.restore(state) == 2
+            checkpointer.lock()
+            assert (tmp_path / "latest").resolve().name == "step-00000002"
     assert said(caplog) == []
