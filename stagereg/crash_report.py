@@ -46,11 +46,17 @@ def summarize_exception(error: BaseException, *but: str) -> str:
     """An exception and where it came from, ``"ValueError: no licence (mine.py:7)"``; not from the files ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
+    place = place_of(error, *but)
+    return f"{text} ({place})" if place else text
+
+
+def place_of(error: BaseException, *but: str) -> str:
+    """Return where an exception came from, ``"mine.py:7"``, not from the files ``but``; empty without a place."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not _is_foreign(frame.filename)]
     # The text of a syntax error names the file already.
     here = own or [f for f in frames if not f.filename.startswith("<") and not isinstance(error, SyntaxError)]
-    return f"{text} ({here[-1].filename}:{here[-1].lineno})" if here else text
+    return f"{here[-1].filename}:{here[-1].lineno}" if here else ""
 
 
 def summarize(text: str) -> str:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from stagereg.crash_report import describe_after
 from stagereg.errors import StageregError
@@ -27,6 +27,14 @@ class BackgroundWork(Protocol):
 
     def finish(self) -> bool:
         """Wait until it has ended, for as long as that may take; False if it is given up, and a thread hangs in it."""
+
+
+@runtime_checkable
+class NotesFailure(Protocol):
+    """Background work that notes the error that ends the job."""
+
+    def failed(self, error: BaseException) -> None:
+        """Note that this process ends by ``error``."""
 
 
 class Shutdown:
@@ -90,6 +98,13 @@ def finish() -> None:
         print(f"stagereg: {describe_after(error, errors[0])}", file=sys.stderr)
     if errors:
         raise errors[0]
+
+
+def note_failure(error: BaseException) -> None:
+    """Have all work that can, note the error that ends the job: the process may exit without :func:`finish`."""
+    for each in list(_shutdown.works):
+        if isinstance(each, NotesFailure):
+            each.failed(error)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -23,8 +23,7 @@ import stagereg.launch.first_step as first_step
 import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
-from stagereg.checkpoint.hold import Hold, warn_of_earlier_run
-from stagereg.checkpoint.load.crashes import is_in_order
+from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -41,9 +40,10 @@ from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.survivors import Survivors, await_saved
 from stagereg.checkpoint.tiering import Tiering, notes_of
-from stagereg.checkpoint.tiers.tier import Tier
+from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
+from stagereg.launch.command_line import is_program
 from stagereg.launch.rank import is_consequence
 from stagereg.option_text import constructed
 from stagereg.registry import register
@@ -60,7 +60,9 @@ class Checkpointer:
 
     Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
     an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
-    the earlier ones untouched.
+    the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`, :meth:`due` or
+    :meth:`save` locks it, or :meth:`restore` if the same command has saved there. A program that calls none of these
+    is a reader: it locks nothing, leaves nothing, and may run next to training.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
     lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
@@ -100,7 +102,7 @@ class Checkpointer:
 
     Raises:
         ConfigError: an option is of no use, the ranks differ in one, or ``dir`` is another directory on some machine.
-        CheckpointError: on all ranks, if rank 0 cannot create files in ``dir``.
+        CheckpointError: on all ranks: another job of the sweep has had ``dir``; with a tier, see :meth:`lock`.
 
     Example::
 
@@ -154,13 +156,15 @@ class Checkpointer:
         self._closed, self._pid = False, os.getpid()
         self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
-        self._hold = Hold(self._store, self._ranks, failure.timeout.total_seconds(), resume)
+        self._hold = DirectoryLock(self._store, self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
             policy = Keep.of(keep)
             root, names = dir and self._store.root, {"storage": name_of(self._storage), "tier": str(chosen)}
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
-            token = self._hold.take(dir)
+            token = self._hold.open(dir)
+            if not isinstance(chosen, NoTier):
+                self._hold.acquire_on_all()
             phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
@@ -177,7 +181,9 @@ class Checkpointer:
         self._background = SaveThread(self._target, self._failure.timeout, warns, near.background)
         self._saver = Saver(self._target, self._stager, self._background, shared, cast, self._stores)
         self.stats = self._background.stats
-        self._crashes = near.counter(self._store, self.restore_options.give_up_after, first, self._background)
+        most, token = self.restore_options.max_crashes, self._target.token
+        self._crashes = near.counter(self._store, most, first, self._background, token)
+        self._hold.when_acquired, self._saver.ready = self._crashes.hold, self._hold.acquire_to_save
         if first:
             record.listen(self._target.metrics)
         self._survivors: Any = self._stores and Survivors(self._target, self._saver, self._background)
@@ -186,10 +192,17 @@ class Checkpointer:
         self.preemption = self._together.preemption
         self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
         warn = first and self._leave.save_last
-        self._unclosed = weakref.finalize(self, warn_of_unclosed, self.dir, self._saver, self._pid) if warn else None
+        kept = self.dir, self._saver, self._hold, self._pid
+        self._unclosed = weakref.finalize(self, warn_of_unclosed, *kept) if warn else None
         if self._ranks.group is not None:
             self._background.call_when_idle(self._together.look_for_missed)
             followers.add(self._together)
+
+    def lock(self) -> None:
+        """Lock ``dir`` now, and not at the first call that asks for a save. Collective. Raises as :meth:`save`."""
+        expect_usable(self._closed, self._pid)
+        if self._enabled:
+            self._hold.acquire_on_all()
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does.
@@ -217,6 +230,7 @@ class Checkpointer:
         self._seen = step
         if not self._enabled:
             return False
+        self._hold.acquire_to_save()
         self._saver.end_step(step)
         leaves, again = self.preemption is not None and self.preemption.agreed_at(step), self._saver.retakes_at(step)
         stores = ((self._target.schedule.due(step) or again) and self._stores) or leaves
@@ -235,8 +249,9 @@ class Checkpointer:
             state: what to save, see the class.
 
         Raises:
-            CheckpointError: an earlier save failed, or this rank could not stage the state; the other ranks then raise
-                at their next call. Checkpoints that were complete stay.
+            CheckpointError: an earlier save failed, or this rank could not stage the state; or, on rank 0, another run
+                saves in ``dir``, or it cannot be written to. The other ranks then raise at their next call. Checkpoints
+                that were complete stay.
             Preempted: (a ``SystemExit`` with code 75) the ranks have agreed to leave after this step, since one of them
                 got SIGTERM or SIGUSR1, and it is saved and committed.
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
@@ -249,8 +264,6 @@ class Checkpointer:
             self._save(self._together.begin_save(checked_step(step), near), step)
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
-        if self._saver.saved is None:
-            warn_of_earlier_run(self._store)
         if what == LEAVE:
             assert self.preemption is not None
             self._calls.leave()
@@ -315,12 +328,13 @@ class Checkpointer:
         what = store, resume, how.verify, how.read, how.cast, how.exact, state, self._storage, self._ranks
         names = self._saver.names
         near = self._tiering.near if source is None else None
-        own = how.rename, how.allow_missing
-        restored = restoring.restore(restoring.RestoreRequest(*what, names, self.wait, self._crashes, *own, near))
+        ready, own = partial(self._begin_restore, source is None), (how.rename, how.allow_missing)
+        restored = restoring.restore(restoring.RestoreRequest(*what, names, ready, self._crashes, *own, near))
         step = None if restored is None else restored.manifest.step
         if near is not None:
             near.go_on_from(step)
         self._store.retention.spared.clear()
+        self._hold.continues = True
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
             choosing.log_begin(restored, self.dir, source is None, near)
@@ -329,13 +343,19 @@ class Checkpointer:
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
-        self._resumed = step if source is None else None
+        trains = self._hold.acquired or is_program(restored.manifest.command)  # else it may be an evaluation
+        self._resumed = step if source is None and trains else None
         self._target.schedule.restored(step)
         self._tiering.restored(step, restored.path)
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._background.newest = step
         return step
+
+    def _begin_restore(self, own: bool) -> None:
+        self.wait()
+        if own:
+            self._hold.acquire_to_restore()
 
     def close(self) -> None:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
@@ -362,7 +382,7 @@ class Checkpointer:
         self._tiering.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
             self._crashes.leave()
-            self._hold.let_go()
+            self._hold.release()
         try:
             self._stager.close()
         finally:
@@ -380,13 +400,15 @@ class Checkpointer:
             return
         await_saved(error)
         interrupted = isinstance(error, KeyboardInterrupt)
-        if interrupted and self._ranks.rank == 0:
+        if interrupted and self._hold.acquired:
             _log.warning("stagereg: interrupted. %s", describe_end(self._background, self.dir, False, self._how))
         self._crashes.crashed = True  # unless all ranks come to the end
         try:
-            if error is None and self._leave.save_last:
+            if error is not None:
+                self._crashes.failed(error)
+            elif self._leave.save_last:
                 self._together.end(self._seen)
-            self._crashes.crashed = not is_in_order(error)
+            self._crashes.crashed &= error is not None
             if error is None and self._leave.save_last:
                 self._saver.save_last(self._seen)
             if error is None and self._background.wait():
@@ -398,10 +420,11 @@ class Checkpointer:
                 if error is None or (is_consequence(error) and not is_consequence(also)):
                     raise  # what ranks have in common is printed once, and not beside what came of it
                 self._background.failures.log_after(also, error)
-        if self._ranks.rank == 0 and not interrupted:
-            resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
-            stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
-            log_end(self._background, self.dir, error is None, self._how, stayed)
+        resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
+        stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
+        if self._ranks.rank == 0 and (self._hold.acquired or stayed) and not interrupted:
+            skipped = self._crashes.skipped_next()
+            log_end(self._background, self.dir, error is None, self._how, stayed, skipped)
 
     @property
     def latest(self) -> Path | str | None:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, ClosedError
@@ -21,12 +22,15 @@ _NO_STEP = (
 )
 
 
-def describe_end(background: SaveThread, dir: Path | str, finished: bool, resume: str | None) -> str:
+def describe_end(background: SaveThread, dir: Path | str, finished: bool, resume: str | None, skipped: str = "") -> str:
     """Return which checkpoint the next run can resume from, and how.
 
-    ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``.
+    ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``. ``skipped`` says
+    what the next start skips, if it skips something.
     """
     newest = background.describe_newest()
+    if skipped:
+        return f"{newest} {skipped}"
     if background.newest is None and (background.ahead is None or background.ahead.newest is None):
         return newest
     if resume is None:
@@ -58,20 +62,23 @@ def log_end(
     finished: bool,
     resume: str | None,
     stayed: tuple[int, Path | str] | None,
+    skipped: str,
 ) -> None:
-    """Log how to resume; of a run that has finished and ``stayed`` at the step that it resumed from, in a path, that.
+    """Log how to resume, on a rank that has the lock.
 
-    The other arguments are as of :func:`describe_end`.
+    ``stayed`` is the step that the run resumed from, and its path, if the run has come no further. The other arguments
+    are as of :func:`describe_end`.
     """
     if finished and stayed is not None:
         _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
     else:
-        _log.info("stagereg: %s", describe_end(background, dir, finished, resume))
+        level = logging.WARNING if skipped else logging.INFO
+        _log.log(level, "stagereg: %s", describe_end(background, dir, finished, resume, skipped))
 
 
-def warn_of_unclosed(dir: Path | str, saver: Saver, pid: int) -> None:
-    """Log that a program has dropped a checkpointer, or has ended by itself, without ``close()``."""
-    own = os.getpid() == pid  # and not a forked child's
+def warn_of_unclosed(dir: Path | str, saver: Saver, hold: DirectoryLock, pid: int) -> None:
+    """Log that a program that saves has dropped a checkpointer, or has ended by itself, without ``close()``."""
+    own = hold.acquired and os.getpid() == pid  # and not a forked child's
     if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # which has what ended the program
         _log.warning(
             "stagereg: the Checkpointer of %s was not closed: its last step is saved only if that was one to save. Put "

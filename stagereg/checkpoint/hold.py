@@ -1,7 +1,13 @@
-"""The hold of a run on the directory that it writes to: rank 0 has it, and no other run writes there meanwhile.
+"""The lock of a run on the directory that it writes to: rank 0 has it, and no other run writes there meanwhile.
 
-Taking it, the ranks make sure that they see one directory and not, on each machine, another one of that path: rank 0
-makes an empty file, named as the hidden directory of a save, so that the next start deletes what a killed run has left.
+A program that never saves is a reader, and a constructor cannot tell. So constructing takes no lock. Rank 0 takes the
+lock when the program first asks for a save (``maybe_save``, ``due``, ``save``), or at ``restore`` if the newest
+checkpoint was saved by the same command: the same program with the same arguments (:func:`.command_key`). A crash
+between ``restore`` and the first ``maybe_save`` is counted then, and a second run is refused before it trains. An
+evaluation runs next to training, whichever starts first. With a tier, whose folder is locked, constructing takes both.
+
+At the start the ranks make sure that they see one directory and not, on each machine, another one of that path: rank 0
+leaves a reader's lease, which no run deletes meanwhile.
 """
 
 from __future__ import annotations
@@ -11,20 +17,25 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 
-from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.format.manifest import new_token, step_name
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.advice import advice
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.lock import StoreLock
+from stagereg.checkpoint.store.lease import LeaseRecord
+from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.readers import reader_name
 from stagereg.checkpoint.store.retry import answered, within
-from stagereg.checkpoint.store.sweep_job import take_for_job
-from stagereg.errors import CheckpointError, ConfigError, name_ranks, reason
+from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
+from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
+from stagereg.launch.command_line import command_key
+from stagereg.machine import machine_name
 from stagereg.option_text import choice, option
 
 SCRATCH = "stagereg-scratch-"
@@ -37,53 +48,101 @@ _SHOWN = 3  # machines that a message names
 _log = logging.getLogger(__name__)
 
 
-class Hold:
+class DirectoryLock:
+    """The lock of one run, on one rank; only rank 0 acquires it.
+
+    Attributes:
+        continues: whether the run has restored, so that it owns the checkpoints of earlier runs.
+        when_acquired: called on rank 0 once the lock is taken.
+    """
+
     def __init__(self, store: CheckpointStore, ranks: RankGroup, seconds: float, resume: str) -> None:
         self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
-        self._lock: StoreLock | None = None  # of rank 0
+        self._process = os.getpid()  # a forked child takes nothing
+        self._lock: StoreLock | None = None
+        self._failing = ""  # how a message begins
+        self._warned = False
+        self.continues = False
+        self.when_acquired: Callable[[], object] = lambda: None
 
-    def take(self, given: str | None) -> str:
-        """Make sure that the store can be written to, take it, and clear away what dead runs have left. Collective.
+    @property
+    def acquired(self) -> bool:
+        """Whether this process has taken the lock, which it may have released since."""
+        return self._lock is not None
 
-        ``given`` is the directory as the user wrote it, ``None`` if each machine has one. Returns a token of this run.
-        Raises ``CheckpointError`` if another run holds it, or it does not answer in time; ``ConfigError`` if not all
-        ranks see what rank 0 writes.
+    def open(self, given: str | None) -> str:
+        """Make sure that all ranks see the directory, and return a token of this run. Collective.
+
+        ``given`` is the directory as the user wrote it, ``None`` if each machine has one.
+
+        Raises:
+            CheckpointError: another job of the sweep has had the directory.
+            ConfigError: not all ranks see what rank 0 writes.
         """
-
         root = self._store.root
         named = root if given is None else option("checkpoint.dir", given)
-        token = self._ranks.run_on_all(f"{named} cannot be written to", self._take)[0]
+        self._failing = f"{named} cannot be written to"
         scratch = os.path.basename(root).startswith(SCRATCH)
-        if not is_url(root) and self._ranks.size > 1:
-            self._expect_one_directory(token, named, looks=given is not None and not scratch)
+        looks = given is not None and not is_url(root) and not scratch and self._ranks.size > 1
+        token, probe = self._ranks.run_on_all(f"{named} cannot be used", partial(self._open, looks))[0]
+        if probe:
+            self._expect_one_directory(named, probe)
         return token
 
-    def let_go(self) -> None:
-        """Let other runs write there."""
+    def acquire_to_save(self) -> None:
+        """Take the lock on rank 0, unless it is taken; clear away what dead runs have left.
+
+        Warns of what a run that has restored nothing will delete.
+
+        Raises: ``CheckpointError`` if another run has it, or it cannot be written to, or does not answer in time.
+        """
+        try:
+            self._acquire()
+        except Exception as error:
+            raise kind_of([error])(f"{self._failing}: {reason(error)}") from error
+        if self.acquired and not self._warned:
+            self._warned = True
+            _warn_of_earlier_run(self._store)
+
+    def acquire_on_all(self) -> None:
+        """As :meth:`acquire_to_save`, without a warning; all ranks raise together. Collective."""
+        self._ranks.run_on_all(self._failing, self._acquire)
+
+    def acquire_to_restore(self) -> None:
+        """Take the lock on rank 0 if the same command has saved the newest checkpoint. Raises: any error."""
+        newest = self._store.latest() if self._ranks.rank == 0 else None
+        if newest is not None and newest.manifest.command == command_key():
+            self._acquire()
+
+    def release(self) -> None:
+        """Let other runs write there. This run takes it no more."""
+        self._process = 0
         if self._lock is not None:
             self._store.settle()
             self._lock.release()
 
-    def _take(self) -> str:
-        store, token = self._store, new_token()
+    def _open(self, looks: bool) -> tuple[str, str]:
+        """Return a token and the path of a lease that the other ranks are to see, or nothing where that cannot be."""
         if self._ranks.rank > 0:
-            return token
-        away = is_url(store.root)
-        probe = None if away or self._ranks.size == 1 else Path(store.temporary(0, token))
-        take = partial(_take, store, self._seconds, self._resume, probe)
+            return "", ""
+        with within(self._seconds):
+            expect_own_job(self._store, self._resume)
+        token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
+        if not looks:
+            return token, ""
         try:
-            self._lock = answered(store.root, self._seconds, take, methodcaller("release")) if away else take()
-        except PermissionError as error:
-            if not away:
-                raise
-            raise CheckpointError(f"{reason(error)}. {advice(error, store.root)}") from error
-        return token
+            os.makedirs(self._store.root, exist_ok=True)
+            self._store.backend.write(probe, LeaseRecord(Owner.ourselves(), token, machine_name(), time.time()).dumps())
+        except OSError:  # a reader need not write; who saves will hear of it
+            return token, ""
+        return token, probe
 
-    def _expect_one_directory(self, token: str, named: str, looks: bool) -> None:
-        """Raise ``ConfigError`` on all ranks, and let go, if one does not find what rank 0 has made. Collective."""
-        store, probe = self._store, self._store.temporary(0, token)
+    def _expect_one_directory(self, named: str, probe: str) -> None:
+        """Raise ``ConfigError`` on all ranks if one does not find what rank 0 has made. Collective."""
+        store = self._store
+        probe = f"{store.root}/{os.path.basename(probe)}"
         try:
-            look = partial(_look, probe) if looks else lambda: ("", True)
+            look = partial(_look, probe)
             seen = self._ranks.run_on_all(f"The ranks could not compare what they see in {store.root}", look)
             blind: dict[str, list[int]] = {}  # the ranks of each machine that has another directory
             for rank, (machine, sees) in enumerate(seen):
@@ -93,20 +152,30 @@ class Hold:
                 there = [f"{machine} ({name_ranks(ranks)})" for machine, ranks in blind.items()]
                 more = f", and {len(there) - _SHOWN} machines more" if len(there) > _SHOWN else ""
                 raise ConfigError(
-                    f"{named} is not the same directory on all machines: what rank 0 has made there on {seen[0][0]} "
-                    f"is not there on {', '.join(there[:_SHOWN])}{more}. Give one that all machines share, in a "
-                    "network file system or an object store, such as s3://BUCKET/RUN; or for copies on each machine's "
-                    f"own disk {choice('tier', 'disk', dir='PATH')}, with a shared directory or without one."
+                    f"{named} is not the same directory on all machines: what rank 0 has made there on "
+                    f"{seen[0][0]} is not there on {', '.join(there[:_SHOWN])}{more}. Give one that all machines "
+                    "share, in a network file system or an object store, such as s3://BUCKET/RUN; or for copies on "
+                    f"each machine's own disk {choice('tier', 'disk', dir='PATH')}, with a shared directory or without "
+                    "one."
                 )
-        except BaseException:
-            self.let_go()
-            raise
         finally:
             if self._ranks.rank == 0:
-                store.backend.discard(probe)
+                store.backend.delete(probe)
+
+    def _acquire(self) -> None:
+        if self._ranks.rank > 0 or self._lock is not None or self._process != os.getpid():
+            return
+        root, take = self._store.root, partial(_take, self._store, self._seconds, self._resume, self.continues)
+        try:
+            self._lock = answered(root, self._seconds, take, methodcaller("release")) if is_url(root) else take()
+        except PermissionError as error:
+            if not is_url(root):
+                raise
+            raise CheckpointError(f"{reason(error)}. {advice(error, root)}") from error
+        self.when_acquired()
 
 
-def warn_of_earlier_run(store: CheckpointStore) -> None:
+def _warn_of_earlier_run(store: CheckpointStore) -> None:
     """Warn of what a run that saves and has restored nothing will delete."""
     if store.retention.spared:
         _log.warning(
@@ -132,17 +201,16 @@ def _look(path: str) -> tuple[str, bool]:
         time.sleep(_LOOK_S)
 
 
-def _take(store: CheckpointStore, seconds: float, resume: str, probe: Path | None) -> StoreLock:
+def _take(store: CheckpointStore, seconds: float, resume: str, continues: bool) -> StoreLock:
     with within(seconds):
         hold = store.lock()
         failpoint("locked")
         try:
             store.sweep()
-            take_for_job(store, resume)
-            if resume == "never":
+            expect_own_job(store, resume)
+            note_job(store)
+            if continues or resume == "never":
                 store.retention.spared.clear()
-            if probe is not None:
-                probe.touch()
         except BaseException:
             hold.release()
             raise

@@ -33,9 +33,10 @@ class Restore:
             them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the ranks that need
             it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs and network file
             systems, where there are several ranks, else ``"each"``.
-        give_up_after: how many times runs may crash after a checkpoint was restored and before one beyond it is
-            complete; then ``resume="auto"`` passes over it. Counted for the directory and for the tier; after five
-            times as many crashes in a row nothing more is tried. ``None`` never gives one up.
+        max_crashes: how many times runs may crash after a checkpoint was restored and before one beyond it is complete;
+            then ``resume="auto"`` skips it. A crash is a process that a signal or too little memory has ended, or the
+            same exception in runs that a launcher or a scheduler has started again. Counted for the directory and for
+            the tier; after five times as many crashes in a row nothing more is tried. ``None`` counts none.
         cast: whether tensors of floating point are converted to the dtypes of the objects, as ``copy_`` does: for a
             stager that makes smaller copies. Else modules refuse what was saved with another dtype.
         exact: whether ``resume="auto"`` skips emergency saves, which lack values of a failed rank, such as its random
@@ -56,7 +57,7 @@ class Restore:
 
     verify: Literal["full", "fast"] = "full"
     read: Literal["auto", "each", "once"] = "auto"
-    give_up_after: int | None = 3
+    max_crashes: int | None = 3
     cast: bool = False
     exact: bool = False
     rename: Mapping[str, Any] = field(default_factory=dict)
@@ -65,8 +66,8 @@ class Restore:
     def __post_init__(self) -> None:
         one_of(option("checkpoint.restore.verify"), self.verify, ("full", "fast"))
         one_of(option("checkpoint.restore.read"), self.read, ("auto", "each", "once"))
-        if self.give_up_after is not None:
-            at_least(1, option("checkpoint.restore.give_up_after"), self.give_up_after)
+        if self.max_crashes is not None:
+            at_least(1, option("checkpoint.restore.max_crashes"), self.max_crashes)
         _flag("restore.cast", self.cast)
         _flag("restore.exact", self.exact)
         if isinstance(self.allow_missing, str) or not all(isinstance(each, str) for each in self.allow_missing):

@@ -38,6 +38,7 @@ from stagereg.checkpoint.save.whole_step import WholeStep
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.errors import CheckpointError, name_ranks, reason
+from stagereg.launch.command_line import command_key
 from stagereg.launch.loss import Loss
 from stagereg.launch.rank import is_consequence
 from stagereg.option_text import option
@@ -271,7 +272,8 @@ class _SurvivorsTarget(SaveTarget):
         return super().marks(path, results)
 
     def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
-        return Manifest(step, self._made.told.world_size, 0, files, self._storage_name, lost=self._lost)
+        size, command = self._made.told.world_size, command_key()
+        return Manifest(step, size, 0, files, self._storage_name, lost=self._lost, command=command)
 
 
 def _add_positions(captured: dict[str, Any], lost: dict[str, list[str]], state: Mapping[str, Any], made: _Try) -> None:

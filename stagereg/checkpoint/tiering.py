@@ -57,7 +57,7 @@ class Tiering:
             _log_what_it_survives(self.near, stores)
 
     def counter(
-        self, store: CheckpointStore, give_up_after: int | None, first: bool, background: SaveThread
+        self, store: CheckpointStore, max_crashes: int | None, first: bool, background: SaveThread, token: str
     ) -> CrashCounter:
         """Return what counts crashes: for rank 0, the ``first``, or for one of each machine if none has the store.
 
@@ -65,7 +65,8 @@ class Tiering:
         """
         alone = self.near is not None and not self.near.shared
         counts = self.near.leads if alone and self.near is not None else first
-        counter = CrashCounter(store, give_up_after, counts, shared=not alone)
+        holds = self.near is not None  # the constructor locks the folder of the tier, and the store
+        counter = CrashCounter(store, max_crashes, counts, shared=not alone, token=token, holds=holds)
         background.listeners.append(counter.committed)
         if self.background is not None:
             self.background.listeners.append(partial(counter.committed, near=True))

@@ -61,6 +61,7 @@ class NamedCheckpoints:
             raise ConfigError(f"{self._store} is a link, and must be a directory that stagereg made: delete the link.")
         options = {"leave": Leave(grace=None, save_last=False), **options}
         self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", **options)
+        self.checkpointer.lock()
         self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one

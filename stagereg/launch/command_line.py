@@ -7,6 +7,7 @@ Hydra's launcher and sweeper, is left out; the run directory is the launcher's.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
+_NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that leave the program what it is
+_HALF = 8  # characters of a key
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
 
@@ -95,3 +98,22 @@ def parsed(arguments: list[str]) -> Any:
 
     known, _ = get_args_parser().parse_known_args(arguments)
     return known
+
+
+def command_key() -> str:
+    """Return a short text that is the same for two processes of one command: one program with the same arguments.
+
+    The first half is that of the program (:func:`is_program`). Overrides of ``hydra`` and ``checkpoint`` do not matter:
+    launchers add some. It reveals no argument.
+    """
+    program, *arguments = sys.argv or [""]
+    program = os.path.realpath(program)
+    if not os.path.isfile(program):  # of ``python -c`` the code
+        program = " ".join(sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)])
+    arguments = [each for each in arguments if not _NOT_THE_PROGRAM.match(each)]
+    return "".join(hashlib.sha256(json.dumps(part).encode()).hexdigest()[:_HALF] for part in (program, arguments))
+
+
+def is_program(key: str) -> bool:
+    """Whether this process runs the program of a key, with whatever arguments; true of an empty one."""
+    return not key or key[:_HALF] == command_key()[:_HALF]

@@ -25,7 +25,15 @@ from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.phases import FAILURE
 from stagereg.launch.preemption import SIGNALS
-from stagereg.launch.rank import ATTEMPT, LAUNCHER, STEPPED, command_to_resume, publish_run, resume_overrides
+from stagereg.launch.rank import (
+    ATTEMPT,
+    LAUNCHER,
+    NEXT_START,
+    STEPPED,
+    command_to_resume,
+    publish_run,
+    resume_overrides,
+)
 from stagereg.launch.restarts import Progress, Restarts
 from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
@@ -73,7 +81,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
         while True:
             end = run.attempt()
             if not end.errors and end.unstepped is not None:
-                raise _preempted(end.unstepped, _newest_checkpoint(run.progress()))
+                raise _preempted(end.unstepped, _newest_checkpoint(run.progress(), end.skipped))
             if not end.errors and RESUME_CODE in end.codes.values():
                 raise SystemExit(RESUME_CODE)
             if not end.errors and not end.codes:
@@ -81,7 +89,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
             received = local.forwarded or end.received
             refusal = "" if received else run.refusal(end)
             if refusal is not None:
-                _raise(end, received, refusal + _newest_checkpoint(run.progress()))
+                _raise(end, received, refusal + _newest_checkpoint(run.progress(), end.skipped))
             run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
             print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
 
@@ -96,6 +104,7 @@ class _End:
     errors: dict[int, str] = field(default_factory=dict)
     result: Any = None
     unstepped: signal.Signals | None = None  # ended ranks, and no rank had taken a step
+    skipped: str = ""  # that the next start skips the newest checkpoint, if so
 
     @property
     def received(self) -> signal.Signals | None:
@@ -104,6 +113,7 @@ class _End:
     def hear(self) -> None:
         """Read what the ranks have reported; what came of another rank's end counts where no code tells of that."""
         self.errors, self.result = self.run.errors(), self.run.get("result")
+        self.skipped = self.run.get(NEXT_START) or ""
         consequences = self.run.errors("consequences")
         causes = {rank: code for rank, code in self.codes.items() if rank not in consequences}
         if not self.errors and set(causes.values()) <= {RESUME_CODE}:
@@ -201,7 +211,8 @@ class _Run:
         in_job = all(run.get(f"in job/{rank}") for rank in ranks)
         killed = self.local.end(stopped if in_job else signal.SIGTERM).get(0, 0) < 0
         # If it is, rank 0 waited in a collective, and could not say this itself.
-        raise _stopped(stopped, _newest_checkpoint(self.progress()) if killed else "")
+        skipped = run.get(NEXT_START) or ""
+        raise _stopped(stopped, _newest_checkpoint(self.progress(), skipped) if killed else "")
 
 
 def _open_store(task: SchedulerTask) -> Any:
@@ -242,17 +253,17 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _newest_checkpoint(progress: Progress) -> str:
-    """Return a line on the newest checkpoint of a run, and the command that resumes from it."""
+def _newest_checkpoint(progress: Progress, skipped: str = "") -> str:
+    """Return a line on the newest checkpoint of a run, and how to resume from it; ``skipped`` as of `_End`."""
     stored, near = progress.stored or progress.resumed, progress.near
     if stored is None and near is None:
-        return ""
+        return skipped and f"\n{skipped}"
     found = [] if stored is None else [f"The newest checkpoint is step {stored['step']}, in {stored['dir']}"]
     if near is not None and (stored is None or near["step"] > stored["step"]):
         found.append(f"step {near['step']} is in {near['dir']}")
     command = command_to_resume("" if stored is None else stored["dir"])
-    text = "; ".join([*found, f"{command} resumes from there"])
-    return f"\n{text[0].upper()}{text[1:]}."
+    text = "; ".join([*found, *([] if skipped else [f"{command} resumes from there"])])
+    return f"\n{text[0].upper()}{text[1:]}. {skipped}".rstrip()
 
 
 def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:

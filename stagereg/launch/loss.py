@@ -23,6 +23,7 @@ from stagereg.launch.watch import Watch
 _NOTICES = 3.0  # times ``notice_s`` that a save after a loss may take
 _HEARD_S = 5.0  # seconds from a broken collective to the report of the failed rank
 _LOOK_S = 0.02
+_PUBLISH_S = 2.0
 _NOT_SAVED = "Those who are left have not saved: "
 
 
@@ -74,6 +75,17 @@ class AfterLoss:
         self.saver = weakref.ref(saver)
         self._store.set("saves after a loss", self._limit_s)
         return self._store.set
+
+    def publish(self, key: str, value: Any) -> None:
+        """Publish a value, as JSON, for the launcher; waits a moment for a store that may be gone."""
+
+        def publish() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(key, value)
+
+        publishing = threading.Thread(target=publish, name="stagereg-publish", daemon=True)
+        publishing.start()
+        publishing.join(_PUBLISH_S)
 
     def hurry(self) -> None:
         """This rank is to end, so nobody is waited for who does not answer. As often as one likes."""
@@ -143,6 +155,12 @@ def of_process(after: AfterLoss) -> Iterator[None]:
 def expect(saver: SavesAfterLoss) -> Callable[[str, Any], None] | None:
     """Have ``saver`` save after a loss, as :meth:`AfterLoss.expect`; ``None`` if losses are not noticed."""
     return None if _of_process is None else _of_process.expect(saver)
+
+
+def publish(key: str, value: Any) -> None:
+    """Publish a value for the launcher, as :meth:`AfterLoss.publish`; nothing without a launcher of this project."""
+    if _of_process is not None:
+        _of_process.publish(key, value)
 
 
 def is_expected() -> bool:

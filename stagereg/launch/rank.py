@@ -53,6 +53,7 @@ KEEPS_CODE = "STAGEREG_KEEPS_CODE"
 STEPPED = "stepped"  # the key that a rank sets in the store of the run when it takes its first step
 _RUN = "STAGEREG_RUN"
 """The environment variable with directory and ``resume_overrides`` of the run, for :func:`command_to_resume`."""
+NEXT_START = "next start"  # the key of what rank 0 publishes of the next start, if that skips the newest checkpoint
 _CHECKPOINTS, _AUTO = "checkpoint.dir=", "checkpoint.resume=auto"
 _LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
 _EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
@@ -315,7 +316,11 @@ def run_recorded(task: Callable[[Any], Any], cfg: Any, attempt: str = "", failur
     if dist.get_rank() == 0:
         phases.begin(directory, attempt, failure)
     with record.recording(directory, dist.get_rank(), dist.get_world_size(), attempt, **device):
-        value = task(cfg)
+        try:
+            value = task(cfg)
+        except BaseException as error:
+            shutdown.note_failure(error)
+            raise
         shutdown.finish()
     return value
 

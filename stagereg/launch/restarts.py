@@ -7,6 +7,7 @@ again at the same step ends the run, unless the error reports bad numbers: an ol
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any, NamedTuple
 
 import stagereg.record as record
 from stagereg.launch.earlier import last_event
+from stagereg.launch.rank import ATTEMPT
 
+_RESTARTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""The environment variables with how often a launcher, torchrun or Slurm has started a process again."""
 _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot finite\b", re.IGNORECASE)
 
 
@@ -78,3 +82,8 @@ class Restarts:
 
     def __str__(self) -> str:
         return f"starting again, restart {self.count}; without a new checkpoint {self._left} more"
+
+
+def is_automatic() -> bool:
+    """Whether a launcher or a scheduler has started this process again, and not a person."""
+    return any(os.environ.get(each, "0") not in ("", "0") for each in _RESTARTS)

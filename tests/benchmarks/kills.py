@@ -138,7 +138,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kill: Kill | None) 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     stager, storage = stagereg.build("stager", setup.stager), stagereg.build("storage", setup.storage)
     failpoints.watch(Observer(kill, rank, folder, pids))
-    never = Restore(give_up_after=None)
+    never = Restore(max_crashes=None)
     with Checkpointer(str(root), EVERY, KEEP, "auto", stager, storage, restore=never) as checkpointer:
         start = checkpointer.restore(state) or 0
         append_line(folder, rank, state=(start, digest(state)))

@@ -64,7 +64,7 @@ class Chain:
             "width": draw.choice((16, 200, 1000)),
             "shard": draw.choice(("fsdp2", "fsdp2", "ddp")),
             "steps": 100000,
-            "give_up_after": 0,
+            "max_crashes": 0,
             "calm": "false",
         }
         if draw.random() < 0.3:

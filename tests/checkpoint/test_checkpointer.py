@@ -170,7 +170,7 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         (Leave, {"save_last": None}, "save_last must be true or false"),
         (Restore, {"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
         (Restore, {"read": "twice"}, "read must be one of auto, each, once"),
-        (Restore, {"give_up_after": True}, "give_up_after must be a whole number of at least 1"),
+        (Restore, {"max_crashes": True}, "max_crashes must be a whole number of at least 1"),
         (Restore, {"cast": 1}, "cast must be true or false"),
         (Replicas, {"share": "first"}, "share must be true or false"),
         (Replicas, {"verify_every": -1}, "verify_every must be a whole number of at least 0"),
@@ -243,9 +243,13 @@ def test_a_stager_and_a_storage_may_be_given_by_name(tmp_path: Path) -> None:
         Checkpointer(str(tmp_path), stager="half")
 
 
-def test_a_directory_without_permission_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be written to"):
-        Checkpointer("/proc/checkpoints")
+def test_a_directory_without_permission_is_refused_at_the_first_step() -> None:
+    for ask in (lambda each: each.maybe_save(1, {"x": 1}), lambda each: each.save(1, {"x": 1}), Checkpointer.lock):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint.dir=/proc/checkpoints cannot be written to: "
+        ) as refused:
+            ask(Checkpointer("/proc/checkpoints"))
+        assert str(refused.value).count("cannot be written to") == 1
 
 
 def test_a_file_in_the_place_of_the_directory_is_one_sentence(tmp_path: Path) -> None:
@@ -267,7 +271,8 @@ def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) 
     (tmp_path / ".mine.json.tmp").touch()
     (tmp_path / ".mine.tmp").mkdir()
     (tmp_path / "step-notes").touch()
-    Checkpointer(str(tmp_path)).close()
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.lock()
     assert names(tmp_path) == [".mine.json.tmp", ".mine.tmp", "step-notes"]
 
 

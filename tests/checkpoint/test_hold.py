@@ -13,9 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import stagereg.checkpoint.hold as hold
-import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import Checkpointer
-from stagereg.checkpoint.hold import Hold
+from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
@@ -33,22 +32,23 @@ def refusals(rank: int, world_size: int, root: str) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hold, "_PATIENCE_S", 0.2)
         with pytest.raises(ConfigError) as taken:
-            Hold(store("a"), ranks, 10, "auto").take("a")
-        held = Hold(open_store(f"{root}/held"), ranks, 10, "auto")
-        held.take("held")
-        scratch = Hold(store(f"{hold.SCRATCH}x"), ranks, 10, "auto")
-        scratch.take(f"{hold.SCRATCH}x")  # to which nothing is saved
-        scratch.let_go()
+            DirectoryLock(store("a"), ranks, 10, "auto").open("a")
+        held = DirectoryLock(open_store(f"{root}/held"), ranks, 10, "auto")
+        held.open("held")
+        held.acquire_on_all()
+        DirectoryLock(store(f"{hold.SCRATCH}x"), ranks, 10, "auto").open(
+            f"{hold.SCRATCH}x"
+        )  # to which nothing is saved
     assert "hydra" not in sys.modules  # importing it takes longer than all of this
     if rank == 0:  # which deletes, after all have looked
         there = sorted(path.relative_to(root).as_posix() for path in Path(root).rglob("*"))
-        assert there == ["a", "held", "held/.lock", f"{hold.SCRATCH}x"]
+        assert there == ["a", "held", "held/.lock"]
     dist.barrier()
     if rank == 1:
         os.mkdir(f"{root}/elsewhere")
         threading.Timer(0.3, os.symlink, (f"{root}/late", f"{root}/elsewhere/late")).start()
-    Hold(store("late"), ranks, 10, "auto").take("late")
-    held.let_go()
+    DirectoryLock(store("late"), ranks, 10, "auto").open("late")
+    held.release()
     return str(taken.value)
 
 
@@ -61,13 +61,14 @@ def test_ranks_that_see_another_directory_are_named_and_no_file_of_the_look_stay
 
 def is_killed(rank: int, world_size: int, root: str) -> None:
     if rank == 0:
-        failpoints.watch(lambda moment: os.kill(os.getpid(), signal.SIGKILL) if moment == "swept" else None)
+        hold._look = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     Checkpointer(root)
 
 
 def test_the_next_start_deletes_what_a_killed_look_has_left(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_ranks(is_killed, 2, args=(str(tmp_path),))
-    assert [path.name for path in tmp_path.glob(".step-*.tmp")] != []
-    with Checkpointer(str(tmp_path)):
+    assert [path.name for path in tmp_path.glob(".reading.*")] != []
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.lock()
         assert os.listdir(tmp_path) == [".lock"]

@@ -97,7 +97,7 @@ def lose(
         was = training.copy()
         dist.barrier()
         if rank in lost:
-            checkpointer._hold.let_go()  # as the end of its process does
+            checkpointer._hold.release()  # as the end of its process does
             time.sleep(0.1)
             store.wait(["over"])
             return "", was

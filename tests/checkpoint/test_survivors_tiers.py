@@ -67,7 +67,7 @@ def lose(rank: int, world_size: int, root: str) -> tuple[str, dict[str, Any]]:
             assert comes_true(lambda: not saving._tiering.near._threads.busy, BOUND_S)
             dist.barrier()
         if rank == 1:
-            saving._hold.let_go()  # as the end of its process does
+            saving._hold.release()  # as the end of its process does
             time.sleep(0.1)
             store.wait(["over"])
             return "", was

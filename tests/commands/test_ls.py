@@ -124,11 +124,11 @@ def test_one_checkpoint_is_listed_alone_also_behind_a_link(tmp_path: Path, comma
 def test_crashes_after_a_checkpoint_are_shown(tmp_path: Path, command: Command) -> None:
     save(tmp_path, 100, 200)
     newest, oldest = "step-00000200", "step-00000100"
-    note = {"restored": oldest, "give_up_after": 3, "crashes": {newest: 3, oldest: 1, "tier/step-00000100": 9}}
+    note = {"restored": oldest, "max_crashes": 3, "crashes": {newest: 3, oldest: 1, "tier/step-00000100": 9}}
     (tmp_path / ".restored.json").write_text(json.dumps(note))
     newest, oldest = command("ls", tmp_path, "--json").json["checkpoints"]
-    assert (newest["why"], oldest["why"]) == ("given up after 3 crashes", "2 crashes after it was restored")
-    assert "latest; given up after 3 crashes" in command("ls", tmp_path).out
+    assert (newest["why"], oldest["why"]) == ("quarantined after 3 crashes", "2 crashes after it was restored")
+    assert "latest; quarantined after 3 crashes" in command("ls", tmp_path).out
     with StoreLock(tmp_path):
         assert command("ls", tmp_path, "--json").json["checkpoints"][1]["why"] == "1 crash after it was restored"
 

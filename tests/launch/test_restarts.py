@@ -209,8 +209,24 @@ def test_an_older_checkpoint_that_is_saved_again_is_no_progress() -> None:
 @pytest.mark.parametrize("what", ["kill", "bad numbers"])
 def test_a_run_that_fails_after_each_checkpoint_goes_back_and_then_ends(program: Program, what: str) -> None:
     ended = refusal(program, "nproc=1", f"what={what}", "times=99", "at=[8]", "restarts=99")
-    assert began(program) == [None, *[6] * 3, *[3] * 3]
+    noted = what != "kill"  # the first exception of its kind
+    assert began(program) == [None, *[6] * (3 + noted), *[3] * 3]
     assert "none of them is good" in ended.stderr
+
+
+def test_the_last_crash_before_the_quarantine_is_told_with_the_option_that_prevents_it(program: Program) -> None:
+    end_of(program, "nproc=1", "steps=6", "hydra.run.dir=run")
+    crashes = ["nproc=1", "hydra.run.dir=run", "checkpoint.restore.max_crashes=2"]
+    ended = refusal(program, *crashes, "what=kill", "times=9", "at=[7]", "restarts=1")
+    assert "step-00000006 in " in ended.stdout
+    assert "1 crash after it was restored. After one more crash before a later checkpoint" in ended.stdout
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("The newest checkpoint is step 6, in ")
+    assert "The next start with checkpoint.resume=auto skips step-00000006, which is quarantined after 2 cra" in last
+    assert "resume from it with checkpoint.restore.max_crashes=null." in last
+    assert "goes on from there" not in ended.stderr
+    end_of(program, *crashes)
+    assert began(program) == [None, 6, 6, 3]
 
 
 def test_another_error_or_step_is_another_failure() -> None:

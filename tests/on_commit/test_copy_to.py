@@ -213,10 +213,11 @@ def test_a_checkpoint_is_not_deleted_while_it_is_copied(
 def test_a_store_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
     source, target = str(tmp_path / "run"), str(tmp_path / "copies")
     save(source, 1)
-    with Checkpointer(target, leave=Leave(save_last=False)), pytest.raises(CheckpointError, match="in use"):
-        CopyTo(target).committed(newest(source))
-    with pytest.raises(CheckpointError, match="in use"), Checkpointer(source, leave=Leave(save_last=False)):
-        CopyTo(source).committed(newest(source))
+    for place in (target, source):
+        with Checkpointer(place, leave=Leave(save_last=False)) as other:
+            other.lock()
+            with pytest.raises(CheckpointError, match="in use"):
+                CopyTo(place).committed(newest(source))
     CopyTo(target).committed(newest(source))
     assert steps(target) == [1]
 

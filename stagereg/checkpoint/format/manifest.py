@@ -55,6 +55,7 @@ class Manifest:
         time: of the commit, whole seconds since the epoch.
         metrics: rank 0 logged them before the save; may have NaN, so two manifests are compared without.
         lost: in a survivors' save the lost ranks, each with the values that are missing or inexact, in words.
+        command: the key of the command that saved it (:func:`.command_key`); empty where that is not known.
     """
 
     step: int
@@ -65,6 +66,7 @@ class Manifest:
     time: int = 0
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
     lost: dict[str, list[str]] = field(default_factory=dict)
+    command: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +86,7 @@ class Manifest:
     def dumps(self) -> str:
         """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
-        for name in ("metrics", "lost"):
+        for name in ("metrics", "lost", "command"):
             if not data[name]:
                 del data[name]
         checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
@@ -114,6 +116,9 @@ class Manifest:
         for name in files:
             if not is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
                 raise ValueError(f"{name!r:.100} is no plain name of a file")
+        command = data.get("command", "")
+        if not isinstance(command, str) or (command and not is_name(command)):
+            raise ValueError(f"command is {command!r:.100}, which is no name")
         manifest = cls(
             step=_whole(data, "step"),
             world_size=_whole(data, "world_size", least=1),
@@ -123,6 +128,7 @@ class Manifest:
             time=_whole(data, "time", most=_LATEST_TIME),
             metrics=metrics_from_json(data.get("metrics", {})),
             lost=_lost(data.get("lost", {})),
+            command=command,
         )
         if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
             raise ValueError("it is not what was written: its own CRC-32 differs, or the text")

@@ -12,7 +12,7 @@ import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.format.damage import Condition, Unclear
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Checkpoint, step_of
-from stagereg.checkpoint.load.crashes import CrashCounter, Crashes
+from stagereg.checkpoint.load.crashes import CrashCounter, Crashes, retry
 from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.seeding import Seeded
@@ -32,7 +32,7 @@ RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of 
 _log = logging.getLogger(__name__)
 
 
-class _GivenUp(str):
+class _Quarantined(str):
     """The reason to skip a checkpoint that runs crash after, in the place of damage."""
 
 
@@ -134,7 +134,7 @@ def with_steps_of_tier(
     return found
 
 
-def without_given_up(
+def without_quarantined(
     store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition], near: Collection[str]
 ) -> list[Condition]:
     """Mark the checkpoints that ``"auto"`` skips for their crashes as damaged; warn if another ``resume`` takes one.
@@ -147,9 +147,9 @@ def without_given_up(
     crashes = counter.crashes_of(where, also, newest if resume == "auto" else -1) if listed else {}
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
-        if known.given_up and resume == "auto":
-            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _GivenUp(known.why)})
-        elif known.given_up:
+        if known.quarantined and resume == "auto":
+            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _Quarantined(known.why)})
+        elif known.quarantined:
             _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
     return listed
 
@@ -213,10 +213,10 @@ def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
         word, more = _word(each), ""
         if word == "not exact":
             continue
-        if word == "given up":
+        if word == "quarantined":
             named = option("checkpoint.resume", "PATH")
-            more = f"\n  If that had another cause, resume from it with {named} or {_retry()}."
-        _log.warning("%s is %s and passed over:\n%s%s", each.path, word, _indented(each), more)
+            more = f"\n  If the crashes had another cause, resume from it with {named} or {retry()}."
+        _log.warning("%s is %s and skipped:\n%s%s", each.path, word, _indented(each), more)
 
 
 def expect_found(restored: Checkpoint | None, source: str | os.PathLike[str] | None) -> None:
@@ -268,10 +268,10 @@ def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
     words = {_word(each) for each in skipped}
     how = ""
-    if "given up" in words:
+    if "quarantined" in words:
         how = (
             "What ends each run in this way may be in the program, its data or a machine: see the errors of those "
-            f"runs. When it is mended, resume from the newest with {_retry()}, or from another one with "
+            f"runs. When it is mended, resume from the newest with {retry()}, or from another one with "
             f"{option('checkpoint.resume', 'PATH')}.\n"
         )
     if any(isinstance(what, _Inexact) for each in skipped for what in each.damages.values()):
@@ -280,7 +280,7 @@ def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
     good, command = ("exact", "ls") if words == {"not exact"} else ("good", "verify")
     text = (
         f"There are checkpoints in {root}, and none of them is {good}:\n"
-        f"{every}\n{how}Starting from scratch would give the run up, so no step was taken. {put_back}start from "
+        f"{every}\n{how}Starting from scratch would abandon the run, so no step was taken. {put_back}start from "
         f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` shows them "
         "again."
     )
@@ -298,17 +298,13 @@ def not_that_one(resume: str, damaged: Condition) -> DamagedError:
     return DamagedError(f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good.")
 
 
-def _retry() -> str:
-    return option("checkpoint.restore.give_up_after", None)
-
-
 def _exact(chosen: bool) -> str:
     return option("checkpoint.restore.exact", chosen)
 
 
 def _word(condition: Condition) -> str:
     kinds = {type(what) for what in condition.damages.values()}
-    return "given up" if _GivenUp in kinds else "not exact" if _Inexact in kinds else "damaged"
+    return "quarantined" if _Quarantined in kinds else "not exact" if _Inexact in kinds else "damaged"
 
 
 def _indented(condition: Condition) -> str:

@@ -30,7 +30,7 @@ from stagereg.checkpoint.format.damage import Condition, share_of_rank
 from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.load.crashes import CrashCounter, RestoreNote, is_in_order
+from stagereg.checkpoint.load.crashes import CrashCounter, RestoreRecord, is_in_order
 from stagereg.checkpoint.load.findings import Findings, Looked, condition_of, together
 from stagereg.checkpoint.load.matching import MatchedFiles
 from stagereg.checkpoint.load.name_map import NameMap
@@ -116,9 +116,11 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
         shared = is_url(where) or is_on_network(Path(where))
         return _Seen(listed, asked.counter.note(), machine_name(), shared, seeding.seeds_of(asked.state))
 
-    def answer(seen: list[_Seen]) -> list[tuple[list[Condition], _Machines, RestoreNote | None, dict[str, list[int]]]]:
+    def answer(
+        seen: list[_Seen],
+    ) -> list[tuple[list[Condition], _Machines, RestoreRecord | None, dict[str, list[int]]]]:
         asked.counter.take_note([each.note for each in seen])
-        listed = choosing.without_given_up(store, resume, asked.counter, seen[0].listed, steps)
+        listed = choosing.without_quarantined(store, resume, asked.counter, seen[0].listed, steps)
         listed = choosing.without_inexact(listed, resume) if asked.exact else listed
         twins = seeding.lowest_twins([each.seeds for each in seen])
         return [(listed, _machines(seen), asked.counter.note(), twins)] * ranks.size
@@ -159,7 +161,7 @@ class _Seen(NamedTuple):
     """What rank 0 has listed, the note of crashes, whether all machines see the files, and how a rank is seeded."""
 
     listed: list[Condition]
-    note: RestoreNote | None
+    note: RestoreRecord | None
     machine: str
     shared: bool
     seeds: Mapping[str, str]

@@ -36,6 +36,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
+from stagereg.launch.command_line import command_key
 from stagereg.stagers.async_stager import UnconfirmedCopy
 
 
@@ -172,7 +173,8 @@ class SaveTarget(Target):
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
 
     def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
-        return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=self.metrics.of_step(step))
+        metrics = self.metrics.of_step(step)
+        return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=metrics, command=command_key())
 
     def discard(self, step: int) -> None:
         if self.ranks.rank == 0:

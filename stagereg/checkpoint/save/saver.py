@@ -80,6 +80,7 @@ class Saver:
         self.reached = -1  # as ``saved``; -1 before, and after a restore
         self.leaving = False  # whether the ranks are about to exit
         self.names = ParameterNames()  # in the state
+        self.ready: Callable[[], object] = lambda: None  # called before a save; what it raises fails the save
         # Takes note of steps that end; ``None`` if nothing is saved after a loss.
         self.whole: Callable[[int, Mapping[str, Any]], None] | None = None
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
@@ -179,6 +180,7 @@ class Saver:
         if save.to is self._target:
             self._target.metrics.begin_save(step)
         try:
+            self.ready()
             for each in saves:
                 self._thread_of(each).admit(each)
             self._stage(save)

@@ -1,14 +1,14 @@
-"""A checkpoint that runs crash after is passed over, on any number of ranks, and in good order nothing is counted."""
+"""A checkpoint that runs crash after is skipped, on any number of ranks; other ends and readers count for nothing."""
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,11 +22,12 @@ import stagereg.checkpoint.load.crashes as crashes
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.crashes import crashes_in, is_in_order
+from stagereg.checkpoint.load.crashes import crashes_in, is_in_order, is_out_of_memory
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted, Stopped
 from stagereg.option_text import in_config
+from stagereg.launch.command_line import command_key
 from stagereg.testing.ranks import RankFailure, run_ranks
 
 from ...support.forks import run_forked
@@ -45,8 +46,12 @@ def save(root: Path | str, *steps: int, keep: int = 9) -> None:
             checkpointer.save(step, state_of(step))
 
 
-def crash(root: Path | str, act: Callable[[Checkpointer], object] = lambda _: 1 // 0, **options: Any) -> int | None:
-    """A run that restores, acts and raises; return the step that it went on from."""
+def run_out(_: object = None) -> None:
+    raise MemoryError  # counts, whoever has started the run
+
+
+def crash(root: Path | str, act: Callable[[Checkpointer], object] = run_out, **options: Any) -> int | None:
+    """A run that restores, acts and raises; return the step that it resumed from."""
     began = []
 
     def run() -> None:
@@ -54,7 +59,7 @@ def crash(root: Path | str, act: Callable[[Checkpointer], object] = lambda _: 1 
             began.append(checkpointer.restore(state_of()))
             act(checkpointer)
 
-    with pytest.raises((ZeroDivisionError, KeyboardInterrupt, SystemExit)):
+    with pytest.raises((MemoryError, ZeroDivisionError, KeyboardInterrupt, SystemExit)):
         run()
     return began[0]
 
@@ -75,14 +80,14 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_after_three_crashes_the_one_before_is_restored(root: str) -> None:
     save(root, 100, 200)
     assert [crash(root) for _ in range(3)] == [200, 200, 200]
-    assert [each for name, each in known(root).items() if "200" in name] == ["given up after 3 crashes"]
+    assert [each for name, each in known(root).items() if "200" in name] == ["quarantined after 3 crashes"]
     assert [crash(root) for _ in range(3)] == [100, 100, 100]
     with pytest.raises(CheckpointError) as refused, Checkpointer(root) as checkpointer:
         checkpointer.restore(state_of())
-    for part in ("step-00000200", "step-00000100", "beyond step 200", "give_up_after=None", 'resume="never"'):
+    for part in ("step-00000200", "step-00000100", "beyond step 200", "max_crashes=None", 'resume="never"'):
         assert part in str(refused.value)
-    assert crash(root, restore=Restore(give_up_after=None)) == 200
-    assert crash(root, restore=Restore(give_up_after=4)) == 200
+    assert crash(root, restore=Restore(max_crashes=None)) == 200
+    assert crash(root, restore=Restore(max_crashes=4)) == 200
 
 
 def test_the_page_shows_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +97,7 @@ def test_the_page_shows_what_is_logged(tmp_path: Path, caplog: pytest.LogCapture
     caplog.clear()
     with in_config({"checkpoint": "checkpoint"}):  # as the page
         assert crash(tmp_path) == 200
-    [shown] = [each for each in Page("checkpoints.md").of("text") if "is given up and passed over" in each]
+    [shown] = [each for each in Page("checkpoints.md").of("text") if "is quarantined and skipped" in each]
     logged = "\n".join(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
     assert logged.replace(str(tmp_path), "runs/gpt") == shown.strip()
 
@@ -104,7 +109,7 @@ def test_the_next_commit_makes_a_checkpoint_good_again(root: str) -> None:
         checkpointer.save(300, state_of(300))
         checkpointer.wait()
         assert known(root) == {}
-        assert 1 // 0
+        run_out()
 
     assert [crash(root), crash(root), crash(root, commit)] == [200, 200, 200]
     assert known(root) == {}
@@ -119,13 +124,17 @@ def test_crashes_after_another_one_take_no_count_back(root: str) -> None:
     assert [crash(root) for _ in range(2)] == [200, 100]
 
 
-@pytest.mark.parametrize("how", ["end", "close", "garbage", "Ctrl-C", "exit 0", "preempted", "stopped", "refused"])
+@pytest.mark.parametrize(
+    "how", ["end", "close", "garbage", "Ctrl-C", "exit 0", "exit 1", "error", "preempted", "stopped", "refused"]
+)
 def test_an_end_in_good_order_is_no_crash(tmp_path: Path, how: str) -> None:
     save(tmp_path, 100)
     crash(tmp_path)
     ends: dict[str, BaseException] = {
         "Ctrl-C": KeyboardInterrupt(),
         "exit 0": SystemExit(0),
+        "exit 1": SystemExit(1),
+        "error": ZeroDivisionError(),  # of a program that a person starts
         "preempted": Preempted(100, str(tmp_path), signal.SIGTERM),
         "stopped": Stopped(signal.SIGTERM, "the disk is full"),
     }
@@ -167,14 +176,14 @@ def test_what_was_asked_for_is_restored_with_a_warning(tmp_path: Path, caplog: p
         assert crash(tmp_path, resume=resume) == 200
         said = [each.getMessage() for each in caplog.records if "asked for" in each.getMessage()]
         path = tmp_path / "step-00000200"
-        end = f"is restored since it was asked for, although it is given up after {3 + number} crashes."
+        end = f"is restored since it was asked for, although it is quarantined after {3 + number} crashes."
         assert said == [f"{path} {end}"]
     with Checkpointer(str(tmp_path / "other")) as checkpointer:  # of another directory nothing is counted
         assert checkpointer.restore(state_of(), source=tmp_path) == 100
-    assert known(tmp_path)["step-00000200"] == "given up after 6 crashes"
+    assert known(tmp_path)["step-00000200"] == "quarantined after 6 crashes"
 
 
-def test_retention_neither_counts_nor_deletes_a_given_up_one(tmp_path: Path) -> None:
+def test_retention_neither_counts_nor_deletes_a_quarantined_one(tmp_path: Path) -> None:
     save(tmp_path, 100, 200)
     for _ in range(3):
         crash(tmp_path)
@@ -186,7 +195,7 @@ def test_retention_neither_counts_nor_deletes_a_given_up_one(tmp_path: Path) -> 
         assert "step-00000200" in steps_in(tmp_path)
         assert "step-00000100" in steps_in(tmp_path) or step == 120
     assert steps_in(tmp_path) == ["step-00000110", "step-00000120", "step-00000200"]
-    assert known(tmp_path) == {"step-00000200": "given up after 3 crashes"}
+    assert known(tmp_path) == {"step-00000200": "quarantined after 3 crashes"}
     with Checkpointer(str(tmp_path), keep=2) as checkpointer:
         checkpointer.restore(state_of())
         checkpointer.save(200, state_of(200))
@@ -194,13 +203,13 @@ def test_retention_neither_counts_nor_deletes_a_given_up_one(tmp_path: Path) -> 
     assert known(tmp_path) == {}, "it is another checkpoint of that step"
 
 
-def test_a_step_that_a_run_saves_again_long_after_it_was_given_up_is_another_checkpoint(root: str) -> None:
+def test_a_step_that_a_run_saves_again_long_after_it_was_quarantined_is_another_checkpoint(root: str) -> None:
     def commit(*steps: int) -> Callable[[Checkpointer], None]:
         def act(checkpointer: Checkpointer) -> None:
             for step in steps:
                 checkpointer.save(step, state_of(step))
                 checkpointer.wait()
-            assert 1 // 0
+            run_out()
 
         return act
 
@@ -294,6 +303,7 @@ dist.init_process_group("gloo")
 with Checkpointer(sys.argv[1], leave=Leave(grace=timedelta(seconds=2))) as checkpointer:
     start = checkpointer.restore({"x": torch.zeros(50), "n": 0})
     print("began", start, flush=True) if dist.get_rank() == 0 else None
+    checkpointer.due(start + 1)
     dist.all_reduce(torch.ones(1))
     if start == 200 and dist.get_rank() == 1:
         os.abort()
@@ -322,19 +332,172 @@ def test_a_launcher_that_ends_the_other_ranks_hides_no_crash(tmp_path: Path, oth
     assert began == ["began 200"] * 3 + ["began 100"], ended.stderr
 
 
-def test_a_process_without_with_counts_its_errors_alone(tmp_path: Path) -> None:
+RESTORES = """
+import os, signal, sys, torch
+from stagereg import Checkpointer
+
+checkpointer = Checkpointer(sys.argv[1], every=100)
+state = {"x": torch.zeros(50), "n": 0}
+start = checkpointer.restore(state)
+print("began", start, flush=True)
+"""
+KILLED, CRASHED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSEGV"))
+
+
+@pytest.mark.parametrize(("end", "counts"), [(KILLED, 1), ("1 / 0", 0), ("sys.exit(1)", 0), ("raise MemoryError", 1)])
+def test_a_process_without_with_counts_its_death_and_its_lack_of_memory(tmp_path: Path, end: str, counts: int) -> None:
     save(tmp_path, 100)
-    program = (
-        "import sys, torch; from stagereg import Checkpointer\n"
-        "checkpointer = Checkpointer(sys.argv[1])\n"
-        "assert checkpointer.restore({'x': torch.zeros(50), 'n': 0}) == 100\n"
+    ended = run_forked(f"{RESTORES}\ncheckpointer.due(start + 1)\n{end}", tmp_path, timeout_s=60)
+    assert "began 100" in ended.stdout
+    assert known(tmp_path) == ({"step-00000100": "1 crash after it was restored"} if counts else {})
+
+
+def test_a_command_that_has_saved_here_is_counted_from_its_restore_on(tmp_path: Path) -> None:
+    program = f"{RESTORES}\nif start == 100 and os.path.exists(sys.argv[1] + '/poison'): {CRASHED}\n"
+    program += "for step in range((start or 0) + 1, (start or 0) + 101): checkpointer.maybe_save(step, state)\n"
+    program += "checkpointer.close()"
+    began = [run_forked(program, tmp_path, timeout_s=60).stdout]
+    (tmp_path / "poison").touch()
+    for _ in range(3):
+        ended = run_forked(program, tmp_path, timeout_s=60)
+        began.append(ended.stdout)
+        assert ended.returncode == -signal.SIGSEGV
+    assert "After one more crash before a later checkpoint, checkpoint.resume=auto skips it" in ended.stderr
+    assert "max_crashes=null" in ended.stderr
+    assert began == ["began None\n", *["began 100\n"] * 3]
+    assert known(tmp_path) == {"step-00000100": "quarantined after 3 crashes"}
+
+
+@pytest.mark.parametrize("death", [KILLED, CRASHED, "1 / 0", "os._exit(1)", "pass"])
+def test_a_program_that_never_saves_leaves_nothing_and_costs_no_checkpoint(tmp_path: Path, death: str) -> None:
+    save(tmp_path, 100, 200)
+    before = sorted(os.listdir(tmp_path))
+    for _ in range(3):
+        ended = run_forked(f"{RESTORES}\nassert os.listdir(sys.argv[1]) == {os.listdir(tmp_path)}\n{death}", tmp_path)
+        assert ended.stdout == "began 200\n", ended.stderr
+        assert "not closed" not in ended.stderr
+        assert [each for each in sorted(os.listdir(tmp_path)) if not each.startswith(".reading.")] == before
+    assert crash(tmp_path, lambda _: sys.exit(0)) == 200
+
+
+def test_an_evaluation_runs_next_to_training_whichever_starts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100)
+    reads = f"{RESTORES}\nwith checkpointer: pass"
+    with Checkpointer(str(tmp_path), every=1, keep=9) as checkpointer:
+        state = state_of()
+        start = checkpointer.restore(state) or 0
+        noted = (tmp_path / NOTE).read_bytes()
+        for step in (start + 1, start + 2):
+            ended = run_forked(reads, tmp_path, timeout_s=60)
+            assert (ended.stdout, ended.stderr) == (f"began {step - 1}\n", "")
+            assert step > start + 1 or (tmp_path / NOTE).read_bytes() == noted, "the note is of training"
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--evaluate"])
+    with Checkpointer(str(tmp_path)) as evaluating:
+        assert evaluating.restore(state_of()) == 102
+        trains = f"{RESTORES}\ncheckpointer.save(start + 1, state)\ncheckpointer.close()"
+        assert run_forked(trains, tmp_path, timeout_s=60).stdout == "began 102\n"
+    assert steps_in(tmp_path)[-1] == "step-00000103"
+
+
+def test_a_second_run_that_trains_is_refused_at_its_first_step(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    for asks in ("maybe_save(start + 1, state)", "save(start + 1, state)", "lock()"):
+        with Checkpointer(str(tmp_path)) as checkpointer:
+            assert checkpointer.restore(state_of()) == 100
+            ended = run_forked(f"{RESTORES}\ncheckpointer.{asks}", tmp_path, timeout_s=60)
+        assert ended.stdout == "began 100\n"
+        assert f"{tmp_path} is in use: another run writes checkpoints there, process {os.getpid()}" in ended.stderr
+        assert ended.returncode == 1
+    assert steps_in(tmp_path) == ["step-00000100"]
+
+
+@pytest.mark.parametrize("variable", ["STAGEREG_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_the_same_exception_is_counted_where_nobody_has_started_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    def first(_: object) -> None:
+        raise ZeroDivisionError
+
+    def second(_: object) -> None:
+        raise ZeroDivisionError
+
+    save(tmp_path, 100, 200)
+    monkeypatch.setenv(variable, "1")
+    assert [crash(tmp_path, first), crash(tmp_path, second)] == [200, 200]
+    assert known(tmp_path) == {}, "each of them for the first time"
+    assert [crash(tmp_path, first), crash(tmp_path, second)] == [200, 200]
+    monkeypatch.setenv(variable, "0")
+    assert crash(tmp_path, first) == 200
+    assert known(tmp_path) == {"step-00000200": "2 crashes after it was restored"}
+    monkeypatch.setenv(variable, "1")
+    caplog.clear()
+    assert [crash(tmp_path, first), crash(tmp_path, first)] == [200, 100]
+    [told] = [each.getMessage() for each in caplog.records if "The next start" in each.getMessage()]
+    assert told.endswith(
+        "The next start with checkpoint.resume=auto skips step-00000200, which is quarantined after 3 crashes. If the "
+        "crashes have another cause, resume from it with checkpoint.restore.max_crashes=null."
     )
-    counted = []
-    for more in ("sys.exit()", "1 / 0", "import os; os._exit(0)"):
-        run_forked(program + more, tmp_path, timeout_s=60)
-        counted.append(json.loads((tmp_path / NOTE).read_text())["restored"] != "" if known(tmp_path) else False)
-    assert counted == [False, True, True]
-    assert known(tmp_path) == {"step-00000100": "2 crashes after it was restored"}
+
+
+def test_a_command_is_its_program_and_its_arguments_without_what_launchers_add(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(*argv: str, started: str = "") -> str:
+        monkeypatch.setattr(sys, "argv", [*argv])
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", started, *argv[1:]])
+        return command_key()
+
+    for name in ("train.py", "other.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    train = key("train.py", "lr=0.1")
+    added = ["hydra.run.dir=outputs/1", "++checkpoint.resume=auto", "checkpoint/restore=fast", "hydra.job.num=0"]
+    assert key(str(tmp_path / "train.py"), "lr=0.1", *added) == train
+    others = [("train.py",), ("train.py", "lr=0.1", "evaluate=true"), ("other.py", "lr=0.1")]
+    assert len({train, *(key(*each) for each in others)}) == 4
+    assert [key(*each)[:8] == train[:8] for each in others] == [True, True, False]
+    assert key("-c", "runs", started="train()") == key("-c", "runs", started="train()")
+    assert key("-c", "runs", started="train()") != key("-c", "runs", started="evaluate()")
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), False),
+        (KeyError("out of memory"), False),
+    ],
+)
+def test_lack_of_memory_is_told_from_other_errors(error: Exception, counts: bool) -> None:
+    assert is_out_of_memory(error) == counts
+
+
+def fails(rank: int, world: int, root: str, how: str) -> None:
+    """Rank 1 fails in the first step, and rank 0 for it."""
+    with Checkpointer(root) as checkpointer:
+        step = (checkpointer.restore(state_of()) or 0) + 1
+        checkpointer.maybe_save(step, state_of())
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else 1 / 0
+        if how == "waits":
+            time.sleep(60)  # until it is killed for it
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(("how", "counts"), [("raises", 0), ("waits", 0), ("killed", 1)])
+def test_the_rank_that_fails_first_decides(tmp_path: Path, how: str, counts: int) -> None:
+    save(tmp_path, 100)
+    with pytest.raises(RankFailure):
+        run_ranks(fails, 2, args=(str(tmp_path), how))
+    assert known(tmp_path) == ({"step-00000100": "1 crash after it was restored"} if counts else {})
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -97,7 +97,7 @@ def test_any_damage_is_named_and_the_one_before_is_loaded(
     step, _ = restore(root)
     assert step == 100
     block, end = seen(caplog)
-    assert block.startswith(f"{path_of(root, 200)} is damaged and passed over:\n  {name}: ")
+    assert block.startswith(f"{path_of(root, 200)} is damaged and skipped:\n  {name}: ")
     expected = {"flip": "flipped bits", "cut": "truncated: ", "grow": "too long: ", "remove": "missing"}
     expected["other"] = "flipped bits"
     if name == "manifest.json":
@@ -205,7 +205,7 @@ def test_an_old_damaged_one_is_reported_but_costs_no_steps(root: Path, caplog: p
     save(root, 250)
     seen(caplog)
     assert restore(root)[0] == 250
-    assert seen(caplog) == [f"{path_of(root, 300)} is damaged and passed over:\n  manifest.json: missing"]
+    assert seen(caplog) == [f"{path_of(root, 300)} is damaged and skipped:\n  manifest.json: missing"]
     assert restore(root, resume="latest")[0] == 250
 
 
@@ -311,6 +311,6 @@ def test_ranks_load_nothing_before_all_have_read(tmp_path: Path) -> None:
         assert flipped == (1, 1, 1.0)
         assert unreadable == (1, 1, 1.0), "rank 0 could read all of its own, and has taken nothing of it"
     (_, first), (_, second) = results
-    assert first[0].startswith(f"{path_of(tmp_path, 2)} is damaged and passed over")
+    assert first[0].startswith(f"{path_of(tmp_path, 2)} is damaged and skipped")
     assert first[1].startswith("Resumed from step 1, NOT from step 2")
     assert second == [], "rank 0 alone logs what all have found"

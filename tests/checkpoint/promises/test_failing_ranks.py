@@ -171,7 +171,7 @@ def all_of_it(rank: int, world_size: int, root: str) -> dict[str, Any]:
         "apart": see_a_failure_at_different_calls(rank, f"{root}/apart"),
         "steps": save_different_steps(rank, f"{root}/steps"),
         "restore": restore_fails_on_rank_1(rank, f"{root}/restore"),
-        "unwritable": message(lambda: Checkpointer("/proc/checkpoints", stager=BlockingAsyncStager()))[0],
+        "unwritable": message(Checkpointer("/proc/checkpoints", stager=BlockingAsyncStager()).lock)[0],
         "destroyed": destroy_the_group(rank, f"{root}/destroyed"),
     }
 

@@ -122,7 +122,7 @@ def test_a_save_that_close_gives_up_commits_nothing_later(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="taken longer"):
         checkpointer.close()
     with pytest.raises(CheckpointError, match="in use"):
-        Checkpointer(str(tmp_path / "run"))
+        Checkpointer(str(tmp_path / "run")).lock()
     release.touch()
     assert checkpointer._background._under_way[0].over.wait(30)
     assert list((tmp_path / "run").glob("step-*")) == []

@@ -225,6 +225,7 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store, monkeypatch:
 
 def test_a_lease_that_was_taken_over_fails_the_save_and_stays(store: Store) -> None:
     checkpointer = Checkpointer(store.root)
+    checkpointer.lock()
     store.lay(note())
     checkpointer.save(1, {"x": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"taken over while this run had it, by process 4242 on far"):

@@ -142,7 +142,7 @@ def test_a_second_run_is_refused_and_the_first_one_named(
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
     with pytest.raises(CheckpointError, match=rf'in use.*process {other.pid} on .*own: dir="PATH"') as refusal:
-        Checkpointer(str(tmp_path))
+        Checkpointer(str(tmp_path)).lock()
     assert len(str(refusal.value).splitlines()) == 1
     owner = holder(tmp_path)
     assert owner is not None
@@ -151,7 +151,8 @@ def test_a_second_run_is_refused_and_the_first_one_named(
     assert being_written.is_dir()
     other.end()
     assert holder(tmp_path) is None  # what its owner wrote is still there
-    Checkpointer(str(tmp_path)).close()
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.lock()
     assert os.listdir(tmp_path) == []
 
 
@@ -204,11 +205,12 @@ def test_a_link_to_a_held_directory_is_that_directory(tmp_path: Path) -> None:
 
 def test_a_garbage_collected_checkpointer_holds_nothing(tmp_path: Path) -> None:
     forgotten = Checkpointer(str(tmp_path))
+    forgotten.lock()
     forgotten.itself = forgotten  # type: ignore[attr-defined]
     gc.disable()
     try:
         del forgotten
-        Checkpointer(str(tmp_path)).close()
+        Checkpointer(str(tmp_path)).lock()
     finally:
         gc.enable()
 
@@ -219,7 +221,7 @@ def test_a_checkpointer_that_cannot_begin_holds_nothing(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(CheckpointStore, "sweep", fails)
     with pytest.raises(CheckpointError, match="bad disk"):
-        Checkpointer(str(tmp_path))
+        Checkpointer(str(tmp_path)).lock()
     StoreLock(tmp_path, patience=0).release()
 
 
@@ -234,6 +236,7 @@ def test_a_lock_lost_by_closing_the_file_is_taken_again(tmp_path: Path) -> None:
 
 def test_a_save_fails_after_another_run_has_taken_over(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.lock()
     delete_lock(str(tmp_path))
     other = Other(tmp_path)
     for step, end in ((1, checkpointer.wait), (2, checkpointer.close)):
@@ -276,7 +279,7 @@ def test_a_link_or_pipe_is_neither_followed_nor_waited_for(tmp_path: Path) -> No
     path.symlink_to(notes)
     assert holder(tmp_path) is None
     with pytest.raises(CheckpointError, match=r"\.lock"):
-        Checkpointer(str(tmp_path))
+        Checkpointer(str(tmp_path)).lock()
     assert notes.read_text() == "mine"
     path.unlink()
     os.mkfifo(path)

@@ -235,7 +235,7 @@ def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeyp
 
     monkeypatch.setattr(Bucket, "lock", unresponsive)
     with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
-        Checkpointer(url, failure=Failure(timeout=datetime.timedelta(seconds=0.1)))
+        Checkpointer(url, failure=Failure(timeout=datetime.timedelta(seconds=0.1))).lock()
     assert names(url) == []
     answer.set()  # the store responds again, and the late request is carried out
     assert released.wait(60)

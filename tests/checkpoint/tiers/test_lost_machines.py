@@ -76,7 +76,7 @@ def test_copies_that_a_loss_has_cost_are_made_again_at_once(make_runs: Callable[
 def test_nothing_copied_is_lost_by_a_kill_at_any_moment(
     make_runs: Callable[..., Runs], lab: Lab, tier: str, loses: str
 ) -> None:
-    runs, newest = make_runs(tier=tier, width=700, every=1, give_up_after=0), None
+    runs, newest = make_runs(tier=tier, width=700, every=1, max_crashes=0), None
     for point, count in [(each, count) for each in TIER_POINTS for count in (1, 3, 4)]:
         began = now()
         job = runs.start(failpoint=f"{point}:1:{count}")

@@ -135,7 +135,7 @@ def test_a_step_in_the_tier_is_progress_that_ends_the_count_of_crashes(tmp_path:
     """Runs that save beyond the step that they restored, and then lose that with their machine, do not die of it."""
 
     def die(*steps: int) -> int | None:
-        with contextlib.closing(checkpointer(str(tmp_path), restore=stagereg.Restore(give_up_after=2))) as saving:
+        with contextlib.closing(checkpointer(str(tmp_path), restore=stagereg.Restore(max_crashes=2))) as saving:
             restored: int | None = saving.restore({"x": torch.zeros(1)})
             for step in steps:
                 saving.maybe_save(step, {"x": torch.ones(1)})

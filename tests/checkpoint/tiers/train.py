@@ -3,7 +3,7 @@
 Arguments are ``name=value``: ``tier``, ``dir`` of the tier, ``store`` (a directory or ``null``), ``every`` and
 ``store_every`` in steps, ``copies``, ``steps``, ``more`` (steps after the start, in place of ``steps``), ``shard``
 (``fsdp2`` or ``ddp``), ``step_s``, ``hold`` (a step after which it waits to be killed), ``truth`` (the shared folder of
-what was), ``resume``, ``calm`` (whether each step waits for all copies), ``give_up_after`` (0 for never), ``failpoint``
+what was), ``resume``, ``calm`` (whether each step waits for all copies), ``max_crashes`` (0 for never), ``failpoint``
 (``NAME:RANK:COUNT``, where a rank ends itself).
 """
 
@@ -29,7 +29,7 @@ from stagereg.checkpoint.store import failpoints
 
 USUAL = {"tier": "memory", "dir": "/dev/shm/t", "store": "null", "every": "2", "store_every": "1000", "copies": "1"}
 USUAL |= {"steps": "12", "shard": "fsdp2", "step_s": "0.05", "hold": "0", "resume": "auto", "failpoint": ""}
-USUAL |= {"more": "", "width": "64", "calm": "false", "give_up_after": "3"}
+USUAL |= {"more": "", "width": "64", "calm": "false", "max_crashes": "3"}
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -102,7 +102,7 @@ def main(options: dict[str, str]) -> None:
         resume=options["resume"],
         tier=tier,
         keep=100,
-        restore=stagereg.Restore(give_up_after=int(options["give_up_after"]) or None),
+        restore=stagereg.Restore(max_crashes=int(options["max_crashes"]) or None),
     ) as checkpointer:
         began = time.monotonic()
         start = checkpointer.restore(state)

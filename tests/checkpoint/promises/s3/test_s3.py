@@ -56,7 +56,7 @@ def test_a_url_holds_checkpoints_as_a_directory_does(store: Store) -> None:
         checkpointer.wait()
         newest = str(checkpointer.latest)
         with pytest.raises(CheckpointError, match=rf"{re.escape(store.url)} is in use"):
-            Checkpointer(store.url)
+            Checkpointer(store.url).lock()
     whole = {".metadata", "__0_0.distcp", "index.json", "manifest.json"}
     assert steps(store) == dict.fromkeys((4, 6), whole)
     assert unfinished(store) == []
@@ -96,15 +96,17 @@ def test_uploads_of_killed_runs_are_given_up_and_no_others(store: Store, caplog:
     others = ["gpt/first-again/step-00000001/x", "gpt/first/mine", "gpt/step-00000001/x", "step-00000001/x"]
     for key in own + others:
         store.client.create_multipart_upload(Bucket=BUCKET, Key=key)
-    with Checkpointer(store.url):
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.lock()
         assert uploads(store) == sorted(others)
         store.client.create_multipart_upload(Bucket=BUCKET, Key=own[0])  # as by the run itself
         with pytest.raises(CheckpointError, match="is in use"):
-            Checkpointer(store.url)
+            Checkpointer(store.url).lock()
         assert uploads(store) == sorted([own[0], *others])
     denied = {"method": "GET", "contains": "?uploads", "do": "refuse", "status": 403, "code": "AccessDenied"}
     store.server.fail(denied)
     with Checkpointer(store.url) as checkpointer:
+        checkpointer.lock()
         store.server.hit()
         assert "AbortIncompleteMultipartUpload" in caplog.text
         checkpointer.save(1, state(1))
@@ -145,4 +147,4 @@ def test_a_lasting_error_is_reported_at_once(store: Store) -> None:
     assert len(str(caught.value).splitlines()) <= 24
     assert list(steps(store)) == [1]
     with pytest.raises(CheckpointError, match="s3://nowhere"):  # a missing bucket
-        Checkpointer("s3://nowhere/gpt")
+        Checkpointer("s3://nowhere/gpt").lock()

@@ -103,7 +103,7 @@ def test_a_clock_that_the_store_refuses_is_told(store: Store, monkeypatch: pytes
     monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_: datetime.utcnow() + timedelta(hours=3))
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(CheckpointError, match="set the clock of this machine") as caught:
-        Checkpointer(store.url)
+        Checkpointer(store.url).lock()
     assert "difference between the request time and the server's time" in str(caught.value)
     monkeypatch.undo()
     assert committed(store) == [1]
@@ -125,7 +125,7 @@ def test_a_bucket_that_is_read_only_says_so_and_is_read(store: Store) -> None:
     forbidden = 403, headers, body.replace("ExpiredToken", "AccessDenied").replace("401", "403")
     store.fail(Fault(forbidden, "", ("PUT", "POST", "DELETE"), times=999))
     with pytest.raises(CheckpointError, match="refuses the credentials"):
-        Checkpointer(store.url)
+        Checkpointer(store.url).lock()
     assert store.proxy.met <= 8
     found = open_store(store.url).latest()
     assert found is not None
