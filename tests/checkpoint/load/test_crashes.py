@@ -26,8 +26,8 @@ from stagereg.checkpoint.load.crashes import crashes_in, is_in_order, is_out_of_
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted, Stopped
-from stagereg.option_text import in_config
 from stagereg.launch.command_line import command_key
+from stagereg.option_text import in_config
 from stagereg.testing.ranks import RankFailure, run_ranks
 
 from ...support.forks import run_forked
