@@ -245,9 +245,7 @@ def test_a_stager_and_a_storage_may_be_given_by_name(tmp_path: Path) -> None:
 
 def test_a_directory_without_permission_is_refused_at_the_first_step() -> None:
     for ask in (lambda each: each.maybe_save(1, {"x": 1}), lambda each: each.save(1, {"x": 1}), Checkpointer.lock):
-        with pytest.raises(
-            CheckpointError, match=r"checkpoint.dir=/proc/checkpoints cannot be written to: "
-        ) as refused:
+        with pytest.raises(CheckpointError, match=r'dir="/proc/checkpoints" cannot be written to: ') as refused:
             ask(Checkpointer("/proc/checkpoints"))
         assert str(refused.value).count("cannot be written to") == 1
 
