@@ -65,7 +65,6 @@ class RankRecord:
     """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine."""
 
     rank: int  # the rank
-    attempt: str = ""  # the name of the attempt, as `stagereg.record.attempt_of` makes it; empty if there is none
     start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions, recorded when it began
     # (step, when it had ended) for each training step; of `stagereg.log` where no checkpointer recorded steps
     steps: tuple[tuple[int, float], ...] = ()
@@ -91,6 +90,7 @@ class RankRecord:
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
+    attempt: str = ""  # the name of the attempt, as `stagereg.record.attempt_of` makes it; empty if there is none
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from stagereg.testing import run_ranks
 
 NOTICE_S = 2.0
 LACKS = "random numbers, own"
-ALONE = "A resume from it is not exact; with checkpoint.restore.exact=true the run has nothing to resume from."
+ALONE = "A resume from it is not exact; with restore=Restore(exact=True) the run has nothing to resume from."
 STEPS = 3
 
 

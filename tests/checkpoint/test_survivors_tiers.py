@@ -24,7 +24,7 @@ from ..support.programs import comes_true
 from .test_survivors import NOTICE_S, STEPS, Training, begin_next_step
 
 BOUND_S = 30.0
-INSTEAD = "with checkpoint.restore.exact=true the run resumes from a newer step of the tier instead."
+INSTEAD = "with restore=Restore(exact=True) the run resumes from a newer step of the tier instead."
 STAYS = stagereg.Leave(save_last=False)
 
 

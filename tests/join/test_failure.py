@@ -416,7 +416,7 @@ def lost(rank: int, world_size: int, way: str, number: int | None, folder: str) 
 LOST = {
     signal.SIGKILL: r"rank 1 did not answer for at least .*; it was last in step \d.*killed or frozen",
     signal.SIGSTOP: r"rank 1 did not answer for at least .*; it was last in step \d.*killed or frozen",
-    None: r"rank 1 is alive, but did not come to .* within 8 s; it was last in step \d.*join\.timeout",
+    None: r"rank 1 is alive, but did not come to .* within 8 s; it was last in step \d.*Join\(timeout=\.\.\.\)",
 }
 
 

@@ -33,7 +33,7 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
             work()
         events = [json.loads(line) for line in (directory / record.file_name(rank)).read_text().splitlines()]
         joins = [event for event in events if event["event"] == "join"]
-        found[name] = [{key: join[key] for key in join.keys() - {"event", "t"}} for join in joins]
+        found[name] = [{key: join[key] for key in join.keys() - {"event", "t", "run"}} for join in joins]
 
     def train(join: Any, model: Any, optimizer: Any, batches: Any) -> None:
         with join:

@@ -122,7 +122,7 @@ def test_a_job_resumes_from_another_of_its_sweep_only_where_meant(script: str, c
     app = App(tmp_path, script, config.replace("sweep: compare, ", ""))
     ended = app.sweep("b=1,2", "hydra/sweeper=basic")
     assert ended.returncode == 1
-    assert "checkpoint.dir=one cannot be used: job 1 of this sweep would go on from where job 0 " in ended.stderr
+    assert "cannot be used: job 1 of this sweep would go on from where job 0 " in ended.stderr
     assert re.findall("RESULT .*", ended.stdout) == ["RESULT 1 0"]
     again = app.sweep("b=1,2", "resume=auto,latest")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -50,8 +50,8 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         return [_without_ranks(condition, by_name=False) if condition.writer else condition]
     named = store.retention.pointed()
     complete, damaged = store.checkpoints()
-    there = {each.name for each in complete} | {each.name for each in damaged}
-    if step_of(named) is not None and named not in there and store.retention.pointed() == named:  # no run saves there
+    there = {step_of(each.name) for each in (*complete, *damaged)} | {None}
+    if step_of(named) not in there and store.retention.pointed() == named:  # no run saves there
         _report_deleted(store.root, named, resume, complete)
     pointed = store.latest()
     found = [Condition(each.path, each.manifest) for each in complete]

@@ -136,8 +136,10 @@ class CheckpointStore:
         self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
         # A link to a corrupt or deleted checkpoint stays as it is: that the newest is lost must not go unnoticed.
-        pointed = self.retention.pointed()
-        if complete and (step_of(pointed) is None or pointed in [each.name for each in complete[1:]]):
+        pointed, names = self.retention.pointed(), [each.name for each in complete]
+        is_there = pointed in names or pointed in [each.name for each in damaged]
+        is_saved_again = not is_there and step_of(pointed) in map(step_of, names)  # under a name with a token
+        if complete and (step_of(pointed) is None or pointed in names[1:] or is_saved_again):
             self.backend.point(complete[0].name)  # its run was killed right after the commit
         return left
 

@@ -186,7 +186,7 @@ def test_a_skipped_checkpoint_is_named_with_its_reason_and_the_steps_that_are_re
     with record.recording(tmp_path, 0, 1):
         assert restore(root) == 20
     assert logged(caplog) == [
-        f"Skipped step 30, which is not exact: it lacks random numbers, own of rank 0 (checkpoint.restore.exact=true): "
+        f"Skipped step 30, which is not exact: it lacks random numbers, own of rank 0 (restore=Restore(exact=True)): "
         f"{root}/step-00000030",
         "Resumed from step 20, NOT from step 30, which is not exact: 10 steps are repeated.",
     ]
@@ -196,7 +196,7 @@ def test_a_skipped_checkpoint_is_named_with_its_reason_and_the_steps_that_are_re
     [text] = logged(caplog)
     assert text.startswith("The resume from step 30 is not exact: ")
     assert "lacks random numbers, own of that rank" in text
-    assert text.endswith("add checkpoint.restore.exact=true.")
+    assert text.endswith("add restore=Restore(exact=True).")
 
 
 def test_an_inexact_checkpoint_behind_the_chosen_one_is_not_mentioned(
@@ -213,7 +213,7 @@ def test_of_damaged_and_inexact_checkpoints_each_is_called_what_it_is(
     flip(root / "step-00000020/__0_0.distcp")
     assert restore(root) == 10
     damaged, skipped, end = logged(caplog)
-    assert damaged.startswith(f"{root}/step-00000020 is damaged and passed over")
+    assert damaged.startswith(f"{root}/step-00000020 is damaged and skipped")
     assert skipped.startswith("Skipped step 30, which is not exact")
     assert end == "Resumed from step 10, NOT from step 30, which is not exact: 20 steps are repeated."
 
@@ -223,7 +223,7 @@ def test_an_inexact_checkpoint_that_the_user_names_is_refused(root: Path, resume
     with pytest.raises(CheckpointError, match=r"not exact: .*/step-00000030 was saved without a failed rank") as told:
         restore(root, resume=resume)
     assert not isinstance(told.value, DamagedError)
-    for advice in ("checkpoint.resume=auto", "checkpoint.restore.exact=false"):
+    for advice in ('resume="auto"', "restore=Restore(exact=False)"):
         assert advice in str(told.value)
     assert restore(root, Restore(exact=False), resume=resume) == 30
 
@@ -233,12 +233,12 @@ def test_inexact_checkpoints_alone_are_an_error_and_nothing_starts_from_scratch(
     with pytest.raises(CheckpointError, match="none of them is exact") as told:
         restore(root)
     assert not isinstance(told.value, DamagedError)
-    assert "To resume from the newest that is not exact, give checkpoint.restore.exact=false." in str(told.value)
+    assert "To resume from the newest that is not exact, give restore=Restore(exact=False)." in str(told.value)
     assert "checkpoint.resume=never" in str(told.value)
     (root / "step-00000010/__0_0.distcp").unlink()
     with pytest.raises(DamagedError, match="none of them is good") as told:
         restore(root)
-    assert "checkpoint.restore.exact=false" in str(told.value)
+    assert "restore=Restore(exact=False)" in str(told.value)
 
 
 # -- the generators that a checkpoint does not have
