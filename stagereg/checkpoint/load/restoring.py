@@ -387,6 +387,8 @@ class _Loading:
             _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, listed(begun))
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
+        if ranks.rank == 0:
+            placing.warn_of_not_filled(self._chosen.path, state, self._found, self._asked.cast)
         merger = placing.merger(state, self._found)
         placing.add_beside(state, self._found)
         try:

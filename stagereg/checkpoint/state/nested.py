@@ -30,6 +30,7 @@ _SPREAD = (dict, list, tuple)
 _OTHERS = (Mapping, set, frozenset, deque)  # containers that are not spread
 NOTHING = object()
 """What :func:`find_inside` returns if there is nothing."""
+_OPTIMIZER = {"state", "param_groups"}  # keys of the state dict of an optimizer
 _DEEPEST = 200  # containers in each other; a checkpoint takes no more
 
 
@@ -130,6 +131,22 @@ class Spreader:
             return True
         self._plain[id(value)] = value
         return False
+
+
+def is_module_state(value: Any) -> bool:
+    """Whether a value is what ``state_dict()`` of a module returns, or a copy of that."""
+    return isinstance(value, dict) and hasattr(value, "_metadata")
+
+
+def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name of each state dict of a module or an optimizer in dicts, and which of the two it is of."""
+    if is_module_state(value):
+        yield name, "module"
+    elif isinstance(value, dict) and value.keys() >= _OPTIMIZER:
+        yield name, "optimizer"
+    elif isinstance(value, dict) and not _PLAIN.issuperset(map(type, value.values())):
+        for key, item in value.items():
+            yield from state_dicts(item, f"{name}.{key}")
 
 
 def expect_savable(state: Mapping[str, Any]) -> None:
