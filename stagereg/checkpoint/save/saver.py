@@ -237,7 +237,9 @@ class Saver:
                 _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
-    def leave(self, step: int, preemption: PreemptionConsensus, directory: str, follows: bool = False) -> NoReturn:
+    def leave(
+        self, step: int, preemption: PreemptionConsensus, directory: str, resume: str | None, follows: bool = False
+    ) -> NoReturn:
         """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
         self.leaving = True
         failure: CheckpointError | None = None
@@ -259,7 +261,7 @@ class Saver:
                 if newest not in str(error):
                     failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
                 self._background.failures.set_status(None)  # the exception below reports it
-        preemption.exit(step, directory, failure)
+        preemption.exit(step, directory, failure, resume)
 
     def miss_save(self, step: int, near: bool = False) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""
