@@ -49,6 +49,10 @@ class NestedState(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         _put(self._state, self._ways.setdefault(name, (name,)), value)
 
+    def way_of(self, name: str) -> tuple[Any, ...]:
+        """Return the keys that lead to an entry."""
+        return self._ways[name]
+
     def takes(self, name: str) -> bool:
         """Whether a container of an object here would have the entry ``name``, which the program has not yet."""
         return name not in self._ways and bool(self._containers_of(name))
@@ -164,6 +168,12 @@ def expect_reachable(state: Mapping[str, Any]) -> None:
         if not _is_entry(value) and (found := _find_unreached(value, name, set())) is not None:
             path, kind = found
             raise CheckpointError(f"{path!r} has a {kind}, {NOT_REACHED}")
+
+
+def code_of(state: Mapping[str, Any], name: str) -> str:
+    """Return an entry as Python code, such as ``state['nets']['g']``."""
+    way = state.way_of(name) if isinstance(state, NestedState) else (name,)
+    return "state" + "".join(f"[{key!r}]" for key in way)
 
 
 def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
