@@ -22,7 +22,7 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.configs import content_of, is_config
 from stagereg.checkpoint.format.encoding import encode
-from stagereg.checkpoint.format.pickled import NOT_REACHED, find_object, is_object
+from stagereg.checkpoint.format.pickled import NOT_REACHED, expect_no_data, find_object, is_object
 from stagereg.errors import CheckpointError
 
 _PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size})
@@ -162,7 +162,10 @@ def expect_savable(state: Mapping[str, Any]) -> None:
 
 
 def expect_reachable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for an object inside of a plain value, which a restore would replace with a copy."""
+    """Raise ``CheckpointError`` for an object inside of a plain value, which a restore would replace with a copy.
+
+    Likewise for a data loader or a sampler without a state.
+    """
     for name in state:
         value = entries.value_of(state, name)
         if not _is_entry(value) and (found := _find_unreached(value, name, set())) is not None:
@@ -235,6 +238,7 @@ def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tu
             return None
         found = (_find_unreached(item, f"{path}.{key}", seen, depth + 1) for key, item in _items(value))
         return next(filter(None, found), None)
+    expect_no_data(path, value)
     kind = find_object(value)
     return None if kind is None else (path, kind)
 
