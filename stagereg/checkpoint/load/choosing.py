@@ -21,7 +21,7 @@ from stagereg.checkpoint.state.first_save import only_looks
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
-from stagereg.checkpoint.store.other_formats import expect_no_other_format
+from stagereg.checkpoint.store.other_formats import expect_no_other_format, warn_of_other_formats
 from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
@@ -241,6 +241,8 @@ def log_begin(
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
     if step is None:
         phases.restored(0, "", "")
+        if resume is not None:
+            warn_of_other_formats(store.root)
     else:
         log_unchecked(step)
         origin = "survivors" if step.manifest.lost else "store"
