@@ -161,6 +161,12 @@ def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
         train(run, [], resume)
     train(run, [], "auto", first)
     assert warned() == []
+    files = [each for each in (run / "step-00000031").iterdir() if each.suffix == ".distcp"]
+    content = files[0].read_bytes()
+    files[0].write_bytes(bytes(len(content)))  # which "auto" skips
+    train(run, [])
+    files[0].write_bytes(content)
+    assert warned() == []
     # What the warning says is lost, and what it proposes.
     train(run, [25, 30], first, keep=2)
     assert sorted(each.name for each in run.glob("step-*")) == ["step-00000025", "step-00000030"]
