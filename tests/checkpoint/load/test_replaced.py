@@ -104,7 +104,8 @@ def run_lines(record: logging.LogRecord, state: dict[str, Any]) -> list[str]:
 
 def options(scheduler: Any) -> dict[str, Any]:
     moving = ("last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "turns", "optimizer", "_")
-    return {key: x for key, x in vars(scheduler).items() if not key.startswith(moving) or key == "_schedule_phases"}
+    found = {key: x for key, x in vars(scheduler).items() if not key.startswith(moving) or key == "_schedule_phases"}
+    return {key: (type(x), x) for key, x in found.items()}
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
@@ -172,6 +173,7 @@ def test_a_learning_rate_that_a_scheduler_multiplies_is_named_once(
         return {"optimizer": optimizer, "scheduler": schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step))}
 
     train(tmp_path, program(0.1))
+    assert restored(tmp_path, {"optimizer": program(0.5)["optimizer"]}, caplog) == []  # its scheduler sets the rate
     [record] = restored(tmp_path, state := program(0.5), caplog)
     run_lines(record, state)
     state["optimizer"].step()
