@@ -267,7 +267,7 @@ class Checkpointer:
         if what == LEAVE:
             assert self.preemption is not None
             self._calls.leave()
-            self._saver.leave(step, self.preemption, str(self.dir), follows)
+            self._saver.leave(step, self.preemption, str(self.dir), self._how, follows)
         self._saver.save(step, follows, near=what == NEAR)
 
     def listen(self, listener: Callable[[int], object]) -> None:
@@ -337,7 +337,7 @@ class Checkpointer:
         self._hold.continues = True
         self._target.metrics.forget_steps()
         if self._ranks.rank == 0:
-            choosing.log_begin(restored, self.dir, source is None, near)
+            choosing.log_begin(restored, self._store, self.dir, resume if source is None else None, near)
         choosing.expect_found(restored, source)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))

@@ -328,27 +328,6 @@ def test_a_run_that_forgot_restore_deletes_no_later_step(tmp_path: Path, caplog:
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
 
 
-def test_a_state_dict_for_an_optimizer_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with Checkpointer(str(tmp_path), every=1) as checkpointer:
-        for step in (1, 2):
-            checkpointer.maybe_save(step, {"model": model, "opt": optimizer.state_dict()})
-        assert [record.getMessage() for record in caplog.records] == [
-            "stagereg: the entry 'opt' of the state is the state dict of an optimizer, and restore() changes that dict "
-            "alone. Put the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the "
-            "dict to its load_state_dict after restore()."
-        ]
-    again = torch.optim.Adam(model.parameters())
-    state = {"opt": again.state_dict()}
-    with Checkpointer(str(tmp_path)) as checkpointer:
-        assert checkpointer.restore(state) == 2
-    again.load_state_dict(state["opt"])
-    assert torch.equal(again.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-
-
 @pytest.mark.parametrize("call", ["save", "maybe_save", "restore"])
 def test_what_is_no_state_is_refused_with_what_one_is(tmp_path: Path, call: str) -> None:
     model = torch.nn.Linear(2, 2)

@@ -279,6 +279,35 @@ def test_the_two_lines_that_the_message_gives_load_the_model(tmp_path: Path, kin
     assert not torch.equal(model.weight, before)
 
 
+def test_a_run_that_starts_from_scratch_next_to_a_file_of_weights_logs_lines_that_load_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(**options: Any) -> list[str]:
+        caplog.clear()
+        restored(tmp_path, options, None)
+        return [text for each in caplog.records if "starts from scratch, since" in (text := each.getMessage())]
+
+    assert said() == []
+    for kind, name in {"pickle": "a.ckpt", "text": "data.bin", "hf": "model.pt", "zip": "log.txt"}.items():
+        FORMATS[kind][0](tmp_path / name)
+    assert said() == []
+    torch_save(tmp_path / "old.pt")
+    os.utime(tmp_path / "old.pt", (1, 1))
+    torch_save(path := tmp_path / "ckpt.pth")
+    [text] = said()
+    assert "ckpt.pth in it is a file that torch.save wrote. To begin with its weights, write before restore():" in text
+    assert "old.pt" not in text
+    known: dict[str, Any] = {"torch": torch, "model": (model := torch.nn.Linear(3, 2))}
+    exec("\n".join(line.strip() for line in text.splitlines()[1:]), known)
+    assert torch.equal(model.weight, torch.load(path)["weight"])
+
+    assert said(resume="never") == []
+    ours = Checkpointer(str(tmp_path), leave=Leave(save_last=False), stager=BlockingAsyncStager())
+    with ours as checkpointer:
+        checkpointer.save(1, state(0))
+    assert said() == []
+
+
 def test_a_source_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source in (tmp_path / "empty", tmp_path / "missing"):

@@ -17,6 +17,8 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.wrappers import form_of, name_of, wraps
@@ -31,6 +33,16 @@ NOT_REACHED = (
     "which a restore does not reach there. Put each such object under a name of its own in the state, as in {'model': "
     "model, 'scheduler': scheduler}; dicts, lists and tuples of objects are spread by themselves. A state_dict() that "
     "returns the object returns its state_dict() instead"
+)
+_LOADERS = (DataLoader, Sampler, _BaseDataLoaderIter)
+_NO_POSITION = (
+    "{name!r} is a {kind}, which has no state_dict(): a restore would not bring back a position in the data. Put a "
+    "sampler that counts batches into the state:\n"
+    "  sampler = stagereg.data.ResumableSampler(dataset)  # with shuffle=False in the order of the dataset\n"
+    "  loader = DataLoader(dataset, batch_size=..., sampler=sampler)\n"
+    "  state['sampler'] = sampler  # before restore(), in the place of {name!r}\n"
+    "  for batch in sampler.batches(loader, epochs=...):\n"
+    "A loader with a state, such as StatefulDataLoader of torchdata, may be in the state itself"
 )
 _loadable: set[object] = set()  # kinds of tensors that wrap others, each tried out once
 
@@ -83,6 +95,7 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
         found = _read(stream)
     except Exception as error:
         _expect_no_object(name, value, error)
+        expect_no_data(name, value, (Dataset,))
         text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
         raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
     if form and not (isinstance(found, torch.Tensor) and wraps(found) and form_of(found) == form):
@@ -103,6 +116,14 @@ def is_generator(value: Any) -> bool:
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
+
+
+def expect_no_data(name: str, value: Any, kinds: tuple[type, ...] = _LOADERS) -> None:
+    """Raise ``CheckpointError`` for a data loader or a sampler without a state, which restores no position in data."""
+    if isinstance(value, kinds):
+        raise CheckpointError(
+            _NO_POSITION.format(name=name, kind=f"{type(value).__module__}.{type(value).__qualname__}")
+        )
 
 
 def find_object(value: Any) -> str | None:

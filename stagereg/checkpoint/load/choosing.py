@@ -17,14 +17,16 @@ from stagereg.checkpoint.load.matching import described
 from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.seeding import Seeded
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.state.first_save import only_looks
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
-from stagereg.checkpoint.store.other_formats import expect_no_other_format
+from stagereg.checkpoint.store.other_formats import expect_no_other_format, warn_of_other_formats
 from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.errors import CheckpointError, DamagedError
+from stagereg.launch.command_line import command_key
 from stagereg.option_text import option
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
@@ -232,18 +234,45 @@ def log_unchecked(step: Checkpoint) -> None:
         _log.warning("%s has no checksums, since plain torch wrote it: it is loaded unchecked.", step.path)
 
 
-def log_begin(step: Checkpoint | None, dir: object, own: bool, near: NearCopies | None) -> None:
-    """Log on rank 0 what a run resumes from, and where its checkpoints go, if these are its ``own``."""
+def log_begin(
+    step: Checkpoint | None, store: CheckpointStore, dir: object, resume: str | None, near: NearCopies | None
+) -> None:
+    """Log on rank 0 what a run resumes from, and where its checkpoints go, unless ``resume`` is ``None``."""
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
     if step is None:
         phases.restored(0, "", "")
+        if resume is not None:
+            warn_of_other_formats(store.root)
     else:
         log_unchecked(step)
         origin = "survivors" if step.manifest.lost else "store"
         if near is not None and near.names(step.path):
             origin = "tier"
         phases.restored(step.manifest.step, step.path, origin)
-    _log.info("stagereg: %s%s", f"checkpoints go to {dir}; " if own else "", begins)
+    _log.info("stagereg: %s%s", f"checkpoints go to {dir}; " if resume is not None else "", begins)
+    if step is not None and resume not in (None, *RESUME):
+        _warn_of_newer(step, store)
+
+
+@only_looks
+def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
+    """Log that the run has a newer checkpoint than the one that ``resume`` names, as in a command started again.
+
+    A run that counts its steps from 0 is known by its command.
+    """
+    newest = store.latest()
+    if newest is None:
+        return
+    ahead = newest.manifest.step - restored.manifest.step
+    own = os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(store.root)
+    if ahead > 0 or (not own and newest.manifest.command == command_key()):
+        _log.warning(
+            "stagereg: resumed from step %d, in %s, as the option names it, although this run's directory has %s%s. "
+            "The checkpoints that this run saves replace %s, and delete it when they are as many as are kept. If this "
+            "command was started again to continue, stop it now, and start it with %s.",
+            *(restored.manifest.step, restored.path, newest.path, f", {ahead} steps ahead" * (ahead > 0)),
+            *(newest.name, option("checkpoint.resume", "auto")),
+        )
 
 
 def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:

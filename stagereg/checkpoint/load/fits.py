@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.load.name_map import NameMap, advice, moved
 from stagereg.checkpoint.state.generators import GeneratorState
+from stagereg.checkpoint.state.nested import is_module_state, state_dicts
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed
 from stagereg.option_text import option
@@ -94,6 +95,23 @@ def _expect_all_fits(
     cast: bool,
 ) -> None:
     """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
+    wrong, converts = _misfits(name, live, missing, saved, rest, cast)
+    if wrong:
+        more = f". If that was meant, {option('checkpoint.restore.cast', True)} converts them" if converts else ""
+        raise CheckpointError(
+            "; ".join(wrong) + more + advice(name, missing, rest, saved, partial(_is_alike, live, rest, cast))
+        )
+
+
+def _misfits(
+    name: str,
+    live: Mapping[str, Any],
+    missing: Sequence[str],
+    saved: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    cast: bool,
+) -> tuple[list[str], bool]:
+    """Return all that is not saved, or otherwise than it is here; and whether only dtypes that can be cast differ."""
     other: list[str] = []
     unfilled, converts = [], True
     for key, leaf in saved.items():
@@ -119,12 +137,45 @@ def _expect_all_fits(
     wrong += [f"{len(rest)} in it that are not here: {listed(sorted(rest))}"] if missing and rest else []
     wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
     wrong += unfilled[:1]
+    return wrong, bool(other and converts and not missing and not unfilled)
+
+
+def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> None:
+    """Raise ``CheckpointError`` if the state dict of a module in a plain value has other names or kinds of tensors.
+
+    A restore would change that dict, and leave the module as it is.
+    """
+    saved = structure if isinstance(structure, Mapping) else {}
+    if not is_module_state(value):
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if any(kind == "module" for _, kind in state_dicts(item, name)):
+                expect_state_dicts(f"{name}.{key}", item, saved.get(key), cast)
+        return
+    missing, rest = [key for key in value if key not in saved], {key: saved[key] for key in saved if key not in value}
+    own = {key: saved[key] for key in value if key in saved}
+    wrong, _ = _misfits(name, value, missing, own, rest, cast)
+    if rest and not missing:
+        wrong.append(f"{len(rest)} in it that are not here: {listed(sorted(rest))}")
     if wrong:
-        only_dtypes = other and converts and not missing and not unfilled
-        more = f". If that was meant, {option('checkpoint.restore.cast', True)} converts them" if only_dtypes else ""
         raise CheckpointError(
-            "; ".join(wrong) + more + advice(name, missing, rest, saved, partial(_is_alike, live, rest, cast))
+            f"{'; '.join(wrong)}. {name!r} is the state dict of a module here, and restore() would change that dict "
+            "and leave the module as it is. Put the module itself into the state, as in {'model': model}: restore() "
+            "then fits names that wrappers such as torch.compile have changed, and has options for renamed layers"
         )
+
+
+def not_filled(path: str, value: Any, structure: Any, cast: bool) -> Iterator[str]:
+    """Yield the tensors in the dicts of a plain value that a restore leaves as they are, with the reason."""
+    if isinstance(value, torch.Tensor):
+        is_tensor = isinstance(structure, Leaf) and structure.stored.dtype is not None
+        there = entries.TensorKind.of(structure.stored) if is_tensor else None
+        if structure is None:
+            yield f"{path} (missing in it)"
+        elif there and value.numel() and not wraps(value) and not there.fits(entries.TensorKind.of(value), cast):
+            yield f"{path} ({there} in it, {entries.TensorKind.of(value)} here)"
+    elif isinstance(value, dict) and (structure is None or isinstance(structure, Mapping)):
+        for key, item in value.items():
+            yield from not_filled(f"{path}.{key}", item, (structure or {}).get(key), cast)
 
 
 def _is_alike(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, here: str, there: str) -> bool:

@@ -6,6 +6,7 @@ tensors to read into; :func:`assign` loads them. An entry that does not fit is r
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest, reason
 from stagereg.option_text import option
+
+_log = logging.getLogger(__name__)
 
 # Hooks that copy nothing: parameters are shards and own their memory; lazy ones get their shape.
 _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
@@ -217,6 +220,7 @@ def _taken(
         if optimizers and _are_torchs_own(optimizers):
             raise CheckpointError("it is not the state of an optimizer")
         fits.expect_kind(entries.value_of(state, name), structure)
+        fits.expect_state_dicts(name, entries.value_of(state, name), structure, cast)
         return structure, {}
     if saved is not structure and any(optimizer_state.is_of_own_kind(one) for one in optimizers):
         return structure, {}
@@ -302,6 +306,20 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
         elif not (optimizer_state.optimizers_of(value) or is_stateful(value)):
             plain += leaves
     return modules, plain
+
+
+def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, Any], cast: bool) -> None:
+    """Log the tensors of plain values that a restore of the checkpoint ``path`` leaves as they are."""
+    values = {name: entries.value_of(state, name) for name in found if name in state}
+    plain = {name: x for name, x in values.items() if not (module_state.modules_of(x) or is_stateful(x))}
+    lost = [each for name, value in plain.items() for each in fits.not_filled(name, value, found[name], cast)]
+    if lost:
+        _log.warning(
+            "stagereg: the state has tensors that %s does not fill: %s. restore() replaces them in their dicts, or "
+            "drops them, and a module or a variable that has them keeps their values. If they are the weights of a "
+            "module, put the module itself into the state, as in {'model': model}.",
+            *(path, listed(lost)),
+        )
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.placing as placing
+import stagereg.checkpoint.load.replaced as replaced
 import stagereg.checkpoint.load.seeding as seeding
 import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
@@ -387,6 +388,9 @@ class _Loading:
             _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, listed(begun))
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
+        if ranks.rank == 0:
+            placing.warn_of_not_filled(self._chosen.path, state, self._found, self._asked.cast)
+        options = replaced.options_of(state) if ranks.rank == 0 else None
         merger = placing.merger(state, self._found)
         placing.add_beside(state, self._found)
         try:
@@ -402,6 +406,7 @@ class _Loading:
             except Exception as error:
                 raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
             changed += [name] if name not in changed else []
+        replaced.warn_of_replaced(state, options)
         if self._seeding is None:
             rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
             return None

@@ -28,6 +28,7 @@ from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, re
 from stagereg.join.broken import is_lost_connection
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 from stagereg.launch.rank import torchrun_note
+from stagereg.option_text import option
 
 _log = logging.getLogger(__name__)
 
@@ -86,8 +87,10 @@ class PreemptionConsensus:
         """Likewise, of a step that is about to be saved: there are programs that never ask whether a save is due."""
         return self.agreed is not None if step == self._asked else self.agreed_at(step)
 
-    def exit(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
+    def exit(self, step: int, directory: str, failure: Exception | None, resume: str | None) -> NoReturn:
         """Exit with the other ranks, for which this waits as long as the handler lets it.
+
+        ``resume`` is the option of the run, ``None`` if the run has not called ``restore()``.
 
         Raises ``Preempted`` where it is saved, and ``Stopped`` where it is not.
         """
@@ -105,7 +108,9 @@ class PreemptionConsensus:
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
-            _log.warning("stagereg: %s%s", exception, torchrun_note() if failure is None else "")
+            other = failure is None and resume not in (None, "auto", "latest")  # the same command would not go on
+            how = f"; to resume from there, start the run with {option('checkpoint.resume', 'auto')}" * other
+            _log.warning("stagereg: %s%s%s", exception, how, torchrun_note() if failure is None else "")
         raise exception from failure
 
     def follow(self) -> None:

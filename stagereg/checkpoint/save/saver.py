@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.first_save as first_save
+import stagereg.checkpoint.state.module_state as module_state
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import MOST
@@ -30,17 +31,16 @@ from stagereg.checkpoint.save.forgotten import ForgottenObjects, GivenSteps
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import Schedule
-from stagereg.checkpoint.state.nested import Spreader, expect_reachable
+from stagereg.checkpoint.state.nested import Spreader, expect_reachable, state_dicts
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
-from stagereg.errors import CheckpointError, StageregError, reason
+from stagereg.errors import CheckpointError, StageregError, listed, reason
 from stagereg.option_text import option
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
 
-_OPTIMIZER = {"state", "param_groups"}
 _BACKWARDS = (
     "stagereg: step %d is saved after step %d. A resume goes on from the checkpoint that was made last, and what is "
     "saved again replaces the checkpoint of that step. Count steps through the whole run, not anew in each epoch; to "
@@ -51,9 +51,9 @@ _ONLY = (
     "before the end would have lost all steps."
 )
 _A_COPY = (
-    "stagereg: the entry %r of the state is the state dict of an optimizer, and restore() changes that dict alone. Put "
-    "the optimizer itself in its place, as in {'model': model, 'optimizer': optimizer}; or give the dict to its "
-    "load_state_dict after restore()."
+    "stagereg: the state has state dicts instead of objects: %s. restore() changes these dicts alone. Put the objects "
+    "themselves into the state, as in {'model': model, 'optimizer': optimizer}; or give each dict to load_state_dict() "
+    "of its object after restore()."
 )
 
 
@@ -93,7 +93,7 @@ class Saver:
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._warned = target.ranks.rank > 0  # of a state dict in the place of its optimizer
+        self._warned = target.ranks.rank > 0  # of state dicts in the place of their objects
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = first_save.StaleNumbers()
@@ -134,10 +134,12 @@ class Saver:
 
     @first_save.only_looks
     def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
-        copies = [name for name, value in state.items() if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER]
-        if copies and not self._warned:
+        found = [] if self._warned else [pair for name in state for pair in state_dicts(state[name], name)]
+        if any(kind == "module" for _, kind in found) and any(module_state.modules_of(state[name]) for name in state):
+            found = [pair for pair in found if pair[1] != "module"]  # they may be copies on purpose, such as the best
+        if found:
             self._warned = True
-            _log.warning(_A_COPY, copies[0])
+            _log.warning(_A_COPY, listed([f"{path!r} ({kind})" for path, kind in found]))
 
     def end_step(self, step: int) -> None:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
@@ -235,7 +237,9 @@ class Saver:
                 _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
-    def leave(self, step: int, preemption: PreemptionConsensus, directory: str, follows: bool = False) -> NoReturn:
+    def leave(
+        self, step: int, preemption: PreemptionConsensus, directory: str, resume: str | None, follows: bool = False
+    ) -> NoReturn:
         """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
         self.leaving = True
         failure: CheckpointError | None = None
@@ -257,7 +261,7 @@ class Saver:
                 if newest not in str(error):
                     failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
                 self._background.failures.set_status(None)  # the exception below reports it
-        preemption.exit(step, directory, failure)
+        preemption.exit(step, directory, failure, resume)
 
     def miss_save(self, step: int, near: bool = False) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""

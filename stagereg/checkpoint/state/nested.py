@@ -22,7 +22,7 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.configs import content_of, is_config
 from stagereg.checkpoint.format.encoding import encode
-from stagereg.checkpoint.format.pickled import NOT_REACHED, find_object, is_object
+from stagereg.checkpoint.format.pickled import NOT_REACHED, expect_no_data, find_object, is_object
 from stagereg.errors import CheckpointError
 
 _PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size})
@@ -30,6 +30,7 @@ _SPREAD = (dict, list, tuple)
 _OTHERS = (Mapping, set, frozenset, deque)  # containers that are not spread
 NOTHING = object()
 """What :func:`find_inside` returns if there is nothing."""
+_OPTIMIZER = {"state", "param_groups"}  # keys of the state dict of an optimizer
 _DEEPEST = 200  # containers in each other; a checkpoint takes no more
 
 
@@ -47,6 +48,10 @@ class NestedState(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         _put(self._state, self._ways.setdefault(name, (name,)), value)
+
+    def way_of(self, name: str) -> tuple[Any, ...]:
+        """Return the keys that lead to an entry."""
+        return self._ways[name]
 
     def takes(self, name: str) -> bool:
         """Whether a container of an object here would have the entry ``name``, which the program has not yet."""
@@ -132,6 +137,22 @@ class Spreader:
         return False
 
 
+def is_module_state(value: Any) -> bool:
+    """Whether a value is what ``state_dict()`` of a module returns, or a copy of that."""
+    return isinstance(value, dict) and hasattr(value, "_metadata")
+
+
+def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name of each state dict of a module or an optimizer in dicts, and which of the two it is of."""
+    if is_module_state(value):
+        yield name, "module"
+    elif isinstance(value, dict) and value.keys() >= _OPTIMIZER:
+        yield name, "optimizer"
+    elif isinstance(value, dict) and not _PLAIN.issuperset(map(type, value.values())):
+        for key, item in value.items():
+            yield from state_dicts(item, f"{name}.{key}")
+
+
 def expect_savable(state: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
     expect_reachable(state)
@@ -141,12 +162,21 @@ def expect_savable(state: Mapping[str, Any]) -> None:
 
 
 def expect_reachable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for an object inside of a plain value, which a restore would replace with a copy."""
+    """Raise ``CheckpointError`` for an object inside of a plain value, which a restore would replace with a copy.
+
+    Likewise for a data loader or a sampler without a state.
+    """
     for name in state:
         value = entries.value_of(state, name)
         if not _is_entry(value) and (found := _find_unreached(value, name, set())) is not None:
             path, kind = found
             raise CheckpointError(f"{path!r} has a {kind}, {NOT_REACHED}")
+
+
+def code_of(state: Mapping[str, Any], name: str) -> str:
+    """Return an entry as Python code, such as ``state['nets']['g']``."""
+    way = state.way_of(name) if isinstance(state, NestedState) else (name,)
+    return "state" + "".join(f"[{key!r}]" for key in way)
 
 
 def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
@@ -208,6 +238,7 @@ def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tu
             return None
         found = (_find_unreached(item, f"{path}.{key}", seen, depth + 1) for key, item in _items(value))
         return next(filter(None, found), None)
+    expect_no_data(path, value)
     kind = find_object(value)
     return None if kind is None else (path, kind)
 

@@ -5,6 +5,9 @@ Only the first bytes of a file are read. Nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import os
 import stat
 from pathlib import Path
@@ -13,6 +16,10 @@ from stagereg.checkpoint.store.local_files import local_path
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
 
+_log = logging.getLogger(__name__)
+
+_ENDINGS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin")
+_MOST_FILES, _LOOKED_INTO = 1000, 5  # that are listed, and whose first bytes are read
 _HEAD_BYTES = 1 << 10
 _ZIP = b"PK\x03\x04"
 _FIRST_RECORD = b"data.pkl"  # of the archives of torch.save, and of TorchScript
@@ -43,6 +50,25 @@ def expect_no_other_format(path: str) -> None:
         raise CheckpointError(
             f"{path} is {what}, not a checkpoint of stagereg or of torch.distributed.checkpoint.{more}"
         )
+
+
+def warn_of_other_formats(root: str) -> None:
+    """Log the newest file of weights in a local directory from which a run does not resume, with lines that load it."""
+    if is_url(root):
+        return
+    with contextlib.suppress(OSError), os.scandir(local_path(root)) as listing:
+        there = itertools.islice(listing, _MOST_FILES)
+        files = [each for each in there if each.name.endswith(_ENDINGS) and each.is_file()]
+        for each in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True)[:_LOOKED_INTO]:
+            what, lines = _what(Path(each.path)) or ("", "")
+            if lines:
+                _log.warning(
+                    "stagereg: training starts from scratch, since %s has no checkpoint of stagereg or of "
+                    "torch.distributed.checkpoint. %s in it is %s. To begin with its weights, write before "
+                    "restore():\n%s",
+                    *(root, each.name, what, lines.format(path=each.path)),
+                )
+                return
 
 
 def _what(path: Path) -> tuple[str, str] | None:

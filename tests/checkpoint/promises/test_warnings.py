@@ -65,7 +65,7 @@ def test_an_optimizer_of_what_is_saved_is_not(tmp_path: Path, caplog: Any) -> No
     for number, state in enumerate(states):
         with Checkpointer(str(tmp_path / str(number))) as checkpointer:
             checkpointer.save(1, state)
-    assert said(caplog) == []
+    assert [text for text in said(caplog) if "nowhere in the state" in text] == []
 
 
 def sharded(rank: int, world_size: int, root: str) -> list[int]:

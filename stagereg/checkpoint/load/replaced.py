@@ -1,0 +1,136 @@
+"""Options of optimizers and schedulers that a restore has replaced by the saved ones, as ``load_state_dict`` does.
+
+A run that is started again with more steps, or with another weight decay, continues with the old values. Values that
+change while a run trains, such as the learning rate of a schedule, are no options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import stagereg.checkpoint.state.entries as entries
+from stagereg.checkpoint.state.first_save import only_looks
+from stagereg.checkpoint.state.nested import code_of
+from stagereg.checkpoint.state.optimizer_state import optimizers_of
+
+_log = logging.getLogger(__name__)
+
+_MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # attributes of schedulers
+_PRIVATE = {"_milestones", "_schedule_phases"}  # options nevertheless
+_RATES = {"lr", "initial_lr"}  # of a group, which schedulers set
+_MOMENTA = {"momentum", "betas"}  # likewise, if the group has one of the next two
+_CYCLES = {"base_momentum", "max_momentum"}
+_MOST, _LONGEST = 10, 400  # lines of a message, characters of a value
+_TEXT = (
+    "stagereg: restore() set options of %s to their saved values, as load_state_dict() of torch does, and the program "
+    "has others. To use the values of the program, write after restore():%s"
+)
+_RATE = (
+    "stagereg: restore() set the learning rate of %s to the saved value. Unless the program sets it in each step, and "
+    "should begin with another one, write after restore():%s"
+)
+
+_Options = dict[tuple[str, str], list[Any]]  # by owner and name, as Python has them; of an optimizer for each group
+
+
+@only_looks
+def options_of(state: Mapping[str, Any]) -> _Options:
+    """Return the options of the optimizers and schedulers of a state."""
+    found: _Options = {}
+    values = {name: entries.value_of(state, name) for name in state}
+    scheduled = [each.optimizer for each in values.values() if isinstance(each, LRScheduler)]
+    for name, value in values.items():
+        code = code_of(state, name)
+        if isinstance(value, LRScheduler):
+            found.update(_of_scheduler(code, value))
+        for at, optimizer in enumerate(optimizers_of(value)):
+            own = f"{code}[{at}]" if isinstance(value, (list, tuple)) else code
+            found.update(_of_optimizer(own, optimizer, any(each is optimizer for each in scheduled)))
+    return found
+
+
+@only_looks
+def warn_of_replaced(state: Mapping[str, Any], before: _Options | None) -> None:
+    """Log the options that differ from those ``before`` a restore, with the lines that set them again."""
+    after = options_of(state) or {}
+    pairs = {key: (old, after[key]) for key, old in (before or {}).items() if key in after}
+    lines: dict[str, list[str]] = {_TEXT: [], _RATE: []}
+    owners: dict[str, list[str]] = {_TEXT: [], _RATE: []}
+    for (owner, name), (old, new) in pairs.items():
+        if old != new and len(old) == len(new):
+            text = _RATE if name == "['lr']" else _TEXT
+            lines[text] += _lines(owner, name, old, new)
+            owners[text] += [owner] if owner not in owners[text] else []
+    for text, found in lines.items():
+        if found:
+            more = [f"# and {len(found) - _MOST} more"] if len(found) > _MOST else []
+            shown = "".join(f"\n  {line}" for line in [*found[:_MOST], *more])
+            _log.log(logging.INFO if text is _RATE else logging.WARNING, text, ", ".join(owners[text][:_MOST]), shown)
+
+
+def _lines(owner: str, name: str, old: list[Any], new: list[Any]) -> list[str]:
+    def shown(value: Any) -> str:
+        return f"{f'collections.{value!r}' if isinstance(value, Counter) else repr(value):.{_LONGEST}}"
+
+    if name[0] == ".":
+        return [f"{owner}{name} = {shown(old[0])}  # saved: {shown(new[0])}"]
+    if len(old) > 1 and old == old[:1] * len(old) and new == new[:1] * len(new):
+        return [f"for group in {owner}.param_groups: group{name} = {shown(old[0])}  # saved: {shown(new[0])}"]
+    changed = [at for at in range(len(old)) if old[at] != new[at]]
+    return [f"{owner}.param_groups[{at}]{name} = {shown(old[at])}  # saved: {shown(new[at])}" for at in changed]
+
+
+def _of_optimizer(code: str, optimizer: Optimizer, is_scheduled: bool) -> Iterator[tuple[tuple[str, str], list[Any]]]:
+    groups = optimizer.param_groups
+    keys = {key for group in groups for key in group}
+    moving = (
+        _RATES if is_scheduled or "initial_lr" in keys or hasattr(optimizer.step, "_wrapped_by_lr_sched") else set()
+    )
+    moving |= _MOMENTA if keys & _CYCLES else set()
+    for key in sorted(keys - moving - {"params"}):
+        values = [list(_plain(group.get(key))) for group in groups]
+        if all(values):
+            yield (code, f"[{key!r}]"), [value for [value] in values]
+
+
+def _of_scheduler(code: str, scheduler: Any) -> Iterator[tuple[tuple[str, str], list[Any]]]:
+    """Yield the options of a scheduler, of those in it, and of objects that compute its factors."""
+    found = vars(scheduler)
+    if not type(scheduler).__module__.startswith("torch.optim."):  # it may have any other attributes that change
+        found = {key: found[key] for key in inspect.signature(type(scheduler)).parameters if key in found}
+    for key, value in found.items():
+        if key in _PRIVATE or not (key in _MOVING or key.startswith("_")):
+            for plain in _plain(value):
+                yield (code, f".{key}"), [plain]
+    for at, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield from _of_scheduler(f"{code}._schedulers[{at}]", inner)
+    for at, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
+        for key, value in vars(factor).items() if not inspect.isroutine(factor) else ():
+            for plain in _plain(value):
+                yield (f"{code}.lr_lambdas[{at}]", f".{key}"), [plain]
+
+
+def _plain(value: Any) -> Iterator[Any]:
+    """Yield a copy of a plain value, with lists for tuples and numbers for tensors; nothing for other values."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_meta:
+            yield value.item()
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        items = [each for item in value for each in _plain(item)]
+        if len(items) == len(value):
+            yield items
+    elif isinstance(value, dict):
+        items = [each for item in value.values() for each in _plain(item)]
+        if len(items) == len(value):
+            copied = dict(zip(value, items, strict=True))
+            yield Counter(copied) if isinstance(value, Counter) else copied
