@@ -73,7 +73,7 @@ class Survivors:
 
     def __init__(self, target: SaveTarget, saver: Saver, background: SaveThread) -> None:
         self._target, self._saver, self._background = target, saver, background
-        self._whole = WholeStep(saver.names)
+        self._whole, self._unnoted = WholeStep(saver.names), ""
         self._publish = loss.expect(self) if target.ranks.size > 1 else None
         if self._publish is not None:
             saver.whole = self._note
@@ -85,7 +85,7 @@ class Survivors:
                 self._publish(f"kinds/{self._target.ranks.rank}", self._whole.kinds)
         except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
             _log.debug("A step was not noted.", exc_info=error)
-            self._saver.whole = None
+            self._saver.whole, self._unnoted = None, f"a step could not be noted: {reason(error)}"
 
     def save_after_loss(self, told: Loss) -> str:
         """Save with the other ranks that are left; see :class:`.SavesAfterLoss`."""
@@ -114,7 +114,7 @@ class Survivors:
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        why = self._whole.hold() if self._saver.whole is not None else "a step could not be noted"
+        why = self._whole.hold() if self._saver.whole is not None else self._unnoted
         for thread in (self._background, self._background.ahead):
             if thread is not None:
                 thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")

@@ -52,7 +52,7 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
         return [_without_ranks(condition, by_name=False) if condition.writer else condition]
     named = store.retention.pointed()
     complete, damaged = store.checkpoints()
-    there = {step_of(each.name) for each in (*complete, *damaged)} | {None}
+    there = {step_of(each.name) for each in complete} | {step_of(each.name) for each in damaged} | {None}
     if step_of(named) not in there and store.retention.pointed() == named:  # no run saves there
         _report_deleted(store.root, named, resume, complete)
     pointed = store.latest()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
@@ -28,13 +28,16 @@ from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.comparing import digest
 from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
-from stagereg.data import LoadsEveryRank, is_position
+from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError
 from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
 _COPIED_BYTES = 1 << 22  # of all of these
-_ITEMS = 1 << 10  # of a container that is copied
+_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 16  # of a container that is copied; of one that has only numbers and text
+_SCALARS = (int, float, str)
+_FLAT = {*_SCALARS, bool, type(None)}
+_SLOW_S = 0.01  # seconds of the processor for the state of one object
 _NONE_ENDED, _WRITTEN = "no step has ended", "its optimizer was at the next step"
 _CHANGED = "something that is no optimizer has written into its state since the step ended"
 _version_of = operator.attrgetter("_version")
@@ -75,8 +78,9 @@ class WholeStep:
         if not seen.unfit:
             with torch.no_grad():
                 torch._foreach_copy_(seen.copies, seen.small) if seen.small else None
-            self._noted = {name: x if name in seen.objects else _noted(x) for name, x in state.items()}
-            self._plain = [x for value in self._noted.values() for x in _tensors_in(value)]
+            notes = _Notes()
+            self._noted = {name: x if name in seen.objects else notes.of(x) for name, x in state.items()}
+            self._plain = notes.watched
             self._versions = self._find_versions(seen)
             self._options = [(each, {key: each[key] for key in each if key != "params"}) for each in seen.groups]
             self._generators = rng.note()
@@ -216,24 +220,54 @@ def _unfit(state: Mapping[str, Any]) -> str:
     return ""
 
 
-def _noted(value: Any) -> Any:
-    """Return what an entry is now, whatever becomes of it; of what has a state of its own, the object itself."""
-    if isinstance(value, (int, float, str)):
-        return value
-    if isinstance(value, LRScheduler):
-        return value.state_dict()
-    if (generator := generator_state(value)) is not None:
-        return generator.state_dict()
-    if type(value) in (dict, list):
-        return copy.copy(value) if len(value) <= _ITEMS else value
-    if type(value) is torch.Tensor:
-        return carry(value, value.detach().clone()) if value.nbytes <= _SMALL_BYTES else value
-    if isinstance(value, entries.PerRank):
-        noted = _noted(value.value)
-        return noted if isinstance(noted, entries.PerRank) else entries.PerRank(noted)
-    return entries.PerRank(value.state_dict()) if is_position(value) else value
+class _Notes:
+    """Notes entries as they are now; ``watched`` are the live tensors in them, which are not copied.
 
+    Raises: ``CheckpointError`` for an entry that takes too long to note at each step.
+    """
 
-def _tensors_in(noted: Any) -> Iterator[torch.Tensor]:
-    values = noted.values() if type(noted) is dict and len(noted) <= _ITEMS else (noted,)
-    return (x for x in values if type(x) is torch.Tensor)
+    def __init__(self) -> None:
+        self.watched: list[torch.Tensor] = []
+        self._nbytes = 0  # of copies of memory that has no version counter
+
+    def of(self, value: Any) -> Any:
+        """Return an entry; of an object with a state of its own, that state."""
+        if isinstance(value, _SCALARS):
+            return value
+        if (generator := generator_state(value)) is not None:
+            return generator.state_dict()
+        if type(value) in (dict, list):
+            return self._container(value)
+        if type(value) is torch.Tensor:
+            return self._tensor(value)
+        if isinstance(value, entries.PerRank):
+            noted = self.of(value.value)
+            return noted if isinstance(noted, entries.PerRank) else entries.PerRank(noted)
+        if is_position(value):
+            return entries.PerRank(value.state_dict())
+        if not is_stateful(value):
+            return value
+        began = time.thread_time()
+        state = value.state_dict()
+        if (seconds := time.thread_time() - began) > _SLOW_S:
+            raise CheckpointError(f"state_dict() of {type(value).__qualname__} takes {seconds:.3f} s")
+        return self.of(dict(state) if isinstance(state, dict) else state)
+
+    def _container(self, value: Any) -> Any:
+        items = value.values() if type(value) is dict else value
+        is_flat = {*map(type, items)} <= _FLAT
+        if len(value) > (_FLAT_ITEMS if is_flat else _ITEMS):
+            raise CheckpointError(f"a {type(value).__name__} has {len(value):,} items")
+        if is_flat:
+            return copy.copy(value)
+        return {key: self.of(x) for key, x in value.items()} if type(value) is dict else [*map(self.of, value)]
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.nbytes > _SMALL_BYTES:
+            if value.untyped_storage().resizable() or not value.is_cpu:
+                self.watched.append(value)
+                return value
+            self._nbytes += value.nbytes  # of NumPy, whose writes no counter shows
+            if self._nbytes > _COPIED_BYTES:
+                raise CheckpointError(f"tensors in memory of NumPy have {self._nbytes:,} bytes")
+        return carry(value, value.detach().clone())

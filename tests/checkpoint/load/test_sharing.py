@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stagereg import Checkpointer
+from stagereg import Checkpointer, per_rank
 from stagereg.errors import CheckpointError
 
 
@@ -112,3 +112,20 @@ def test_tied_weights_refuse_values_that_differ_before_anything_changes(tmp_path
 def test_tied_weights_take_equal_values_that_were_saved_untied(tmp_path: Path) -> None:
     live = restored(tmp_path, {"model": Tied(False, 1.0)}, {"model": Tied(True, 5.0)})
     assert torch.equal(live["model"].head.weight, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("names", [("model", "buffers"), ("buffers", "model")])
+def test_buffers_that_each_rank_has_for_itself_come_back_into_their_module(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    def state(mean: float, own: float) -> dict[str, Any]:
+        model, apart = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        model.running_mean.fill_(mean)
+        apart.running_mean.fill_(own)
+        return {"model": model, "buffers": per_rank([*apart.buffers()])}
+
+    live = state(0.0, 0.0)
+    live["buffers"] = per_rank([*live["model"].buffers()])
+    restored(tmp_path, {name: state(1.0, 5.0)[name] for name in names}, {name: live[name] for name in names})
+    assert live["model"].running_mean.tolist() == [5.0, 5.0]
+    assert live["buffers"].value[0] is live["model"].running_mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy
@@ -169,3 +170,75 @@ def test_names_of_parameters_are_as_a_save_finds_them() -> None:
     optimizer.step()
     whole.note(1, {"bias": bias, "optimizer": optimizer})
     assert [*whole.take(0, 1)["optimizer"]["state"]] == ["bias"]
+
+
+class Counter:
+    """An object with a state of its own, in memory of NumPy."""
+
+    def __init__(self, items: int = 3) -> None:
+        self.count, self.x = 0, numpy.zeros(items)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "x": torch.from_numpy(self.x)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    def add(self) -> None:
+        self.count += 1
+        self.x += 1
+
+
+def test_what_a_step_writes_before_its_optimizer_is_as_it_was() -> None:
+    counters, array, listed, inner = [Counter() for _ in range(4)], numpy.zeros(30_000), torch.zeros(3), {"n": [0]}
+    batch_norm = torch.nn.BatchNorm1d(3)
+    trained = Trained(
+        object=counters[0],
+        ranks=per_rank(counters[1]),
+        objects=[counters[2]],
+        nested={"a": [per_rank(counters[3]).value]},
+        array=torch.from_numpy(array),
+        listed=per_rank([listed]),
+        module=per_rank(batch_norm),
+        inner=inner,
+    )
+    for each in counters:
+        each.add()
+    array += 1
+    listed += 1
+    inner["n"].append(1)
+    batch_norm(torch.ones(4, 3))
+    assert trained.whole.hold() == ""
+    taken = trained.taken()
+    found = [taken["object"], taken["ranks.rank0"], taken["objects"][0], taken["nested"]["a"][0]]
+    assert [(each["count"], each["x"].tolist()) for each in found] == [(0, [0.0] * 3)] * 4
+    assert not taken["array"].any()
+    assert not taken["listed.rank0"][0].any()
+    assert not taken["module.rank0"]["running_mean"].any()
+    assert taken["inner"] == {"n": [0]}
+
+
+class Slow(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        ends = time.thread_time() + 0.02
+        while time.thread_time() < ends:
+            pass
+        return super().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [(Slow(), "takes"), (Counter(1 << 20), "memory of NumPy"), ([[0]] * 2000, "2,000 items"), ([0] * 70_000, "70,000")],
+)
+def test_what_cannot_be_noted_at_each_step_is_an_error(value: Any, why: str) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        Trained(value=value)
+
+
+def test_a_write_into_a_large_tensor_of_a_container_is_found() -> None:
+    large = torch.zeros(1 << 15)
+    trained = Trained(large=[{"x": large}])
+    assert trained.whole.hold() == ""
+    large += 1
+    with pytest.raises(CheckpointError):
+        trained.whole.expect_unchanged()
