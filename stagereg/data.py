@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -60,6 +61,10 @@ class LoadsEveryRank(Protocol):
             states: what ``state_dict`` returned on each of the ranks that saved, by rank.
             own: which of them is this rank's; ``None`` if another number of ranks saved them.
         """
+
+
+# Samplers whose position some loop has counted; global, as a checkpointer does not know the loops of a program.
+COUNTED: weakref.WeakSet[ResumableSampler] = weakref.WeakSet()
 
 
 class ResumableSampler(Sampler[int]):
@@ -164,8 +169,13 @@ class ResumableSampler(Sampler[int]):
         """
         if not 0 <= samples <= len(self):
             raise ConfigError(f"{samples} samples cannot be consumed: rank {self.rank} has {len(self)} left.")
-        self._counted = True
+        self._count()
         self._consumed += samples
+
+    def _count(self) -> None:
+        if not self._counted:
+            self._counted = True
+            COUNTED.add(self)
 
     def __len__(self) -> int:
         """Return how many samples of the epoch are left to this rank."""
@@ -334,7 +344,7 @@ class CountedBatches(Generic[T]):
                 f"Epoch {sampler.epoch} is over: call sampler.set_epoch({sampler.epoch + 1}), or loop over "
                 "sampler.batches(loader, epochs=...), which goes on from epoch to epoch."
             )
-        sampler._counted = True
+        sampler._count()
         while left:
             if not self._batches(sampler.epoch):
                 sampler.set_epoch(sampler.epoch + 1)

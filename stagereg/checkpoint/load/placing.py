@@ -324,19 +324,10 @@ def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
     """Return the merger of the plain values of ``state``, which have been read. Raises: as :func:`.differing`."""
-    own = buffers_of_ranks(state)  # these change the memory of their modules
+    own = sharing.buffers_of_ranks(state)  # these change the memory of their modules
     modules, plain = written(state, {name: each for name, each in found.items() if name not in own})
     exact = {name: _are_torchs_own(module_state.modules_of(entries.value_of(state, name))) for name in modules}
     return sharing.Merger(sharing.differing(modules, exact, plain))
-
-
-def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
-    """Return the entries such as ``per_rank([*model.buffers()])``, which are restored after ``model``."""
-    modules = (each for name in state for each in module_state.modules_of(entries.value_of(state, name)))
-    buffers = {id(buffer) for module in modules for buffer in module.buffers()}
-    ranks = {name: each.value for name, each in state.items() if isinstance(each, entries.PerRank)}
-    tensors = {name: [id(x) for _, x in leaves(value, name)] for name, value in ranks.items()}
-    return [name for name, found in tensors.items() if found and buffers.issuperset(found)]
 
 
 def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:

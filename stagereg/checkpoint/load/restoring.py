@@ -399,7 +399,7 @@ class _Loading:
         except OSError as error:
             raise CheckpointError(f"the objects have changed in part: {error}") from error
         changed = [name for name, each in self._found.items() if any(leaf.in_place for leaf in marks(each))]
-        last = placing.buffers_of_ranks(state)
+        last = sharing.buffers_of_ranks(state)
         for name in sorted((each for each in state if each in self._found), key=last.__contains__):
             missing = self.names.missing.get(name, ())
             try:

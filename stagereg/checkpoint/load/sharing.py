@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 import stagereg.checkpoint.state.entries as entries
+import stagereg.checkpoint.state.module_state as module_state
 from stagereg.checkpoint.format.configs import is_config, of_type
-from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.encoding import Leaf, leaves
 from stagereg.checkpoint.format.wrappers import same_bits, wraps
 from stagereg.errors import CheckpointError
 from stagereg.kernel.state_dict import span_of
@@ -111,6 +112,15 @@ def _in(memory: torch.Tensor, view: _View) -> torch.Tensor:
 
 def _value(view: _View) -> torch.Tensor:
     return entries.local_part(view.leaf.value).detach().cpu().to(view.local.dtype)
+
+
+def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
+    """Return the entries such as ``per_rank([*model.buffers()])``, which are restored after ``model``."""
+    modules = (each for name in state for each in module_state.modules_of(entries.value_of(state, name)))
+    buffers = {id(buffer) for module in modules for buffer in module.buffers()}
+    ranks = {name: each.value for name, each in state.items() if isinstance(each, entries.PerRank)}
+    tensors = {name: [id(x) for _, x in leaves(value, name)] for name, value in ranks.items()}
+    return [name for name, found in tensors.items() if found and buffers.issuperset(found)]
 
 
 class Merger:

@@ -24,6 +24,7 @@ from stagereg.checkpoint.format.encoding import leaves
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.state.module_state import modules_of
 from stagereg.checkpoint.state.optimizer_state import optimizers_of, parameters_of
+from stagereg.data import COUNTED, ResumableSampler
 from stagereg.stagers.hooks import AFTER_STEPS, PLATEAUS
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ _TEXTS = {
     "restore(): {}",
     "scheduler": "the state lacks the learning rate scheduler of {}: a resumed run begins the schedule from scratch, "
     "unless the program sets the scheduler to the right step. Put it into the state before restore(): {}",
+    "sampler": "the state lacks {}, whose batches the program takes: a resumed run begins with its first sample again. "
+    "Put it into the state before restore(): {}",
 }
 _SILENCE = f". To leave it out on purpose: logging.getLogger({__name__!r}).setLevel('ERROR')."
 
@@ -56,7 +59,7 @@ class ForgottenObjects:
         self._ranks, self._saves = ranks, 0
         self._active: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # stepped since the last save
         self._plateaus: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
-        self._judged: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._judged: weakref.WeakSet[Any] = weakref.WeakSet(COUNTED)  # samplers of earlier loops, at first
         self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # perhaps, by an optimizer of the state
         self._found: dict[str, str] = {}  # the message of each kind, empty once it is logged
         self._removes = [AFTER_STEPS.add(self._note_step), PLATEAUS.add(self._note_plateau)]
@@ -90,8 +93,11 @@ class ForgottenObjects:
             optimizers = [each.optimizer if isinstance(each, LRScheduler) else each for each in new]
             self._judge({id(each.state): each for each in optimizers}, _Saved(state, captured), others)
             self._judged.update(each for each in new if each not in self._replaced)
-            if self._ranks.rank == 0:
-                self._report()  # other ranks report in the next save, so that rank 0 comes first
+        if samplers := [each for each in COUNTED if each not in self._judged]:
+            self._judge_samplers(samplers, _Saved(state, captured), (state, *filter(None, others)))
+            self._judged.update(samplers)
+        if self._ranks.rank == 0:
+            self._report()  # other ranks report in the next save, so that rank 0 comes first
 
     def close(self) -> None:
         """Report what is left, and observe no more. Idempotent."""
@@ -124,6 +130,15 @@ class ForgottenObjects:
         for kind, found in names.items():
             if found:
                 self._found.setdefault(kind, _TEXTS[kind].format(" and ".join(found), "; ".join(lines[kind])))
+
+    def _judge_samplers(
+        self, samplers: Iterable[ResumableSampler], saved: _Saved, states: Iterable[Mapping[str, Any]]
+    ) -> None:
+        inside = {id(entries.value_of(state, name)) for state in states for name in state}
+        lacking = [each for each in samplers if id(each) not in inside]
+        if lacking and not saved.is_in_object("consumed"):
+            lines = [_line("sampler", saved, partial(operator.is_, each)) for each in lacking]
+            self._found.setdefault("sampler", _TEXTS["sampler"].format("a ResumableSampler", "; ".join(lines)))
 
     def _lacks_scheduler(self, optimizer: Optimizer, saved: _Saved) -> bool:
         """Whether a scheduler of an optimizer is not in the state."""
@@ -168,7 +183,7 @@ class _Saved:
         found.pop(0, None)  # of tensors without memory
         return found
 
-    def _is_in_object(self, key: str) -> bool:
+    def is_in_object(self, key: str) -> bool:
         """Whether an object of the program saves a key of the state dict of some optimizer or scheduler."""
         unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
         return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
@@ -176,7 +191,7 @@ class _Saved:
     @cached_property
     def has_schedules(self) -> bool:
         """Whether an object of the program saves a scheduler."""
-        return self._is_in_object("last_epoch")
+        return self.is_in_object("last_epoch")
 
     def trained_by(self, optimizer: Optimizer) -> str | None:
         """Return an entry with parameters of an optimizer, if there is one."""
@@ -195,7 +210,7 @@ class _Saved:
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether the state of an optimizer is saved, in whatever object, or may be."""
-        if id(optimizer.state) in self._optimizers or self._is_in_object("param_groups"):
+        if id(optimizer.state) in self._optimizers or self.is_in_object("param_groups"):
             return True
         places = [entries.memory_of(x) for x in _state_of(optimizer) if isinstance(x, torch.Tensor)]
         return any(places) and all(each in self._memory for each in places if each)

@@ -25,6 +25,7 @@ import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.save.forgotten import GivenSteps
 from stagereg.checkpoint.save.saver import Saver
+from stagereg.data import ResumableSampler
 from stagereg.stagers.hooks import AFTER_STEPS, PLATEAUS
 from stagereg.testing import run_ranks
 
@@ -424,3 +425,27 @@ def test_maybe_save_names_steps_that_are_not_saved(given: list[int], text: str, 
     assert [text in each for each in said(caplog)] == [True] * bool(text)
     assert sum("reached no multiple of every=100" in each for each in said(caplog, logging.INFO)) == 1
     assert (tmp_path / f"step-{given[-1]:08}").is_dir()
+
+
+@pytest.mark.parametrize("where", ["state", "object", "nowhere", "unused"])
+def test_a_sampler_whose_batches_are_taken_and_which_is_not_in_the_state_is_named(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    my_sampler = ResumableSampler(range(8))
+    loader = torch.utils.data.DataLoader(range(8), sampler=my_sampler)  # type: ignore[arg-type]
+
+    class Holder:
+        def state_dict(self) -> dict[str, Any]:
+            return {"sampler": my_sampler.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            my_sampler.load_state_dict(state["sampler"])
+
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    state |= {"state": {"data": my_sampler}, "object": {"holder": Holder()}}.get(where, {})
+    with Checkpointer(str(tmp_path), every=1) as checkpointer:
+        for step, _ in enumerate(loader if where == "unused" else my_sampler.batches(loader), 1):
+            checkpointer.maybe_save(step, state)
+    told = [text for text in caplog.messages if "ResumableSampler" in text]
+    assert len(told) == (where == "nowhere")
+    assert all("state['sampler'] = my_sampler. To leave it out" in text for text in told)
