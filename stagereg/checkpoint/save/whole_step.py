@@ -9,6 +9,7 @@ counter, by which a write is found that no optimizer has announced. No large ten
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import threading
 import time
@@ -34,7 +35,7 @@ from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
 _COPIED_BYTES = 1 << 22  # of all of these
-_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 16  # of a container that is copied; of one that has only numbers and text
+_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 17  # of a container that is copied; of one that has only numbers and text
 _SCALARS = (int, float, str)
 _FLAT = {*_SCALARS, bool, type(None)}
 _SLOW_S = 0.01  # seconds of the processor for the state of one object
@@ -255,7 +256,8 @@ class _Notes:
 
     def _container(self, value: Any) -> Any:
         items = value.values() if type(value) is dict else value
-        is_flat = {*map(type, items)} <= _FLAT
+        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # of a long one all are taken for alike
+        is_flat = {*map(type, seen)} <= _FLAT
         if len(value) > (_FLAT_ITEMS if is_flat else _ITEMS):
             raise CheckpointError(f"a {type(value).__name__} has {len(value):,} items")
         if is_flat:

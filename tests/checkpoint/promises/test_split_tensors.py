@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.checkpoint.format.split_tensors import carry, is_split
-from stagereg.checkpoint.save.whole_step import _noted
+from stagereg.checkpoint.save.whole_step import _Notes
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 from tests.checkpoint.state.test_optimizer_carries import error_of
@@ -240,4 +240,4 @@ def test_parts_that_leave_a_hole_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_noted_at_the_end_of_a_step_is_a_part_too() -> None:
-    assert is_split(_noted(part_of(WHOLE, [range(ROWS)])))
+    assert is_split(_Notes().of(part_of(WHOLE, [range(ROWS)])))

@@ -228,7 +228,12 @@ class Slow(Counter):
 
 @pytest.mark.parametrize(
     ("value", "why"),
-    [(Slow(), "takes"), (Counter(1 << 20), "memory of NumPy"), ([[0]] * 2000, "2,000 items"), ([0] * 70_000, "70,000")],
+    [
+        (Slow(), "takes"),
+        (Counter(1 << 20), "memory of NumPy"),
+        ([[0]] * 2000, "2,000 items"),
+        ([0] * 140_000, "140,000"),
+    ],
 )
 def test_what_cannot_be_noted_at_each_step_is_an_error(value: Any, why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
