@@ -163,7 +163,7 @@ class _Run:
         end = _End(run, codes, time.time())
         if local.stopped is not None:
             self._stop(run, ranks, local.stopped)
-        end.unstepped = _find_unstepped(run, codes)
+        end.unstepped = _find_unstepped(run, codes, local.forwarded)
         if min(codes.values(), default=0) < 0 and end.unstepped is None:
             local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
         local.end(signal.SIGTERM)
@@ -274,11 +274,14 @@ def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
     raise _stopped(received)
 
 
-def _find_unstepped(run: RunStore, codes: dict[int, int]) -> signal.Signals | None:
-    """Return the signal that has ended ranks, if nothing else has ended one, and no rank had taken a step."""
-    received = next((each for each in SIGNALS if -each in codes.values()), None)
-    if received is None or not set(codes.values()) <= {RESUME_CODE, *(-each for each in SIGNALS)}:
+def _find_unstepped(run: RunStore, codes: dict[int, int], forwarded: signal.Signals | None) -> signal.Signals | None:
+    """Return the signal that has ended ranks, if nothing else has ended one, and no rank had taken a step.
+
+    A rank that exits with 75 does not name the signal; ``forwarded`` is the one that the launcher got.
+    """
+    if not codes or not {*codes.values()} <= {RESUME_CODE, *(-each for each in SIGNALS)}:
         return None
+    received = next((each for each in SIGNALS if -each in codes.values()), forwarded or signal.SIGTERM)
     with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
         return None if run.get(STEPPED) else received
     return None

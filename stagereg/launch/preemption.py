@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import stagereg.launch.first_step as first_step
 import stagereg.launch.loss as loss
 from stagereg.errors import RESUME_CODE
+from stagereg.launch.rank import LAUNCHER
 from stagereg.option_text import option
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the signals that ask a run to save and exit
@@ -234,7 +235,8 @@ class SignalListener:
         self._exit("\n".join(texts), RESUME_CODE if self.saved else 128 + received)
 
     def _exit_unstepped(self, received: signal.Signals) -> NoReturn:
-        self._exit(first_step.preempted(received) if os.environ.get("RANK", "0") == "0" else "", RESUME_CODE)
+        prints = os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ  # the launcher prints for its ranks
+        self._exit(first_step.preempted(received) if prints else "", RESUME_CODE)
 
     @staticmethod
     def _exit(text: str, code: int) -> NoReturn:
