@@ -62,6 +62,7 @@ class DirectoryLock:
         self._lock: StoreLock | None = None
         self._failing = ""  # how a message begins
         self._warned = False
+        self._known: int | None = None  # the serial of the checkpoint committed last, as the run has seen it
         self.continues = False
         self.when_acquired: Callable[[], object] = lambda: None
 
@@ -110,6 +111,8 @@ class DirectoryLock:
 
     def acquire_to_restore(self) -> None:
         """Take the lock on rank 0 if the same command has saved the newest checkpoint. Raises: any error."""
+        if self._ranks.rank == 0 and self._lock is None:
+            self._known = self._store.last_serial()
         newest = self._store.latest() if self._ranks.rank == 0 else None
         if newest is not None and newest.manifest.command == command_key():
             self._acquire()
@@ -127,6 +130,7 @@ class DirectoryLock:
             return "", ""
         with within(self._seconds):
             expect_own_job(self._store, self._resume)
+            self._known = self._store.last_serial()
         token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
         if not looks:
             return token, ""
@@ -165,7 +169,8 @@ class DirectoryLock:
     def _acquire(self) -> None:
         if self._ranks.rank > 0 or self._lock is not None or self._process != os.getpid():
             return
-        root, take = self._store.root, partial(_take, self._store, self._seconds, self._resume, self.continues)
+        how = self._resume, self.continues, self._known
+        root, take = self._store.root, partial(_take, self._store, self._seconds, *how)
         try:
             self._lock = answered(root, self._seconds, take, methodcaller("release")) if is_url(root) else take()
         except PermissionError as error:
@@ -201,12 +206,17 @@ def _look(path: str) -> tuple[str, bool]:
         time.sleep(_LOOK_S)
 
 
-def _take(store: CheckpointStore, seconds: float, resume: str, continues: bool) -> StoreLock:
+def _take(store: CheckpointStore, seconds: float, resume: str, continues: bool, known: int | None) -> StoreLock:
     with within(seconds):
         hold = store.lock()
         failpoint("locked")
         try:
             store.sweep()
+            if known is not None and store.last_serial() > known:  # what this run saves would replace that
+                raise CheckpointError(
+                    "another run has saved a checkpoint there since this run began. Start this run again with "
+                    f"{option('checkpoint.resume', 'auto')}: it resumes from that checkpoint"
+                )
             expect_own_job(store, resume)
             note_job(store)
             if continues or resume == "never":

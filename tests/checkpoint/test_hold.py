@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import stagereg
 import stagereg.checkpoint.hold as hold
 from stagereg import Checkpointer
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.errors import ConfigError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import RankFailure, run_ranks
 
 
@@ -72,3 +74,22 @@ def test_the_next_start_deletes_what_a_killed_look_has_left(tmp_path: Path) -> N
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.lock()
         assert os.listdir(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_run_does_not_replace_what_another_run_has_saved_since_it_began(
+    tmp_path: Path, restores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "command_key", lambda: "another")  # so restore() takes no lock
+    with Checkpointer(str(tmp_path)) as first:
+        first.save(10, {"x": 10})
+    late = Checkpointer(str(tmp_path), leave=stagereg.Leave(save_last=False))
+    if restores:
+        assert late.restore({"x": 0}) == 10
+    with Checkpointer(str(tmp_path)) as other:
+        other.restore({"x": 0}, source=str(tmp_path / "step-00000010"))
+        other.save(20, {"x": 20})
+    with contextlib.closing(late), pytest.raises(CheckpointError, match="another run has saved a checkpoint there"):
+        late.maybe_save(100, {"x": 100})
+    with Checkpointer(str(tmp_path)) as again:
+        assert again.restore({"x": 0}) == 20

@@ -115,6 +115,11 @@ class CheckpointStore:
         """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
         return self.backend.holder()
 
+    def last_serial(self) -> int:
+        """Return the serial of the checkpoint committed last, corrupt or not; 0 if there is none."""
+        complete, damaged = self.checkpoints()
+        return _last_serial([*complete, *damaged])
+
     def lock(self) -> StoreLock:
         """Lock the store until the lock is released, or return the lock that it holds."""
         if self._lock is None or not self._lock.held:
