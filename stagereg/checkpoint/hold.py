@@ -130,7 +130,8 @@ class DirectoryLock:
             return "", ""
         with within(self._seconds):
             expect_own_job(self._store, self._resume)
-            self._known = self._store.last_serial()
+            if not is_url(self._store.root):  # to list an empty prefix, s3fs lists the parent
+                self._known = self._store.last_serial()
         token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
         if not looks:
             return token, ""
