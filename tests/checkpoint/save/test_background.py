@@ -30,9 +30,12 @@ class Write:
         self.target = target
         self.errors: dict[int, BaseException] = {}
         self.begun, self.go, self.busy = threading.Event(), threading.Event(), threading.Lock()
+        self.real = module.write_and_commit
         monkeypatch.setattr(module, "write_and_commit", self)
 
-    def __call__(self, save: PendingSave) -> tuple[float, int]:
+    def __call__(self, save: PendingSave) -> tuple[float, int] | None:
+        if save.to is not self.target:  # of a checkpointer that another test has left
+            return self.real(save)
         assert self.busy.acquire(blocking=False), "two writes at once"
         self.begun.set()
         assert self.go.wait(30)
