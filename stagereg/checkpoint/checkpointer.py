@@ -418,7 +418,7 @@ class Checkpointer:
                 self.close()
             except Exception as also:
                 if error is None or (is_consequence(error) and not is_consequence(also)):
-                    raise  # what ranks have in common is printed once, and not beside what came of it
+                    raise  # the failed save is the cause; the error that another rank caused adds nothing
                 self._background.failures.log_after(also, error)
         resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
         stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)

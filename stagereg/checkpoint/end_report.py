@@ -77,7 +77,7 @@ def log_end(
 
 
 def warn_of_unclosed(dir: Path | str, saver: Saver, hold: DirectoryLock, pid: int) -> None:
-    """Log that a program that saves has dropped a checkpointer, or has ended by itself, without ``close()``."""
+    """Log that a program that saves has dropped a checkpointer, or has ended, without ``close()``."""
     own = hold.acquired and os.getpid() == pid  # and not a forked child's
     if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # which has what ended the program
         _log.warning(

@@ -93,7 +93,7 @@ class Saver:
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._warned = target.ranks.rank > 0  # of state dicts in the place of their objects
+        self._warned = target.ranks.rank > 0  # of state dicts instead of objects
         self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
         self._stale = first_save.StaleNumbers()
