@@ -83,7 +83,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         jobs = [job.directory for job in row.jobs]
         rows.append(dataclasses.asdict(row) | {"status": row.status, "jobs": jobs})
     ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
-    return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison), "rows": rows} | ranking
+    return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison).text, "rows": rows} | ranking
 
 
 def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:

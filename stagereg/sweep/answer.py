@@ -1,75 +1,173 @@
-"""The answer that a sweep ends in: which combination is best, and whether the difference is real."""
+"""The answer that a sweep ends in: a headline of at most ten words, and the evidence for it in a few sentences."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from stagereg.sweep.comparison import Comparison, ComparisonRow
-from stagereg.sweep.metric import counted
+from stagereg.sweep.cell import EQUAL, FEW
+from stagereg.sweep.comparison import Comparison, ComparisonRow, parameter_text
+from stagereg.sweep.metric import Metric, counted, directed, percent
+from stagereg.sweep.rank_sum import FEWEST
 
-_NAMED = 3  # rows that are named before the rest is counted
-_FEW = 3  # runs of a combination from which on a difference beyond their spread is called real
+_CLAIMS = {
+    "stall_ms": "holds training least: {} per checkpoint",
+    "lost_percent": "loses least training time: {}",
+    "samples_per_s": "trains fastest: {}",
+    "staged_gib_per_s": "stages fastest: {}",
+    "write_gib_per_s": "writes fastest: {}",
+    "peak_host_gib": "needs least host memory: {}",
+}
+"""What is said of the best by a metric, ranked in its own direction."""
+_WORDS = 3  # of a label in a headline, at most
+_ENOUGH = 10  # runs that are proposed first where fewer do not decide
+_WORD = re.compile(r"[A-Za-z][\w.:/-]*")
 
 
-def answer(comparison: Comparison) -> str:
-    """Return, in a sentence or two, which combination is best and how far that can be trusted."""
-    name = comparison.ranking.name
-    best = comparison.best
+@dataclass(frozen=True)
+class Answer:
+    """What a sweep has shown."""
+
+    headline: str  # one sentence of at most ten words
+    evidence: tuple[str, ...] = ()  # sentences
+    command: str = ""  # the command line that runs the best combination again; empty if there is none
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.headline, *self.evidence))
+
+
+def answer(comparison: Comparison) -> Answer:
+    """Return which combination is best, if the runs show it, and how far that can be trusted."""
+    name, best = comparison.ranking.name, comparison.best
     if best is None:
         return _none(comparison)
-    head = f"Best by {name}: {_measured(comparison, best)}"
     rivals = [row for row in comparison.ranked if row.is_candidate(name) and row is not best]
+    command = next((job.command for job in best.jobs if job.command), "")
     if not rivals:
-        others = any(row is not best and not row.again for row in comparison.rows)
-        why = "no other combination completed all its runs with that figure"
-        text = f"{head}; {why if others else 'there is no other combination to compare it with'}."
-    elif ties := comparison.ties:
-        reasons = dict.fromkeys(row.cells[name].reason for row in ties)
-        text = f"{head}; it ties with {_listed(ties)}: {', or '.join(reasons)}."
+        alone = not any(row is not best and not row.again for row in comparison.rows)
+        why = "There is no other combination" if alone else "No other combination completed all its runs with a number"
+        headline = f"Nothing to compare: {_value(comparison, best)}."
+        return Answer(headline, (f"{why}.", *_unranked(comparison, best)), command)
+    if tied := comparison.ties:
+        headline, evidence = _undecided(comparison, best, tied)
     else:
-        fewest, most = sorted(len(row.cells[name].values) for row in (best, rivals[0]))
-        text = f"{head}, before {_measured(comparison, rivals[0])}: {_confidence(fewest, most)}"
-    return text + _unreliable(comparison, best)
+        headline = f"{_label(best, rivals[0])} {_claim(comparison.ranking).format(_value(comparison, best))}."
+        evidence = [_proof(comparison, best, rivals[0])]
+    return Answer(headline, (*evidence, *_noise(comparison, best, rivals[0]), *_unranked(comparison, best)), command)
 
 
-def _confidence(fewest: int, most: int) -> str:
-    """How far a difference beyond the spread can be trusted, by the numbers of runs of the two rows."""
-    if fewest == 1:
-        once = "one run each" if most == 1 else "one of the two has a single run"
-        return f"{once}, so it is unknown whether the difference is real; sweep.repeats=3 would show."
-    runs = f"{fewest} runs each" if fewest == most else "their runs"
-    trust = "so it is most likely real." if fewest >= _FEW else "but so few prove little; sweep.repeats=5 would help."
-    return f"the difference is larger than the spread of {runs}, {trust}"
+def _claim(ranking: Metric) -> str:
+    known = _CLAIMS.get(ranking.name)
+    if known and directed(ranking.name).better == ranking.better:
+        return known
+    return f"has the {'lowest' if ranking.sign > 0 else 'highest'} {ranking.head}: {{}}"
 
 
-def _none(comparison: Comparison) -> str:
+def _proof(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> str:
+    one, other = best.cells[comparison.ranking.name], rival.cells[comparison.ranking.name]
+    low = comparison.ranking.sign > 0
+    runs = _runs(len(one.values), len(other.values))
+    apart = max(one.values) < min(other.values) if low else min(one.values) > max(other.values)
+    all_of = f", all {'lower' if low else 'higher'}" if apart else ""
+    chance = f"chance 1 in {math.floor(1 / other.chance):,}" if other.chance > 1e-9 else "no chance"
+    return f"{_difference(comparison, best, rival)}; {runs}{all_of} ({chance})."
+
+
+def _undecided(comparison: Comparison, best: ComparisonRow, tied: Sequence[ComparisonRow]) -> tuple[str, list[str]]:
+    name, first = comparison.ranking.name, tied[0]
+    tied = sorted(tied, key=lambda row: comparison.ranking.sign * row.cells[name].median)
+    first, cells = tied[0], [best.cells[name], *(row.cells[name] for row in tied)]
+    runs = min(len(cell.values) for cell in cells)
+    if any(cell.reason == FEW for cell in cells):
+        headline = f"Not decided: {_label(best, first)} leads with {_value(comparison, best)}."
+        hint = f"From sweep.repeats={FEWEST} on, the runs can show whether the difference is real."
+        return headline, [f"{_difference(comparison, best, first)}; {_runs(runs, len(cells[1].values))}.", hint]
+    others = f"or {_label(first, best)}" if len(tied) == 1 else f"or {counted(len(tied), 'other')}"
+    headline = f"Not decided: {_label(best, first)} {others}."
+    if all(cell.reason == EQUAL for cell in cells[1:]):
+        return headline, [f"They are equal: {_value(comparison, best)}."]
+    one, other = (f"{_label(row, first if row is best else best)} ({_value(comparison, row)})" for row in (best, first))
+    spread = max((cell.high - cell.low) / abs(cell.median) if cell.median else 0.0 for cell in cells)
+    differ = f"{one} and {other} differ by {percent(cells[0].differs_by(cells[1]))}"
+    if cells[1].reason == EQUAL:
+        differ = f"{one} and {other} are equal"
+    found = [f"{differ}, runs of one combination by {percent(spread)}; {_runs(runs, len(cells[1].values))}."]
+    if all(cell.differs_by(cells[0]) <= comparison.matters for cell in cells[1:]):
+        return headline, [*found, f"No difference is above {percent(comparison.matters)} (sweep.matters)."]
+    return headline, [*found, f"More runs may decide: sweep.repeats={max(_ENOUGH, 2 * runs)}."]
+
+
+def _difference(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> str:
+    one, other = (row.cells[comparison.ranking.name] for row in (best, rival))
+    named = f"{_label(rival, best)} ({_value(comparison, rival)})"
+    if one.differs_by(other) == 0:
+        return f"Equal to {named}"
+    word = "less" if comparison.ranking.sign > 0 else "more"
+    if min(one.median, other.median) < 0 or not other.median:
+        return f"{word.capitalize()} than {named}"
+    return f"{percent(abs(one.median - other.median) / other.median)} {word} than {named}"
+
+
+def _runs(one: int, other: int) -> str:
+    return f"{one} run{'s' * (one != 1)} each" if one == other else f"{one} and {other} runs"
+
+
+def _value(comparison: Comparison, row: ComparisonRow) -> str:
+    return comparison.ranking.text(row.cells[comparison.ranking.name].median)
+
+
+def _label(row: ComparisonRow, other: ComparisonRow) -> str:
+    """What ``row`` differs by from ``other``, in few words."""
+    differ = {key: value for key, value in row.parameters.items() if other.parameters.get(key) != value}
+    if not differ:
+        return row.versions or row.label
+    if len(differ) == 1 and all(_WORD.fullmatch(value) and value.lower() not in _LITERALS for value in differ.values()):
+        return next(iter(differ.values()))
+    parts = [f"{key}={parameter_text(value)}" for key, value in differ.items()]
+    return " ".join([*parts[: _WORDS - 1], "…"] if len(parts) > _WORDS else parts)
+
+
+_LITERALS = ("true", "false", "null", "none", "nan", "inf", "on", "off", "yes", "no")
+"""Values that mean nothing without the name of their option."""
+
+
+def _noise(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> list[str]:
+    """By how much the combination that is run twice differs from itself."""
+    name = comparison.ranking.name
+    for row in comparison.rows:
+        twin = next((each for each in comparison.rows if not each.again and each.parameters == row.parameters), row)
+        if row.again and row.versions == twin.versions and name in row.cells and name in twin.cells:
+            difference = row.cells[name].differs_by(twin.cells[name])
+            if math.isfinite(difference):
+                label = _label(row, rival if row.parameters == best.parameters else best)
+                return [f"{label} differs from itself by {percent(difference)}."]
+    return []
+
+
+def _none(comparison: Comparison) -> Answer:
     name = comparison.ranking.name
     statuses = [job.status for row in comparison.rows for job in row.jobs]
     if "completed" not in statuses:
         failed = statuses.count("failed")
-        return f"No answer: of {counted(len(statuses), 'job')}, {failed} failed, {len(statuses) - failed} unfinished."
+        left = len(statuses) - failed
+        ended = f"No answer: {failed} of {counted(len(statuses), 'job')} failed."
+        return Answer(ended, (f"{counted(left, 'job')} did not finish.",) if left else ())
     if not any(name in row.cells for row in comparison.rows):
-        there = ", ".join(one.name for one in comparison.metrics) or "none"
-        return f"No answer by {name}: no completed job has that figure. Figures there are: {there}."
-    return f"No answer by {name}: every combination that has it failed, or lacks it, in some of its runs."
+        names = [*(one.name for one in comparison.metrics), *comparison.equal]
+        return Answer(f"No answer: no job has {name}.", (f"Figures there are: {', '.join(names) or 'none'}.",))
+    why = f"Every combination failed, or has no finite {name}, in at least one of its runs."
+    return Answer("No answer: no combination completed all its runs.", (why,))
 
 
-def _measured(comparison: Comparison, row: ComparisonRow) -> str:
-    return f"{row.label}, {comparison.ranking.text(row.cells[comparison.ranking.name].median)}"
-
-
-def _listed(rows: Sequence[ComparisonRow]) -> str:
-    named = [row.label for row in rows[:_NAMED]]
-    if len(rows) > _NAMED:
-        named.append(f"{len(rows) - _NAMED} more")
-    return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
-
-
-def _unreliable(comparison: Comparison, best: ComparisonRow) -> str:
-    """A combination that looks better still, had it not failed in some runs."""
+def _unranked(comparison: Comparison, best: ComparisonRow) -> list[str]:
+    """Combinations that look better still, but cannot be ranked."""
     name, sign = comparison.ranking.name, comparison.ranking.sign
-    failing = [row for row in comparison.rows if not row.again and name in row.cells and "failed" in row.status]
-    row = min(failing, key=lambda row: sign * row.cells[name].median, default=best)
-    if sign * row.cells[name].median >= sign * best.cells[name].median:
-        return ""
-    return f" {_measured(comparison, row)}, is out: {row.status}."
+    rows = [row for row in comparison.rows if not row.again and name in row.cells and not row.is_candidate(name)]
+    better = [row for row in rows if sign * row.cells[name].median < sign * best.cells[name].median]
+    if not better:
+        return []
+    row = min(better, key=lambda row: sign * row.cells[name].median)
+    return [f"{_label(row, best)} ({_value(comparison, row)}) is not ranked: {row.status if row.error else row.note}."]

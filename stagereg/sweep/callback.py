@@ -36,7 +36,7 @@ from stagereg.output import echo
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.interleaved import ContainedTask
-from stagereg.sweep.metric import directed, usual
+from stagereg.sweep.metric import directed, least_difference, usual
 from stagereg.sweep.result import KEYS, JobResult, completed_before, results, split
 from stagereg.sweep.run import Run
 
@@ -53,11 +53,16 @@ class Compare(Callback):
         metric: what combinations are ranked by, and what a sweeper that searches is given; ``None`` ranks by the stall
             of a checkpoint where that is known, else by the loss, and gives the sweeper what the task returned.
         direction: ``"minimize"``, ``"maximize"``, or ``None`` for what makes sense for the metric.
+        matters: relative difference up to which combinations tie, such as ``"5%"``; ``None`` for 5 % of what stagereg
+            measures, and 0 of the loss and of what the task returns.
     """
 
-    def __init__(self, metric: str | None = None, direction: str | None = None) -> None:
+    def __init__(
+        self, metric: str | None = None, direction: str | None = None, matters: float | str | None = None
+    ) -> None:
         self._metric = metric
         self._direction = direction
+        self._matters = matters
         # Workers of a launcher get a copy of this and know nothing of the command line.
         self._start = _started_as()
         self._kept: JobResult | None = None
@@ -113,7 +118,7 @@ class Compare(Callback):
         try:
             jobs = results(directory)
             metric = self._metric or usual(set().union(*(job.figures for job in jobs)))
-            comparison = compare(jobs, metric, self._direction)
+            comparison = compare(jobs, metric, self._direction, self._matters)
             terminal(comparison)
             written = render.write(comparison, directory)
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
@@ -124,6 +129,7 @@ class Compare(Callback):
 
     def _check(self, config: DictConfig) -> None:
         directed(self._metric or usual(()), self._direction)
+        least_difference(self._metric or usual(()), self._matters)
         sweeper = config.hydra.sweeper
         repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
         if "repeats" not in sweeper and repeats != 1:

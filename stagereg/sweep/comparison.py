@@ -1,9 +1,9 @@
-"""Jobs side by side: one row for each combination of what was swept, and how sure the best is.
+"""Jobs side by side: one row for each combination of what was swept, and which rows the runs tell apart.
 
-Repeats of a combination become their median and the range between their quartiles. A row ties with the best where
-their medians differ by no more than either's spread, or in proportion by no more than one combination differs from
-itself (the A/A row), or where few runs overlap. Only completed jobs count; a combination that failed in any of its
-runs, or has the figure in only some, is never best.
+The repeats of a combination become their median and their range. A row ties with the best unless the runs tell the two
+apart: at least four runs each, medians that differ by more than matters, and a rank-sum test. Only completed jobs
+count. A combination that failed in any of its runs, or has the figure in only some, or has NaN or infinity, is never
+best.
 """
 
 from __future__ import annotations
@@ -11,41 +11,20 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stagereg.errors import ConfigError, few_of
-from stagereg.sweep.metric import Metric, columns, counted, directed
+from stagereg.sweep.cell import Cell, ties
+from stagereg.sweep.metric import Metric, columns, counted, directed, least_difference, percent
+from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import KEYS, JobResult
 
-_ENOUGH = 5  # values from which on quartiles alone prove a difference; of fewer, all of one row must be better
-_ROUNDING = 1e-6  # relative difference of figures that may come from the order in which numbers were added
 _OVERLAP_S = 1.0  # seconds that two jobs may run beside each other: one is ending while the next begins
 _NAMED = 3
-_EQUAL = "the figures are equal"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One figure of one combination."""
-
-    median: float  # of the values
-    # the range between their first and third quartile, interpolated within the values; `None` for one
-    spread: float | None
-    values: tuple[float, ...]  # of the completed jobs, in their order
-    verdict: str = ""  # `"best"` of its column, `"tie"` with the best, or empty
-    reason: str = ""  # why it ties
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Cell:
-        spread = None
-        if len(values) > 1:
-            first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-            spread = third - first
-        return cls(statistics.median(values), spread, tuple(values))
+_DIGITS = 12  # of a swept value; more are rounding, as in 0.30000000000000004
 
 
 @dataclass(frozen=True)
@@ -60,6 +39,7 @@ class ComparisonRow:
     error: str = ""  # of the first job that failed, or else of the first unfinished one; empty if all were completed
     note: str = ""  # what else a reader of the row should know
     versions: str = ""  # of stagereg and torch, where jobs differ in them
+    vs_best: float | None = None  # its median by the ranking metric, divided by the best row's; `None` if unknown
 
     @property
     def status(self) -> str:
@@ -73,7 +53,8 @@ class ComparisonRow:
     @property
     def label(self) -> str:
         """The combination as one would type it, and the versions where rows differ in them."""
-        typed = " ".join(f"{name}={value}" for name, value in self.parameters.items()) or "as configured"
+        typed = " ".join(f"{name}={parameter_text(value)}" for name, value in self.parameters.items())
+        typed = typed or "as configured"
         return f"{typed} ({self.versions})" if self.versions else typed
 
     def verdict(self, name: str) -> str:
@@ -85,10 +66,11 @@ class ComparisonRow:
         return self.cells[name].verdict if name in self.cells else ""
 
     def is_candidate(self, name: str) -> bool:
-        """Whether it may be the best by a metric: no job failed, and each that was completed has the figure."""
-        statuses = [job.status for job in self.jobs]
-        known = len(self.cells[name].values) if name in self.cells else 0
-        return not self.again and "failed" not in statuses and 0 < known == statuses.count("completed")
+        """Whether it may be the best by a metric: no job failed, and each completed one has the figure, and finite."""
+        statuses, cell = [job.status for job in self.jobs], self.cells.get(name)
+        if cell is None or self.again or "failed" in statuses:
+            return False
+        return len(cell.values) == statuses.count("completed") and cell.is_finite
 
 
 @dataclass(frozen=True)
@@ -98,23 +80,29 @@ class Comparison:
     directory: Path  # of the sweep
     parameters: tuple[str, ...]  # the keys that were swept
     constant: tuple[str, ...]  # the overrides that all jobs share, without those of the sweep itself
-    metrics: tuple[Metric, ...]  # the columns: those that any row has
+    metrics: tuple[Metric, ...]  # the columns: those that any row has, and that are not equal in all
     rows: tuple[ComparisonRow, ...]  # one for each combination
     repeats: int  # how often each combination was to run
     ranking: Metric  # what rows are ranked by, and in which direction
+    matters: float  # relative difference of medians, by the ranking metric, up to which rows tie
+    equal: dict[str, float]  # figures that are the same in all runs, by the name of the metric
+    undecided: frozenset[str]  # names of metrics by which all rows tie
     warnings: tuple[str, ...] = ()  # what a reader should know before trusting the figures
 
     @property
     def ranked(self) -> list[ComparisonRow]:
-        """The rows as they are shown: best first; those without that figure follow, and those without any are last."""
+        """The rows as they are shown: best first, those without a number last; an A/A row below its twin."""
         name, sign = self.ranking.name, self.ranking.sign
 
         def position(row: ComparisonRow) -> tuple[int, float]:
-            if name in row.cells:
-                return 0, sign * row.cells[name].median
+            if name in row.cells and not math.isnan(median := row.cells[name].median):
+                return 0, sign * median
             return (1 if row.cells else 2), 0.0
 
-        return sorted(self.rows, key=position)
+        below = {id(twin): row for twin, row in _twins(self.rows)}
+        first = [row for row in self.rows if all(row is not other for other in below.values())]
+        ranked = sorted(first, key=position)
+        return [each for row in ranked for each in (row, below.get(id(row))) if each is not None]
 
     @property
     def best(self) -> ComparisonRow | None:
@@ -126,9 +114,26 @@ class Comparison:
         return [row for row in self.rows if row.verdict(self.ranking.name) == "tie"]
 
 
-def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: str | None = None) -> Comparison:
-    """Compare the jobs of a sweep, by ``metric``, and by its own direction if none is given."""
+def compare(
+    results: Sequence[JobResult],
+    metric: str = "stall_ms",
+    direction: str | None = None,
+    matters: float | str | None = None,
+) -> Comparison:
+    """Compare the jobs of a sweep.
+
+    Args:
+        results: the jobs.
+        metric: what to rank by.
+        direction: ``"minimize"`` or ``"maximize"``; ``None`` for the metric's own.
+        matters: relative difference up to which rows tie, such as ``"5%"``; ``None`` for 5 % of what stagereg
+            measures, and 0 of the loss and of what the task returns.
+
+    Raises:
+        ConfigError: if there are no jobs, or an argument is invalid.
+    """
     ranking = directed(metric, direction)
+    least_difference(metric, matters)
     if not results:
         raise ConfigError("There are no jobs to compare.")
     jobs = sorted(results, key=lambda job: job.order)
@@ -136,8 +141,10 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
     known = {name for job in jobs if job.status == "completed" for name in job.figures}
     metrics = [ranking if one.name == ranking.name else one for one in columns(known)]
     rows = [_row(group, parameters, versions, metrics, ranking) for versions, group in _groups(jobs)]
-    for column in metrics:
-        _judge(rows, column, ranking)
+    equal = {one.name: value for one in metrics if one != ranking and (value := _equal(rows, one.name)) is not None}
+    metrics = [one for one in metrics if one.name not in equal]
+    undecided = {one.name for one in metrics if _judge(rows, one, least_difference(one.name, matters))}
+    rows = _against_best(rows, ranking)
     return Comparison(
         directory=Path(os.path.commonpath([job.directory.parent for job in jobs]) or "."),
         parameters=parameters,
@@ -146,8 +153,21 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
         rows=tuple(rows),
         repeats=1 + max(job.repeat for job in jobs),
         ranking=ranking,
-        warnings=tuple(_warnings(jobs, rows)),
+        matters=least_difference(metric, matters),
+        equal=equal,
+        undecided=frozenset(undecided),
+        warnings=tuple(_warnings(jobs, rows, ranking)),
     )
+
+
+def parameter_text(value: str) -> str:
+    """Return the value of an override as people write it: ``0.3`` for ``0.30000000000000004``."""
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    text = f"{number:.{_DIGITS}g}"
+    return text if len(text) < len(value) and len(value) > _DIGITS else value
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -185,12 +205,16 @@ def _row(
 ) -> ComparisonRow:
     keys = _by_key(jobs[0].overrides)
     completed = [job for job in jobs if job.status == "completed"]
-    values = {one.name: [job.figures[one.name] for job in completed if one.name in job.figures] for one in metrics}
+    known = {one.name: [job for job in completed if one.name in job.figures] for one in metrics}
     broken = sorted((job for job in jobs if job.status != "completed"), key=lambda job: job.status != "failed")
     return ComparisonRow(
         parameters={name: keys[name] for name in parameters if name in keys},
         jobs=tuple(jobs),
-        cells={name: Cell.of(several) for name, several in values.items() if several},
+        cells={
+            name: Cell.of([job.figures[name] for job in several], [job.directory.name for job in several])
+            for name, several in known.items()
+            if several
+        },
         again=jobs[0].again,
         error=broken[0].error or "no error recorded" if broken else "",
         note="; ".join(_notes(completed, ranking)),
@@ -198,50 +222,52 @@ def _row(
     )
 
 
-def _judge(rows: Sequence[ComparisonRow], column: Metric, ranking: Metric) -> None:
-    """Mark the best of a column and what ties with it; of equal rows, the first by ``ranking`` and none otherwise."""
+def _equal(rows: Sequence[ComparisonRow], name: str) -> float | None:
+    """The value that a figure has in all completed runs of two rows or more; ``None`` if they differ."""
+    cells = [row.cells.get(name) for row in rows if row.cells]
+    values = {value for cell in cells for value in (cell.values if cell else (math.nan,))}
+    return values.pop() if len(cells) > 1 and len(values) == 1 else None
+
+
+def _judge(rows: Sequence[ComparisonRow], column: Metric, matters: float) -> bool:
+    """Mark the best of a column and what ties with it; return whether all tie."""
     name = column.name
     candidates = [row.cells for row in rows if row.is_candidate(name)]
     if not column.better or not candidates:
-        return
+        return False
     best = min(candidates, key=lambda cells: column.sign * cells[name].median)
-    chance = _noise(rows, name)
-    reasons = [_tie(best[name], cells[name], chance) for cells in candidates]
-    if len(candidates) > 1 and set(reasons) == {_EQUAL} and name != ranking.name:
-        return
-    for cells, reason in zip(candidates, reasons, strict=True):
-        if reason and cells is not best:
-            cells[name] = replace(cells[name], verdict="tie", reason=reason)
+    rivals = [cells for cells in candidates if cells is not best]
+    reasons = ties(best[name], [cells[name] for cells in rivals], matters, _unsteady(rows, name, matters))
+    for cells, reason in zip(rivals, reasons, strict=True):
+        chance = p_value(best[name].values, cells[name].values)
+        cells[name] = replace(cells[name], verdict="tie" if reason else "", reason=reason, chance=chance)
     best[name] = replace(best[name], verdict="best")
+    return bool(reasons) and all(reasons)
 
 
-def _tie(one: Cell, other: Cell, noise: float) -> str:
-    """Why two cells differ by no more than chance may make them; empty where they differ by more.
-
-    Quartiles of a few values are close by chance: a fifth of equal rows of three runs differ by more. So of few runs
-    all of one row must be better than all of the other, which chance does one time in ten for three runs each.
-    """
-    difference = abs(one.median - other.median)
-    if math.isclose(one.median, other.median, rel_tol=_ROUNDING):
-        return _EQUAL
-    if difference <= max(one.spread or 0.0, other.spread or 0.0):
-        return "the difference is smaller than the spread"
-    if difference <= noise * max(abs(one.median), abs(other.median)):
-        return "the difference is smaller than that between two sets of runs of one combination"
-    few = min(len(one.values), len(other.values)) < _ENOUGH
-    apart = max(one.values) < min(other.values) or max(other.values) < min(one.values)
-    return "their runs overlap" if few and not apart else ""
-
-
-def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
-    """By what part a combination differs from itself: the largest difference of an A/A pair; 0 without one."""
-    most = 0.0
+def _twins(rows: Sequence[ComparisonRow]) -> Iterator[tuple[ComparisonRow, ComparisonRow]]:
+    """The A/A rows, each behind the row that it repeats."""
     for twin, row in itertools.pairwise(rows):
-        same = (twin.parameters, twin.versions) == (row.parameters, row.versions)
-        if row.again and same and name in row.cells and name in twin.cells:
-            one, other = row.cells[name].median, twin.cells[name].median
-            most = max(most, abs(one - other) / (max(abs(one), abs(other)) or 1.0))
+        if row.again and (twin.parameters, twin.versions) == (row.parameters, row.versions):
+            yield twin, row
+
+
+def _unsteady(rows: Sequence[ComparisonRow], name: str, matters: float) -> float:
+    """By what part a combination differs from itself, if the runs tell its A/A pair apart; else 0."""
+    most = 0.0
+    for twin, row in _twins(rows):
+        if name in row.cells and name in twin.cells and row.cells[name].is_finite and twin.cells[name].is_finite:
+            one, other = twin.cells[name], row.cells[name]
+            if not any(ties(one, [other], matters)):
+                most = max(most, one.differs_by(other))
     return most
+
+
+def _against_best(rows: Sequence[ComparisonRow], ranking: Metric) -> list[ComparisonRow]:
+    best = next((row.cells[ranking.name].median for row in rows if row.verdict(ranking.name) == "best"), 0.0)
+    cells = [row.cells.get(ranking.name) for row in rows]
+    ratios = [cell.median / best if cell and best and cell.median / best > 0 else None for cell in cells]
+    return [replace(row, vs_best=ratio) for row, ratio in zip(rows, ratios, strict=True)]
 
 
 def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
@@ -250,9 +276,18 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
     if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
         yield f"{counted(lost, 'checkpoint')} could not be saved"
+    for job in completed:
+        if job.resumed is not None:
+            yield f"job {job.directory.name} resumed from step {job.resumed}: its figures are of the steps after it"
 
 
-def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow]) -> Iterator[str]:
+def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking: Metric) -> Iterator[str]:
+    if unsteady := _unsteady(rows, ranking.name, 0.0):
+        again = next(row for row in rows if row.again)
+        yield (
+            f"{again.label} differs from itself by {percent(unsteady)}, more than chance explains: the machine was not "
+            "steady. Smaller differences count as ties."
+        )
     if mixed := sorted({row.versions for row in rows if row.versions}):
         yield (
             f"Results of different versions are mixed ({few_of(mixed, _NAMED, '; ')}). Each has rows of its own: "

@@ -5,6 +5,7 @@ Computing them is for :mod:`stagereg.sweep.figures`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ from stagereg.errors import ConfigError, nearest
 RETURNED = "returned."  # what the name of a figure begins with that a task returns in a dict
 DIRECTIONS = {"minimize": "lower", "maximize": "higher"}
 """Directions as Hydra's sweepers name them, and which figures each calls better."""
+
+_MATTERS = 0.05
+_FINEST = 6  # digits behind the point, at most
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,12 @@ _BY_NAME = {one.name: one for one in METRICS}
 
 
 def metric(name: str) -> Metric:
-    """Return the metric of that name; ``returned.KEY`` is a number that tasks return under ``KEY``, lower is better."""
+    """Return the metric of that name; ``returned.KEY`` is a number that tasks return under ``KEY``."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     start, _, key = str(name).partition(RETURNED)
     if key and not start:
-        return Metric(name, key, "", "lower", f"The number that the task returned as {key!r}.")
+        return Metric(name, key, "", "", f"The number that the task returned as {key!r}.")
     raise ConfigError(
         f"There is no metric {name!r}.{nearest(str(name), _BY_NAME)} There are: {', '.join(_BY_NAME)}; and "
         f"{RETURNED}KEY, for a number that the task returns in a dict under KEY."
@@ -85,8 +89,8 @@ def directed(name: str, direction: str | None = None) -> Metric:
     if direction is None:
         if not found.better:
             raise ConfigError(
-                f"Neither few nor many {name} are better by themselves: choose which is wanted, with the direction "
-                "minimize or maximize (sweep.direction=minimize)."
+                f"Say which {name} is better, a low or a high one: sweep.direction=minimize or "
+                "sweep.direction=maximize (--direction of `stagereg report`)."
             )
         return found
     if direction not in DIRECTIONS:
@@ -96,6 +100,22 @@ def directed(name: str, direction: str | None = None) -> Metric:
     return replace(found, better=DIRECTIONS[direction])
 
 
+def least_difference(name: str, matters: float | str | None) -> float:
+    """Return the relative difference by a metric up to which combinations tie, from 0 to below 1.
+
+    ``None`` is 5 % of what stagereg measures, and 0 of the loss and of what the task returns, for their scale is the
+    program's.
+    """
+    if matters is None:
+        return 0.0 if name in ("loss", "shadowed_steps") or name.startswith(RETURNED) else _MATTERS
+    text = str(matters).strip()
+    with contextlib.suppress(ValueError):
+        part = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        if 0 <= part < 1 and not isinstance(matters, bool):
+            return part
+    raise ConfigError(f"sweep.matters={matters} is not a part from 0% to below 100%: use such as sweep.matters=5%.")
+
+
 def usual(known: Collection[str]) -> str:
     """Return the name of what to rank by if none is given: the stall of a checkpoint, or of what has none the loss."""
     return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
@@ -103,7 +123,7 @@ def usual(known: Collection[str]) -> str:
 
 def columns(names: Collection[str]) -> list[Metric]:
     """Return the metrics among these figures, in order; what tasks return has no better side by itself."""
-    returned = (replace(metric(name), better="") for name in sorted(names) if name.startswith(RETURNED))
+    returned = (metric(name) for name in sorted(names) if name.startswith(RETURNED))
     return [*(one for one in METRICS if one.name in names), *returned]
 
 
@@ -132,12 +152,23 @@ def quantity(value: float, unit: str) -> str:
     return f"{shown(value)}{unit}" if unit == "%" else f"{shown(value)} {unit}".rstrip()
 
 
+def percent(part: float) -> str:
+    """Return a part of 1 in percent, in two digits: ``9 %``, ``0.4 %``, ``140 %``."""
+    return f"{float(f'{100 * part:.2g}'):,.6g} %"
+
+
 def shown(value: float) -> str:
-    """A number in three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``."""
+    """A number in three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``.
+
+    A number that is not whole has as many digits, up to six behind the point, as show that: ``0.9999``.
+    """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     magnitude = math.floor(math.log10(abs(value)))
     if not -4 <= magnitude < 9:
         return f"{value:.3g}"
-    text = f"{value:,.{max(0, 2 - magnitude)}f}"
+    digits = max(0, 2 - magnitude)
+    while 0 < digits < _FINEST and value % 1 and float(f"{value:.{digits}f}").is_integer():
+        digits += 1
+    text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

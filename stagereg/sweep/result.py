@@ -23,7 +23,7 @@ from stagereg.record import file_name, plain
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import Run
 
-KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
+KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeat", "sweep.again")
 """What goes for a sweep and not for what its jobs do."""
 RESULT = "result.json"
 FORMAT = 1
@@ -55,6 +55,7 @@ class JobResult:
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
     environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
     command: str = ""  # the command line that runs this job alone; empty if unknown
+    resumed: int | None = None  # the step that it resumed from; `None` if it began at the beginning
 
     def write(self) -> Path:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""

@@ -35,7 +35,7 @@ PLAIN_CONFIG = """
 defaults: [sweep: compare, _self_]
 a: fine
 b: 1
-sweep: {metric: returned.score}
+sweep: {metric: returned.score, direction: minimize}
 """
 
 RANKS = (

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import stagereg.output as output
 from stagereg.sweep.answer import answer
-from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+from stagereg.sweep.cell import Cell
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, counted, shown
 
 MARKS = {"best": "*", "tie": "~"}  # what stands behind the number of a cell with that verdict
@@ -81,12 +82,13 @@ def row_name(row: ComparisonRow) -> str:
 
 def cell_texts(cell: Cell) -> tuple[str, str]:
     """Return the median in three digits, or as fine as its spread if that is finer, and the spread, if there is one."""
-    if not cell.spread or not cell.median or "e" in shown(cell.median):
-        return shown(cell.median), "" if cell.spread is None else f"±{shown(cell.spread)}"
+    spread = cell.high - cell.low if len(cell.values) > 1 else None
+    if not spread or not cell.median or "e" in shown(cell.median):
+        return shown(cell.median), "" if spread is None else f"±{shown(spread)}"
     of_median = 2 - math.floor(math.log10(abs(cell.median)))
-    of_spread = -math.floor(math.log10(cell.spread))
+    of_spread = -math.floor(math.log10(spread))
     digits = max(0, of_median, min(of_spread, of_median + _FINER))
-    return f"{cell.median:,.{digits}f}", f"±{cell.spread:,.{digits}f}"
+    return f"{cell.median:,.{digits}f}", f"±{spread:,.{digits}f}"
 
 
 def one_line(cell: Cell) -> str:
@@ -125,7 +127,7 @@ def terminal(comparison: Comparison) -> None:
         output.echo(f"  {line}")
     for warning in comparison.warnings:
         output.echo(f"Beware: {warning}", "yellow")
-    output.echo(f"\n{answer(comparison)}", "bold")
+    output.echo(f"\n{answer(comparison).text}", "bold")
 
 
 def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
@@ -164,7 +166,11 @@ def csv_text(comparison: Comparison) -> str:
             if isinstance(head, str):
                 raw.append(value)
             else:
-                raw += [value.median, value.spread, len(value.values)] if isinstance(value, Cell) else [None, None, 0]
+                raw += (
+                    [value.median, value.high - value.low, len(value.values)]
+                    if isinstance(value, Cell)
+                    else [None, None, 0]
+                )
         overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
         directories = " ".join(str(job.directory) for job in row.jobs)
         writer.writerow([*raw, row.status, first_line(row.error), row.note, " ".join(overrides), directories])
