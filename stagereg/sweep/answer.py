@@ -77,27 +77,28 @@ def _proof(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) ->
 
 
 def _undecided(comparison: Comparison, best: ComparisonRow, tied: Sequence[ComparisonRow]) -> tuple[str, list[str]]:
-    name, first = comparison.ranking.name, tied[0]
+    name = comparison.ranking.name
     tied = sorted(tied, key=lambda row: comparison.ranking.sign * row.cells[name].median)
     first, cells = tied[0], [best.cells[name], *(row.cells[name] for row in tied)]
     runs = min(len(cell.values) for cell in cells)
-    if any(cell.reason == FEW for cell in cells):
-        headline = f"Not decided: {_label(best, first)} leads with {_value(comparison, best)}."
-        hint = f"From sweep.repeats={FEWEST} on, the runs can show whether the difference is real."
-        return headline, [f"{_difference(comparison, best, first)}; {_runs(runs, len(cells[1].values))}.", hint]
+    counts = _runs(len(cells[0].values), len(cells[1].values))
     others = f"or {_label(first, best)}" if len(tied) == 1 else f"or {counted(len(tied), 'other')}"
     headline = f"Not decided: {_label(best, first)} {others}."
     if all(cell.reason == EQUAL for cell in cells[1:]):
         return headline, [f"They are equal: {_value(comparison, best)}."]
+    hint = f"More runs may decide: sweep.repeats={max(_ENOUGH, 2 * runs)}."
+    if any(cell.reason == FEW for cell in cells):
+        hint = f"From sweep.repeats={FEWEST} on, the runs can show whether the difference is real."
+    elif all(cell.differs_by(cells[0]) <= comparison.matters for cell in cells[1:]):
+        hint = f"No difference is above {percent(comparison.matters)} (sweep.matters)."
+    if cells[1].reason == FEW:
+        headline = f"Not decided: {_label(best, first)} leads with {_value(comparison, best)}."
+    if cells[1].reason in (FEW, EQUAL):
+        return headline, [f"{_difference(comparison, best, first)}; {counts}.", hint]
     one, other = (f"{_label(row, first if row is best else best)} ({_value(comparison, row)})" for row in (best, first))
     spread = max((cell.high - cell.low) / abs(cell.median) if cell.median else 0.0 for cell in cells)
     differ = f"{one} and {other} differ by {percent(cells[0].differs_by(cells[1]))}"
-    if cells[1].reason == EQUAL:
-        differ = f"{one} and {other} are equal"
-    found = [f"{differ}, runs of one combination by {percent(spread)}; {_runs(runs, len(cells[1].values))}."]
-    if all(cell.differs_by(cells[0]) <= comparison.matters for cell in cells[1:]):
-        return headline, [*found, f"No difference is above {percent(comparison.matters)} (sweep.matters)."]
-    return headline, [*found, f"More runs may decide: sweep.repeats={max(_ENOUGH, 2 * runs)}."]
+    return headline, [f"{differ}, runs of one combination by {percent(spread)}; {counts}.", hint]
 
 
 def _difference(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> str:
@@ -138,8 +139,9 @@ def _noise(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) ->
     """By how much the combination that is run twice differs from itself."""
     name = comparison.ranking.name
     for row in comparison.rows:
-        twin = next((each for each in comparison.rows if not each.again and each.parameters == row.parameters), row)
-        if row.again and row.versions == twin.versions and name in row.cells and name in twin.cells:
+        same = (each for each in comparison.rows if not each.again and each.parameters == row.parameters)
+        twin = next((each for each in same if each.versions == row.versions), row)
+        if row.again and name in row.cells and name in twin.cells:
             difference = row.cells[name].differs_by(twin.cells[name])
             if math.isfinite(difference):
                 label = _label(row, rival if row.parameters == best.parameters else best)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+from stagereg.sweep.cell import Cell
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import METRICS, metric
 from stagereg.sweep.result import JobResult
 
@@ -163,6 +164,9 @@ def compared(rows: Sequence[ComparisonRow], ranking: str = "stall_ms", warnings:
         rows=tuple(rows),
         repeats=max(len(row.jobs) for row in rows),
         ranking=metric(ranking),
+        matters=0.05,
+        equal={},
+        undecided=frozenset(),
         warnings=tuple(warnings),
     )
 
@@ -207,15 +211,15 @@ def figures(stall_ms: float) -> dict[str, float]:
     return {"stall_ms": stall_ms, "samples_per_s": rate, "loss": 2.5, "shadowed_steps": 3.0, "checkpoints": 4.0}
 
 
-def sweep(directory: Path, stalls: Mapping[str, float] = STALLS, repeats: int = 3, others: bool = True) -> Path:
+def sweep(directory: Path, stalls: Mapping[str, float] = STALLS, repeats: int = 4, others: bool = True) -> Path:
     """Write a sweep to disk as its jobs would, and return its directory.
 
-    Stalls are medians; repeats differ by 0.1 ms. With ``others``, there are an A/A job, a combination of which each job
+    Stalls are medians; repeats differ by 0.1 ms. With ``others``, there are A/A jobs, a combination of which each job
     failed, and one whose job was killed half-way and left no result.
     """
     around = [(at - (repeats - 1) / 2) * 0.1 for at in range(repeats)]
     planned = {name: [figures(stall + each) for each in around] for name, stall in stalls.items()}
-    again = [figures(next(iter(stalls.values())) + 0.1)] if others else []
+    again = [figures(next(iter(stalls.values())) + 0.05 + each) for each in around] if others else []
     every = jobs(planned, directory, again)
     num = len(every)
     if others:

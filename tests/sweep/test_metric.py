@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.metric import directed, in_order, labelled, metric, shown, usual
+from stagereg.sweep.metric import directed, in_order, labelled, least_difference, metric, shown, usual
 
 
 def test_an_unknown_metric_is_reported_with_the_nearest() -> None:
@@ -21,14 +21,32 @@ def test_an_unknown_metric_is_reported_with_the_nearest() -> None:
 
 def test_a_direction_may_be_turned_but_must_be_one() -> None:
     assert metric("returned.valid.error").head == "valid.error"
-    for name, better in (("returned.accuracy", "lower"), ("samples_per_s", "higher")):
+    for name, better in (("loss", "lower"), ("samples_per_s", "higher")):
         assert directed(name).better == better
         assert directed(name, "maximize").better == "higher"
         assert directed(name, "minimize").better == "lower"
     with pytest.raises(ConfigError, match=r"not 'minimise'\. Did you mean 'minimize'\?"):
         directed("loss", "minimise")
-    with pytest.raises(ConfigError, match=r"Neither .*shadowed_steps.*sweep\.direction=minimize"):
-        directed("shadowed_steps")
+    for name in ("shadowed_steps", "returned.accuracy"):
+        with pytest.raises(ConfigError, match=rf"Say which {name} is better, .*sweep\.direction=minimize"):
+            directed(name)
+        assert directed(name, "maximize").better == "higher"
+
+
+def test_what_matters_is_a_part_and_of_the_program_s_own_numbers_any_difference() -> None:
+    assert [least_difference(name, None) for name in ("stall_ms", "loss", "returned.a")] == [0.05, 0, 0]
+    assert [least_difference("loss", each) for each in ("5%", " 2.5 %", 0.2, "0.2", "0%")] == [0.05, 0.025, 0.2, 0.2, 0]
+    for wrong in ("5", 5, "100%", "-1%", "few", "nan", "%", True, ""):
+        with pytest.raises(ConfigError, match=r"is not a part from 0% to below 100%: use such as sweep\.matters=5%"):
+            least_difference("loss", wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.9999, "0.9999"), (-0.9999, "-0.9999"), (99.97, "99.97"), (1.0, "1"), (0.1 + 0.2, "0.3"), (1000.4, "1,000")],
+)
+def test_a_number_that_is_not_whole_does_not_look_whole(value: float, text: str) -> None:
+    assert shown(value) == text
 
 
 @settings(deadline=None)
@@ -39,7 +57,8 @@ def test_a_direction_may_be_turned_but_must_be_one() -> None:
 def test_numbers_are_shown_in_three_digits(value: float) -> None:
     text = shown(value)
     assert math.isclose(float(text.replace(",", "")), value, rel_tol=0.0051)
-    assert len(text.replace(",", "").replace(".", "").lstrip("0")) <= max(4, len(str(round(value)))) or value < 1e-4
+    digits = len(text.replace(",", "").replace(".", "").lstrip("0"))
+    assert digits <= max(4, len(str(round(value)))) or value < 1e-4 or abs(value - round(value)) < 0.005
     assert "e" not in text or value < 1e-4
     assert shown(-value) == f"-{text}"
 
