@@ -167,7 +167,7 @@ def _none(comparison: Comparison) -> Answer:
 def _unranked(comparison: Comparison, best: ComparisonRow) -> list[str]:
     """Combinations that look better still, but cannot be ranked."""
     name, sign = comparison.ranking.name, comparison.ranking.sign
-    rows = [row for row in comparison.rows if not row.again and name in row.cells and not row.is_candidate(name)]
+    rows = [row for row in comparison.rows if not row.again and name in row.cells]
     better = [row for row in rows if sign * row.cells[name].median < sign * best.cells[name].median]
     if not better:
         return []

@@ -1,7 +1,7 @@
 """The rank-sum test: how often chance alone makes two sets of runs differ as much as these do.
 
 Wilcoxon, "Individual comparisons by ranking methods" (Biometrics Bulletin 1(6), 1945), two-sided, with midranks for
-equal values. The distribution is exact for up to 60 values in all: every way to deal the ranks is counted. For more
+equal values. The distribution is exact for up to 100 values in all: every way to deal the ranks is counted. For more
 values it is the normal approximation with corrections for ties and for continuity.
 """
 
@@ -17,7 +17,7 @@ LEVEL = 0.05
 """Chance up to which two combinations are told apart."""
 FEWEST = 4
 """Runs of each combination below which nothing is claimed: 3 against 3 differ completely by chance 1 time in 10."""
-_EXACT = 60  # values in all up to which the distribution is counted
+_EXACT = 100  # values in all up to which the distribution is counted
 
 
 def p_value(one: Sequence[float], other: Sequence[float]) -> float:
@@ -33,7 +33,8 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
         return far / math.comb(number, few)
     ties = sum(size**3 - size for size in sizes) / (number * (number - 1))
     variance = few * (number - few) / 12 * (number + 1 - ties)
-    return 2 * NormalDist().cdf(-max(0.0, off / 2 - 0.5) / math.sqrt(variance)) if variance > 0 else 1.0
+    step = math.gcd(*(rank - ranks[0] for rank in ranks))  # between two sums
+    return 2 * NormalDist().cdf(-max(0.0, off - step / 2) / 2 / math.sqrt(variance)) if variance > 0 else 1.0
 
 
 def least_p_value(one: int, other: int) -> float:

@@ -74,6 +74,7 @@ class TestRows:
         assert compare(jobs(rows)).equal == {"loss": 2.5}
         assert "loss" not in {one.name for one in compare(jobs(rows)).metrics}
         assert compare(jobs(rows), "loss").equal == {}, "what ranks stays"
+        assert compare(jobs({"a=1": rows["a=1"]})).equal == {}, "there is one row"
         rows["a=3"] = [{"stall_ms": 3}]
         assert compare(jobs(rows)).equal == {}, "one row has none"
 
@@ -165,6 +166,8 @@ class TestTies:
         near = [each + 3.5 for each in ten]  # chance 2.9 %
         assert verdicts(compare(stalls(a=ten, b=near, c=near))) == ["best", "", ""]
         assert verdicts(compare(stalls(a=ten, b=near, c=[each + 1 for each in ten]))) == ["best", "tie", "tie"]
+        same = [each + 0.1 for each in ten]
+        assert verdicts(compare(stalls(a=ten, b=near, c=near, d=same))) == ["best", "tie", "tie", "tie"]
         far = [each + 40 for each in ten[:4]]
         assert verdicts(compare(stalls(a=ten[:4], b=far, c=ten[1:5]))) == ["best", "", "tie"], "complete separation"
 
@@ -293,6 +296,11 @@ def test_the_headline_names_what_differs_in_few_words(
 ) -> None:
     runs = {name: [{"returned.m": value} for value in values * 4] for name, values in sweep_of.items()}
     assert answer(compare(jobs(runs), "returned.m", *ranking)).headline == headline
+
+
+def test_a_metric_that_is_turned_round_is_not_praised() -> None:
+    shown = stalls(a=FOUR, b=[3.4, 3.5, 3.6, 3.5])
+    assert answer(compare(shown, direction="maximize")).headline == "b has the highest stall ms: 3.5 ms."
 
 
 class TestWarnings:
