@@ -345,6 +345,8 @@ class Checkpointer:
         self.restored = path_or_url(restored.path)
         trains = self._hold.acquired or is_program(restored.manifest.command)  # else it may be an evaluation
         self._resumed = step if source is None and trains else None
+        if self._resumed is not None and self.resume in choosing.RESUME:
+            record.emit("resumed", step=step, dir=str(self.dir))
         self._target.schedule.restored(step)
         self._tiering.restored(step, restored.path)
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew

@@ -87,6 +87,7 @@ class RankRecord:
     # seconds, status, error, peak memory; `None` for a rank that was killed or is still running
     end: dict[str, Any] | None = None
     started: Started | None = None  # on rank 0, once it took a step
+    resumed: tuple[int, str, float] | None = None  # the step that it resumed from, the directory of checkpoints, when
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
@@ -255,6 +256,7 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
         join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
         end=events["end"][-1] if events["end"] else None,
         started=next(iter(events["restart"] or events["begin"]), None),
+        resumed=next((each for each in events["resumed"] if not steps or each[2] <= steps[0][1]), None),
         damaged=lines.damaged,
         first=times[0],
         last=times[1],
@@ -325,6 +327,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "copy": _span,
     "begin": _started,
     "restart": _started,
+    "resumed": lambda event: (_step(event), str(event.get("dir", "")), float(event["t"])),
     "straggler": _straggler,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": lambda event: {name: _number(event, name) for name in _JOINED if event.get(name) is not None},

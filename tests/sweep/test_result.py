@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.result import RESULT, JobResult, kind_of, results, split
+from stagereg.launch.command_line import split
+from stagereg.sweep.result import RESULT, JobResult, kind_of, results
 
 from ..support.samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
 

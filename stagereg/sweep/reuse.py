@@ -1,0 +1,102 @@
+"""Which jobs of a sweep are in its directory already: the same combination, repeat and config, whatever their number.
+
+A sweep that uses a directory again keeps what is completed, resumes what is not, and gives its new jobs numbers that no
+job there has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stagereg.launch.command_line import SWEEP_KEYS, Identity
+from stagereg.sweep.plan import SweepError
+from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in, yaml_of
+
+_LEAVE = "Take another hydra.sweep.dir, or delete it."
+
+
+class Reuse:
+    """The jobs in the directory of a sweep, and the numbers that are free.
+
+    Attributes:
+        changed: for each job that has the overrides of a planned one, but another config, what differs.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._found: defaultdict[Identity, list[JobResult]] = defaultdict(list)
+        self.changed: list[str] = []
+        taken = {int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal()}
+        for job in sorted(jobs_in(root), key=lambda job: job.status != "completed"):
+            self._found[job.identity].append(job)
+            taken.add(_number(job))
+        self._free = (number for number in itertools.count() if number not in taken)
+        self._used: set[int] = set()
+
+    def find(self, identity: Identity, config: Mapping[str, str]) -> JobResult | None:
+        """Return the job that ran as this one would, if there is one: the completed one of several."""
+        differences = []
+        for job in self._found[identity]:
+            if not (difference := _difference(job.directory / CONFIG, config)):
+                _expect_readable(job)
+                return job
+            differences.append(f"job {_number(job)}, {difference}")
+        self.changed += differences[:1]
+        return None
+
+    def number(self, job: JobResult | None) -> int:
+        """Return the number of a job found, or a free one: for none, and if another job of the plan has the number."""
+        number = -1 if job is None else _number(job)
+        if number < 0 or number in self._used:
+            number = next(self._free)
+        self._used.add(number)
+        return number
+
+
+def expect_own(directory: Path, found: JobResult | None, identity: Identity) -> None:
+    """Raise ``SweepError`` if the output directory of a job that is to be launched holds another job."""
+    if not is_job(directory) or (found is not None and os.path.samefile(directory, found.directory)):
+        return
+    other = JobResult.of_directory(directory).identity
+    also = " with another config" if other == identity else ""
+    where = os.path.relpath(directory)
+    raise SweepError(f"{where} holds {other}{also}; this sweep would put {identity} there. {_LEAVE}")
+
+
+def flat(node: Any, key: str = "") -> dict[str, str]:
+    """Return the values of a config by their keys, as text, without those of ``hydra`` and of the sweep itself."""
+    if isinstance(node, (dict, list)) and node:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        found: dict[str, str] = {}
+        for name, value in items:
+            found |= flat(value, f"{key}.{name}" if key else str(name))
+        return found
+    return {} if key in SWEEP_KEYS or key.partition(".")[0] == "hydra" else {key: repr(node)}
+
+
+def _difference(file: Path, config: Mapping[str, str]) -> str:
+    """Say in what the config that a job ran with differs from another one; empty if in nothing, or without a file."""
+    if not file.exists():
+        return ""
+    if (content := yaml_of(file)) is None:
+        return f"whose {file.name} cannot be read"
+    before = flat(content)
+    for key in dict.fromkeys((*before, *config)):
+        if before.get(key) != config.get(key):
+            return f"which had {key}={before.get(key, 'nothing')}, now {config.get(key, 'nothing')}"
+    return ""
+
+
+def _number(job: JobResult) -> int:
+    number = job.job.get("num")
+    name = job.directory.name
+    return number if isinstance(number, int) else int(name) if name.isdecimal() else -1
+
+
+def _expect_readable(job: JobResult) -> None:
+    if job.status == "unfinished" and (job.directory / RESULT).exists():
+        raise SweepError(f"{job.error} Delete {job.directory} to run that job again, or take another hydra.sweep.dir.")
