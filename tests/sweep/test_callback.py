@@ -47,8 +47,7 @@ def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     assert "Traceback" in jobs[0]["error"]
     assert (jobs[2]["error"], jobs[4]["error"]) == ("left by sys.exit(3)", None)
     assert ended.returncode == 1
-    answer = ended.stdout.partition("Best by returned.score: ")[2]
-    assert answer.startswith("a=fine b=1"), ended.stdout + ended.stderr
+    assert "Not decided: b=1 leads with 1." in ended.stdout, ended.stdout + ended.stderr
     out = app.folder / "out"
     assert f"Report: {out / 'report.html'}" in ended.stdout
     with (out / "compare.csv").open() as file:
@@ -83,7 +82,7 @@ def test_a_result_has_the_job_its_machine_and_its_command(mixed: Any) -> None:
 def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
     ended = app.sweep("a=fine,exit", "sweep.repeats=2", python=HYDRA_1_4)
     assert ended.returncode == 1
-    assert "Best by returned.score: a=fine" in ended.stdout, ended.stdout + ended.stderr
+    assert "Nothing to compare: " in ended.stdout, ended.stdout + ended.stderr
     assert [job["status"] for job in app.results()] == ["completed", "failed", "completed", "failed", "completed"]
     assert app.results()[0]["versions"]["hydra-core"].startswith("1.4.")
 
@@ -101,7 +100,7 @@ def test_ranks_that_die_raise_or_leave_are_rows(tmp_path: Path) -> None:
     assert jobs[2]["error"].splitlines()[0].endswith("left by sys.exit(3)")
     assert jobs[3]["figures"]["stall_ms"] > 0
     assert jobs[3]["figures"]["checkpoints"] == 2
-    assert "Best by stall_ms: a=fine" in ended.stdout
+    assert "Nothing to compare: " in ended.stdout
 
 
 # -- the callback alone, without a program

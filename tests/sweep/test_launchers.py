@@ -22,4 +22,4 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, app: App) ->
     assert [job["status"] for job in jobs] == ["completed", "failed", "failed"], ended.stdout + ended.stderr
     assert jobs[2]["error"] == "left by sys.exit(3)"
     assert jobs[0]["command"].endswith("app.py a=fine b=2")
-    assert "Best by returned.score: a=fine" in ended.stdout
+    assert "Nothing to compare: " in ended.stdout

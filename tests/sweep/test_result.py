@@ -130,7 +130,7 @@ class TestResults:
         sweep(tmp_path / "later", repeats=1)  # is not mixed in
         found = results(tmp_path)
         assert {job.directory.parent for job in found} == {tmp_path}
-        assert [job.job["num"] for job in found] == list(range(2 * 6 + 1 + 2 + 1))
+        assert [job.job["num"] for job in found] == list(range(2 * 6 + 2 + 2 + 1))
         assert [job.status for job in found[-3:]] == ["failed", "failed", "unfinished"]
 
     def test_jobs_without_a_number_come_as_their_folders_are(self, tmp_path: Path) -> None:
