@@ -36,7 +36,7 @@ from stagereg.output import echo
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import counted, directed, least_difference, usual
-from stagereg.sweep.plan import Plan
+from stagereg.sweep.plan import PLAN, Plan
 from stagereg.sweep.result import JobResult, jobs_in, results
 from stagereg.sweep.run import Run
 
@@ -140,13 +140,16 @@ class Compare(Callback):
                 "itself, so leave sweep.repeats at 1 with it"
             )
 
+        if "repeats" in sweeper:
+            return
         directory = _directory(config)
-        if "repeats" not in sweeper and (used := jobs_in(directory)):
+        if used := jobs_in(directory):
             raise ConfigError(
                 f"{directory} holds {counted(len(used), 'job')} of an earlier sweep, and {sweeper._target_} numbers "
                 "its jobs from 0: they would resume from other jobs, and overwrite their results. Take another "
                 "hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved."
             )
+        (directory / PLAN).unlink(missing_ok=True)  # the plan of a sweep whose jobs were deleted
 
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra

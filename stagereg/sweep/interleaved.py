@@ -51,10 +51,7 @@ _SHARED = {
 
 
 _KEPT = "Job %d was completed before, its result is kept; to run it again, delete %s"
-_CHANGED = (
-    "Jobs with the overrides of a job of this sweep, but another config: %d in %s, such as %s. This sweep runs these "
-    "combinations as new jobs."
-)
+_CHANGED = "The config has changed since %d jobs in %s ran, such as %s: this sweep runs them again as new jobs."
 
 
 class InterleavedSweeper(BasicSweeper):
@@ -87,8 +84,11 @@ class InterleavedSweeper(BasicSweeper):
         with held(Path(str(self.config.hydra.sweep.dir))):
             try:
                 return super().sweep(arguments)
-            except BaseException:  # Hydra calls no callback then
-                self._print_progress()
+            except BaseException as error:  # Hydra calls no callback then
+                with contextlib.suppress(OSError):
+                    self._print_progress()
+                if self._plan is not None and isinstance(error, KeyboardInterrupt):  # whose traceback would hide that
+                    raise SystemExit(128 + signal.SIGINT) from None
                 raise
 
     def split_arguments(  # type: ignore[override]
@@ -128,7 +128,7 @@ class InterleavedSweeper(BasicSweeper):
             for overrides in jobs:
                 job = context.config_loader.load_sweep_config(config, list(overrides))
                 identity = Identity.of(overrides)
-                found = reuse.find(identity, flat(_as_saved(job)))
+                found = reuse.find(identity, str(job.hydra.job.name), flat(_as_saved(job)))
                 number = reuse.number(found)
                 places = _directories(job, number)
                 output = Path(places["hydra.sweep.subdir"])

@@ -24,7 +24,7 @@ class Reuse:
     """The jobs in the directory of a sweep, and the numbers that are free.
 
     Attributes:
-        changed: for each job that has the overrides of a planned one, but another config, what differs.
+        changed: for each planned job whose overrides another job has, but with another config, what differs.
     """
 
     def __init__(self, root: Path) -> None:
@@ -37,14 +37,16 @@ class Reuse:
         self._free = (number for number in itertools.count() if number not in taken)
         self._used: set[int] = set()
 
-    def find(self, identity: Identity, config: Mapping[str, str]) -> JobResult | None:
-        """Return the job that ran as this one would, if there is one: the completed one of several."""
+    def find(self, identity: Identity, name: str, config: Mapping[str, str]) -> JobResult | None:
+        """Return the job that ran as this one of the program ``name`` would, if any: the completed one of several."""
         differences = []
         for job in self._found[identity]:
-            if not (difference := _difference(job.directory / CONFIG, config)):
+            program = job.job.get("name", name)
+            difference = f"of {program}" if program != name else _difference(job.directory / CONFIG, config)
+            if not difference:
                 _expect_readable(job)
                 return job
-            differences.append(f"job {_number(job)}, {difference}")
+            differences.append(f"job {_number(job)} {difference}")
         self.changed += differences[:1]
         return None
 
@@ -62,7 +64,7 @@ def expect_own(directory: Path, found: JobResult | None, identity: Identity) -> 
     if not is_job(directory) or (found is not None and os.path.samefile(directory, found.directory)):
         return
     other = JobResult.of_directory(directory).identity
-    also = " with another config" if other == identity else ""
+    also = " with another config or of another program" if other == identity else ""
     where = os.path.relpath(directory)
     raise SweepError(f"{where} holds {other}{also}; this sweep would put {identity} there. {_LEAVE}")
 
@@ -83,11 +85,11 @@ def _difference(file: Path, config: Mapping[str, str]) -> str:
     if not file.exists():
         return ""
     if (content := yaml_of(file)) is None:
-        return f"whose {file.name} cannot be read"
+        return f"(its {file.name} cannot be read)"
     before = flat(content)
     for key in dict.fromkeys((*before, *config)):
         if before.get(key) != config.get(key):
-            return f"which had {key}={before.get(key, 'nothing')}, now {config.get(key, 'nothing')}"
+            return f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
     return ""
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
-from ..support.samples import BEGAN, Sample, write_run
+from ..support.samples import BEGAN, Sample, write_events, write_hydra, write_run
 from . import programs
 from .programs import App
 
@@ -218,6 +219,64 @@ def test_settings_that_make_a_sweep_useless_are_refused(tmp_path: Path, capsys: 
         assert seen.startswith("stagereg: ")
         assert line in seen
     Compare("loss", "maximize").on_multirun_start(config(tmp_path, {"repeats": 3}, repeats=3))
+
+
+def test_another_sweeper_is_refused_where_jobs_are_since_it_would_number_its_own_from_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").touch()  # its jobs were deleted
+    Compare("loss").on_multirun_start(config(tmp_path))
+    assert not (tmp_path / "sweep.json").exists()
+    write_hydra(tmp_path / "3", ["a=1"], 3)
+    with pytest.raises(SystemExit, match="1"):
+        Compare("loss").on_multirun_start(config(tmp_path))
+    said = capsys.readouterr().err
+    assert f"holds 1 job of an earlier sweep, and {BASIC} numbers its jobs from 0: " in said
+    assert said.endswith("Take another hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved.\n")
+    Compare("loss").on_multirun_start(config(tmp_path, {"repeats": 1}))
+
+
+def test_a_job_that_resumed_and_recorded_no_step_failed_and_has_no_figures(tmp_path: Path) -> None:
+    """By the attempts since the job began: a restart that has no step left to take is no such job."""
+    began = record.now()
+    start, end = (
+        {"event": "start", "rank": 0, "world_size": 1, "format": 1},
+        {"event": "end", "status": "completed", "seconds": 1},
+    )
+    resumed = {"event": "resumed", "step": 20, "dir": str(tmp_path / "0" / "checkpoints")}
+    stall = {"event": "stall", "step": 21, "start": began, "seconds": 0.1}
+    logged = {"event": "log", "step": 20, "values": {"loss": 1.0}}
+    crash = {"event": "end", "status": "failed", "seconds": 1, "error": "x"}
+    for events, status, step in (
+        ([start, resumed, logged, end], "failed", 20),
+        ([start, resumed, stall, end], "completed", 20),
+        ([start, resumed, {**logged, "step": 21}, end], "completed", 20),
+        ([start, {"event": "step", "step": 1}, resumed, end], "completed", None),
+        ([start, end], "completed", None),
+        (
+            [start, stall, crash, {**start, "run": "a.1"}, {**resumed, "run": "a.1"}, {**end, "run": "a.1"}],
+            "completed",
+            20,
+        ),
+    ):
+        events = [{"run": "a.0", **each, "t": began + at / 100} for at, each in enumerate(events)]
+        shutil.rmtree(tmp_path / "0", ignore_errors=True)
+        write_events(tmp_path / "0" / "metrics.jsonl", events)
+        callback = Compare()
+        callback._began = began
+        callback.on_job_end(config(tmp_path), ended(1.5))
+        job = JobResult.read(tmp_path / "0")
+        assert (job.status, job.resumed, bool(job.figures)) == (status, step, status == "completed"), events
+    for checkpoints, named in (
+        (tmp_path / "0" / "checkpoints", tmp_path / "0"),
+        ("s3://bucket/run", "s3://bucket/run"),
+    ):
+        shutil.rmtree(tmp_path / "0")
+        events = [start, {**resumed, "dir": str(checkpoints)}, end]
+        write_events(tmp_path / "0" / "metrics.jsonl", [{**each, "t": began, "run": "a.0"} for each in events])
+        callback.on_job_end(config(tmp_path), ended(1.5))
+        advice = f"it resumed from step 20, and none was left. To run it again, delete {named}."
+        assert (JobResult.read(tmp_path / "0").error or "").endswith(advice)
 
 
 def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(tmp_path: Path, capsys: Any) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import zlib
@@ -24,8 +28,11 @@ from omegaconf import OmegaConf
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg import Checkpointer
-from stagereg.sweep.plan import Plan
+from stagereg.sweep.plan import Plan, held
 from stagereg.sweep.result import JobResult, jobs_in
+
+from . import programs
+from .programs import App
 
 STEPS = 4
 VALUES = ("1", "2", "3")
@@ -124,13 +131,13 @@ class Directory:
                         raise self.how(143)
         return {"score": state["score"]}
 
-    def run(self, sweep: Sweep) -> int:
+    def run(self, sweep: Sweep, *more: str) -> int:
         """Run a sweep; return its exit code, 130 for Ctrl-C."""
         (self.folder / "app.yaml").write_text(CONFIG.format(scale=sweep.scale))
         self.left, self.how, self.raises = sweep.killed_after, sweep.how, sweep.raises
         self.ranked = []
         quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-        sys.argv = ["app.py", "-m", *sweep.overrides, *quiet, f"hydra.sweep.dir={self.out}"]
+        sys.argv = ["app.py", "-m", *sweep.overrides, *quiet, *more, f"hydra.sweep.dir={self.out}"]
         try:
             hydra.main(config_path=str(self.folder), config_name="app", version_base="1.3")(self.train)()
         except KeyboardInterrupt:
@@ -203,17 +210,14 @@ def run_all(sequence: Sequence[Sweep], comparisons: list[Any]) -> None:
 
 def test_each_job_ends_as_it_does_alone_whatever_was_in_the_directory(pages: list[Any]) -> None:
     """A value in front of an unfinished one, in another order; more repeats; an edited YAML; a smaller sweep."""
-    two = ("1", "2")
-    run_all(
-        [
-            Sweep(two, killed_after=STEPS + 2),
-            Sweep(("3", *two), raises="3"),
-            Sweep(("2", "3"), repeats=2, killed_after=STEPS + 2, how=SystemExit),
-            Sweep(("2",), repeats=2, scale=2),
-            Sweep(("3", "3"), batch=1),
-        ],
-        pages,
-    )
+    sequence = [
+        Sweep(("1", "2"), killed_after=STEPS + 2),
+        Sweep(("3", "1", "2"), raises="3"),
+        Sweep(("2",), repeats=2),
+        Sweep(("2",), scale=2),
+        Sweep(("3", "3"), batch=1),
+    ]
+    run_all(sequence, pages)
 
 
 @pytest.mark.slow
@@ -223,3 +227,102 @@ def test_each_job_of_any_sweeps_into_one_directory_ends_as_it_does_alone(
     pages: list[Any], sequence: list[Sweep]
 ) -> None:
     run_all(sequence, pages)
+
+
+def test_a_job_that_resumes_has_the_step_and_one_without_a_step_has_no_figures(
+    pages: list[Any], tmp_path: Path
+) -> None:
+    directory = Directory(tmp_path)
+    for killed_after in (STEPS, STEPS - 1):
+        directory.run(Sweep(("1",), killed_after=killed_after))
+        directory.run(Sweep(("1",)))
+        job = JobResult.read(directory.out / "0")
+        if killed_after == STEPS:
+            assert (job.status, job.figures, job.resumed) == ("failed", {}, STEPS)
+            how = f"no step was taken: it resumed from step {STEPS}, and none was left. To run it again, delete "
+            assert job.error == f"{how}{directory.out / '0'}."
+            shutil.rmtree(directory.out / "0")
+    assert (job.status, job.resumed, len(job.figures)) == ("completed", STEPS - 1, 1)
+
+
+def test_a_result_that_cannot_be_read_and_another_job_in_the_way_are_refused_before_the_first_job(
+    pages: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Directory(tmp_path)
+    assert directory.run(Sweep(("1",))) == 0
+    result = directory.out / "0" / "result.json"
+    whole = result.read_bytes()
+    result.write_bytes(whole[:40])
+    assert directory.run(Sweep(("2", "1"))) == 1
+    assert f"Delete {result.parent} to run that job again, or take another hydra.sweep.dir." in capsys.readouterr().err
+    assert result.read_bytes() == whole[:40]
+    result.write_bytes(whole)
+    for sweep, put in ((Sweep(("2",)), "lr=2"), (Sweep(("1",), scale=2), "lr=1")):
+        assert directory.run(sweep, "hydra.sweep.subdir=0") == 1
+        holds = "0 holds lr=1 with another config or of another program" if put == "lr=1" else "0 holds lr=1"
+        said = f"{holds}; this sweep would put {put} there. Take another hydra.sweep.dir, or delete it."
+        assert said in capsys.readouterr().err
+    assert result.read_bytes() == whole
+    assert [job.job["num"] for job in jobs_in(directory.out)] == [0]
+
+
+def test_a_second_sweep_in_the_directory_of_a_running_one_is_refused(
+    pages: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Directory(tmp_path)
+    with held(directory.out):
+        assert directory.run(Sweep(("1",))) == 1
+    assert "is in use: another sweep runs there, process " in capsys.readouterr().err
+    assert [path.name for path in directory.out.iterdir()] == [".sweep"], "it has written nothing"
+    assert directory.run(Sweep(("1",))) == 0
+
+
+def test_a_stopped_sweep_prints_how_many_jobs_are_completed_and_what_runs_the_others(
+    pages: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = Directory(tmp_path)
+    for killed, count in ((1, 0), (STEPS + 1, 1)):
+        assert directory.run(Sweep(killed_after=killed)) == 130
+        line = capsys.readouterr().err.splitlines()[-1]
+        start = f"{count} of 3 jobs are completed. `stagereg report out` shows them; this command runs the others: "
+        assert line.startswith(start)
+        assert shlex.split(line.removeprefix(start))[-1] == f"hydra.sweep.dir={directory.out}"
+    plan = Plan.read(directory.out)
+    assert plan is not None
+    assert plan.progress(jobs_in(directory.out)).text == "1 of 3 completed, 1 stopped, 1 not started"
+
+
+@pytest.mark.slow
+def test_the_printed_command_continues_after_ctrl_c_and_a_kill_is_continued_by_the_same_one(tmp_path: Path) -> None:
+    """Also where the directory is a date, which the command then names."""
+    script = programs.PLAIN.replace('cfg.a == "hang"', 'cfg.a == "hang" and not os.path.exists(cfg.go)')
+    App(tmp_path, script, f"{programs.PLAIN_CONFIG}go: {tmp_path / 'go'}")
+    for how, own in ((signal.SIGINT, list[str]()), (signal.SIGKILL, ["hydra.sweep.dir='out/a b'"])):
+        command = [sys.executable, "app.py", "-m", "a=fine,hang", "b=2,1", *own]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        sweep = subprocess.Popen(command, cwd=tmp_path, env=programs.environment(), start_new_session=True, **pipes)
+        assert sweep.stdout is not None
+        assert any("IN THE JOB" in line for line in sweep.stdout)
+        (running,) = [path.parent for path in tmp_path.rglob("sweep.json") if "b=1" in path.read_text()][-1:]
+        plan = Plan.read(running)
+        assert plan is not None
+        assert plan.progress(jobs_in(running)).text == "2 of 4 completed, 1 running, 1 not started"
+        os.killpg(sweep.pid, how)
+        _, said = sweep.communicate(timeout=30)
+        assert plan.progress(jobs_in(running)).text == "2 of 4 completed, 1 stopped, 1 not started"
+        before = {path: path.read_bytes() for path in running.glob("*/result.json")}
+        assert len(before) == 2
+        (tmp_path / "go").touch()
+        continued = shlex.join(command)
+        if how == signal.SIGINT:
+            assert sweep.returncode == 130
+            continued = said.splitlines()[-1].partition(" this command runs the others: ")[2]
+        ended = subprocess.run(
+            continued, shell=True, cwd=tmp_path, env=programs.environment(), timeout=60, check=False, **pipes
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert len(list(running.glob("*/result.json"))) == 4
+        assert {path: path.read_bytes() for path in before} == before
+        (tmp_path / "go").unlink()
+        shutil.rmtree(running)

@@ -128,13 +128,19 @@ NO_STEP = "NO STEP WAS TAKEN: this run resumed from step 4"
     ],
     ids=["hydra", "ranks"],
 )
-def test_a_job_resumes_from_another_of_its_sweep_only_where_meant(script: str, config: str, tmp_path: Path) -> None:
-    """Whatever sweeper runs them, and whatever their directory is called; a sweep that goes on is the same sweep."""
+def test_a_job_resumes_from_another_combination_only_if_meant(script: str, config: str, tmp_path: Path) -> None:
+    """Whatever sweeper runs them, and whatever their directory is called; the same job of another sweep resumes."""
     app = App(tmp_path, script, config.replace("sweep: compare, ", ""))
     ended = app.sweep("b=1,2", "hydra/sweeper=basic")
     assert ended.returncode == 1
     assert "cannot be used: job 1 of this sweep would resume from the checkpoints of job 0, which ran" in ended.stderr
     assert re.findall("RESULT .*", ended.stdout) == ["RESULT 1 0"]
+    for value, code, line in (
+        (2, 1, f"of job 0 of {tmp_path / 'out'}, which ran with b=1, and not with b=2. Give each job a directory"),
+        (1, 0, "RESULT 1 4"),
+    ):
+        other = app.run("-m", f"b={value}", "hydra/sweeper=basic", f"hydra.sweep.dir=other{value}")
+        assert (other.returncode, line in other.stdout + other.stderr) == (code, True), other.stdout + other.stderr
     again = app.sweep("b=1,2", "resume=auto,latest")
     assert again.returncode == 0, again.stdout + again.stderr
     assert re.findall("RESULT .*", again.stdout) == [f"RESULT {b} 4" for b in "1122"]
