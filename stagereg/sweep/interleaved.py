@@ -25,7 +25,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, flag_override, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity, gives_resume, raw
@@ -48,8 +48,6 @@ _SHARED = {
     "checkpoint.resume=auto.",
 }
 """What is wrong where two jobs have one directory, by the key that says which."""
-
-
 _KEPT = "Job %d was completed before, its result is kept; to run it again, delete %s"
 _CHANGED = "The config has changed since %d jobs in %s ran, such as %s: this sweep runs them again as new jobs."
 
@@ -239,9 +237,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
 
 def _as_saved(job: DictConfig) -> Any:
     """The config of a job as it is read from the file that Hydra saves."""
-    task = job.copy()
-    with flag_override(task, ["struct", "readonly"], [False, False]):
-        del task["hydra"]
+    task = OmegaConf.masked_copy(job, [key for key in job if key != "hydra"])  # type: ignore[misc]
     return OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(task)), resolve=False)
 
 

@@ -192,9 +192,6 @@ def command_to_continue(sweep_dir: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return such as ``45 s``, ``1 min 10 s`` and ``2 h 5 min``."""
-    whole = max(1, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest = divmod(max(1, round(seconds)), 60)
+    parts = (minutes // 60, "h"), (minutes % 60, "min"), (rest, "s")
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)

@@ -17,8 +17,6 @@ from stagereg.launch.command_line import SWEEP_KEYS, Identity
 from stagereg.sweep.plan import SweepError
 from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in, yaml_of
 
-_LEAVE = "Take another hydra.sweep.dir, or delete it."
-
 
 class Reuse:
     """The jobs in the directory of a sweep, and the numbers that are free.
@@ -43,8 +41,10 @@ class Reuse:
         for job in self._found[identity]:
             program = job.job.get("name", name)
             difference = f"of {program}" if program != name else _difference(job.directory / CONFIG, config)
+            if not difference and job.status == "unfinished" and (job.directory / RESULT).exists():
+                again = f"Delete {job.directory} to run that job again, or take another hydra.sweep.dir."
+                raise SweepError(f"{job.error} {again}")  # the result cannot be read
             if not difference:
-                _expect_readable(job)
                 return job
             differences.append(f"job {_number(job)} {difference}")
         self.changed += differences[:1]
@@ -65,40 +65,32 @@ def expect_own(directory: Path, found: JobResult | None, identity: Identity) -> 
         return
     other = JobResult.of_directory(directory).identity
     also = " with another config or of another program" if other == identity else ""
-    where = os.path.relpath(directory)
-    raise SweepError(f"{where} holds {other}{also}; this sweep would put {identity} there. {_LEAVE}")
+    raise SweepError(
+        f"{os.path.relpath(directory)} holds {other}{also}; this sweep would put {identity} there. Take another "
+        "hydra.sweep.dir, or delete it."
+    )
 
 
 def flat(node: Any, key: str = "") -> dict[str, str]:
-    """Return the values of a config by their keys, as text, without those of ``hydra`` and of the sweep itself."""
-    if isinstance(node, (dict, list)) and node:
-        items = node.items() if isinstance(node, dict) else enumerate(node)
-        found: dict[str, str] = {}
-        for name, value in items:
-            found |= flat(value, f"{key}.{name}" if key else str(name))
-        return found
-    return {} if key in SWEEP_KEYS or key.partition(".")[0] == "hydra" else {key: repr(node)}
+    """Return the values of a config by their keys, as text, without the options of the sweep itself."""
+    if not node or not isinstance(node, (dict, list)):
+        return {} if key in SWEEP_KEYS else {key: repr(node)}
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    return {k: v for name, value in items for k, v in flat(value, f"{key}.{name}".lstrip(".")).items()}
 
 
 def _difference(file: Path, config: Mapping[str, str]) -> str:
-    """Say in what the config that a job ran with differs from another one; empty if in nothing, or without a file."""
+    """Return one difference between the config that a job ran with and another one; empty if there is none."""
     if not file.exists():
         return ""
     if (content := yaml_of(file)) is None:
         return f"(its {file.name} cannot be read)"
     before = flat(content)
-    for key in dict.fromkeys((*before, *config)):
-        if before.get(key) != config.get(key):
-            return f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
-    return ""
+    keys = (key for key in (*before, *config) if before.get(key) != config.get(key))
+    key = next(keys, None)
+    return "" if key is None else f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
 
 
 def _number(job: JobResult) -> int:
-    number = job.job.get("num")
-    name = job.directory.name
+    number, name = job.job.get("num"), job.directory.name
     return number if isinstance(number, int) else int(name) if name.isdecimal() else -1
-
-
-def _expect_readable(job: JobResult) -> None:
-    if job.status == "unfinished" and (job.directory / RESULT).exists():
-        raise SweepError(f"{job.error} Delete {job.directory} to run that job again, or take another hydra.sweep.dir.")
