@@ -109,7 +109,7 @@ class RunReport:
             self._run = Run(directory, ())
             unread = [f"There are no records: {error}"]
         self._warnings = [*_warnings(self._job, self._run), *unread]
-        self._saved = saved(self._run)
+        self._saved = saved(self._run) if self._run.ranks else []
         self._starts, self._failures, self._goodput = starts(self._run), failures(self._run), goodput(self._run)
         self._tables = [_time_of(self._goodput)] if self._goodput is not None else []
         self._tables += [_starts(self._starts)] if self._starts else []
