@@ -35,7 +35,7 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
 from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
-from stagereg.sweep.metric import counted, directed, least_difference, usual
+from stagereg.sweep.metric import counted, directed, lacking, least_difference, usual
 from stagereg.sweep.plan import PLAN, Plan
 from stagereg.sweep.result import JobResult, jobs_in, results
 from stagereg.sweep.run import Run
@@ -126,7 +126,12 @@ class Compare(Callback):
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
             _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
-        if any(job.status != "completed" for job in jobs):
+        completed = [job for job in jobs if job.status == "completed"]
+        if completed and not any(metric in job.figures for job in completed):
+            known = {name for job in completed for name in job.figures}
+            why = ConfigError(lacking("No completed job has", metric, known))
+            _stop(why, f"`stagereg report {shlex.quote(str(directory))} --metric NAME` ranks by another one.")
+        if len(completed) < len(jobs):
             sys.exit(1)
 
     def _check(self, config: DictConfig) -> None:
@@ -183,13 +188,15 @@ class Compare(Callback):
         )
 
     def _for_sweeper(self, failed: bool, value: Any, found: dict[str, float]) -> Any:
-        if not failed:
-            if self._metric is None:
-                return value
-            if self._metric in found:
-                return found[self._metric]
-            log.warning("%s is not known of this job, so it cannot be ranked", self._metric)
-        return math.nan
+        name = self._metric or usual(found)
+        figure = found.get(name, math.nan)
+        if not failed and self._metric is not None and name not in found:
+            log.warning(lacking("This job cannot be ranked, since it has no", name, found))
+        elif not failed and name in found and not math.isfinite(figure):
+            log.warning("%s is %g, so this job cannot be ranked", name, figure)
+        if self._metric is None and not failed:
+            return value
+        return figure if not failed and math.isfinite(figure) else math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
@@ -237,7 +244,7 @@ def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
     if run is None:
         found = record.latest.get("resumed", {})
         return found.get("step"), bool(record.latest.keys() - {"resumed"}), found.get("dir", "")
-    attempts = [each for each in run.attempts if each.first >= began - _CLOCKS_S]
+    attempts = [each.ranks[0] for each in run.attempts if each.ranks[0].first >= began - _CLOCKS_S]
     step, checkpoints, _ = next((each.resumed for each in reversed(attempts) if each.resumed), (None, "", 0.0))
     last = max((at for each in attempts for at, _ in each.steps), default=0)  # of stagereg.log, if there are no others
     stepped = last > (step or 0) or any(each.started or each.stalls for each in attempts)

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import Identity, by_key, split
+from stagereg.output import json_numbers
 from stagereg.record import file_name, plain
-from stagereg.sweep.figures import figures, number
+from stagereg.sweep.figures import figures
 from stagereg.sweep.run import Run
 
 RESULT = "result.json"
@@ -47,7 +48,7 @@ class JobResult:
     started: float = 0.0  # seconds since the epoch
     seconds: float = 0.0  # how long it took
     returned: Any = None  # what the task returned, as JSON has it
-    figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`; all finite
+    figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
     environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
     command: str = ""  # the command line that runs this job alone; empty if unknown
@@ -57,6 +58,7 @@ class JobResult:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""
         path = self.directory / RESULT
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
+        fields["figures"] = json_numbers(self.figures)
         text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{RESULT}.tmp")
@@ -70,8 +72,8 @@ class JobResult:
             content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
             if content.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            known = content["figures"].items()
-            content["figures"] = {name: value for name, value in known if number(value) is not None}  # null was NaN
+            known = content["figures"].items()  # NaN and infinity are texts; null is what NaN was once
+            content["figures"] = {name: math.nan if value is None else float(value) for name, value in known}
             content["overrides"] = tuple(content["overrides"])
             return cls(path.parent, **content)
         except OSError as error:

@@ -308,7 +308,8 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 def _started(event: Mapping[str, Any]) -> Started:
     phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
-    number, again, restored = (int(event.get(name, 0)) for name in ("number", "again", "restored"))
+    number, again = (int(event.get(name, 0)) for name in ("number", "again"))
+    restored = int(event.get("restored", _step(event) - 1))
     why, source, origin, checkpoints = (str(event.get(name, "")) for name in ("why", "source", "origin", "dir"))
     since = _number(event, "since")
     return Started(_step(event), since, phases, number, why, source, origin, again, restored, checkpoints)

@@ -149,6 +149,7 @@ def failed() -> JobReturn:
         ({"score": 3}, None, {"score": 3}),
         ({"score": 3}, "stall_ms", math.nan),
         (None, "stall_ms", math.nan),
+        (math.inf, "loss", math.nan),
     ],
 )
 def test_a_sweeper_gets_the_number_it_searches_by_or_nan(
@@ -157,6 +158,33 @@ def test_a_sweeper_gets_the_number_it_searches_by_or_nan(
     given = handed(tmp_path, failed() if returned is None else ended(returned), metric)
     assert given == value or (given != given and value != value)
     assert JobResult.read(tmp_path / "0").status == ("failed" if returned is None else "completed")
+
+
+@pytest.mark.parametrize(
+    ("returned", "metric", "warning"),
+    [
+        (math.nan, "loss", "loss is nan, so this job cannot be ranked"),
+        (-math.inf, None, "loss is -inf, so this job cannot be ranked"),
+        (
+            {"accuracy": 3, "loss": 1},
+            "returned.acuracy",
+            "This job cannot be ranked, since it has no returned.acuracy. Did you mean 'returned.accuracy'? Figures "
+            "there are: loss, returned.accuracy.",
+        ),
+        (
+            {"tokens": 5},
+            "returned.score",
+            "This job cannot be ranked, since it has no returned.score. Figures there are: returned.tokens.",
+        ),
+        (1.0, "loss", ""),
+        ("text", None, ""),
+    ],
+)
+def test_a_job_that_cannot_be_ranked_is_reported_at_once(
+    returned: Any, metric: str | None, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handed(tmp_path, ended(returned), metric)
+    assert caplog.messages == ([warning] if warning else [])
 
 
 def test_a_job_that_fails_leaves_its_result_the_cause_first(tmp_path: Path) -> None:

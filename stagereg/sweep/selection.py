@@ -1,0 +1,114 @@
+"""Which jobs a report compares, of one directory or of several, and what it ranks them by."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stagereg.errors import ConfigError
+from stagereg.sweep.comparison import Comparison, compare
+from stagereg.sweep.metric import columns, lacking, usual
+from stagereg.sweep.metric import metric as metric_of
+from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
+
+_COLUMN = "sweep"  # parameter that has the directory, if jobs of several are compared
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One directory with jobs, and what their sweep ranks them by."""
+
+    directory: Path
+    jobs: tuple[JobResult, ...]
+    metric: str
+    direction: str | None
+    matters: float | str | None
+
+
+def compared(directories: Sequence[Path], metric: str = "", direction: str | None = None) -> Comparison:
+    """Compare the jobs of directories, each of which holds a sweep or a single run.
+
+    Args:
+        directories: one or several; of several, the first parameter of a row is ``sweep``, a short name of its
+            directory.
+        metric: what to rank by; empty for what the sweeps are ranked by.
+        direction: ``None`` for that of the sweeps if they are ranked by ``metric``, else for the metric's own.
+
+    Raises:
+        ConfigError: if jobs cannot be read, or completed jobs cannot be ranked by ``metric``.
+    """
+    several = len(directories) > 1
+    sources = [_source(Path(os.path.abspath(each)) if several else each) for each in directories]
+    names = _short_names([source.directory for source in sources])
+    jobs = [job for source in sources for job in source.jobs]
+    if several:
+        jobs = [_named(job, name) for source, name in zip(sources, names, strict=True) for job in source.jobs]
+    ranking, direction = _ranking(sources, names, metric, direction)
+    completed = [job for job in jobs if job.status == "completed"]
+    known = {name for job in completed for name in job.figures}
+    if completed and metric_of(ranking).name not in known:
+        advice = " --metric NAME ranks by another one." if columns(known) else ""
+        raise ConfigError(lacking("No completed job has", ranking, known) + advice)
+    matters = {source.matters for source in sources}
+    return compare(jobs, ranking, direction, matters.pop() if len(matters) == 1 else None)
+
+
+def _source(directory: Path) -> _Source:
+    jobs = [JobResult.of_directory(directory)] if kind_of(directory) == "run" else results(directory)
+    metric, direction, matters = _settings(jobs)
+    metric = metric or usual({name for job in jobs for name in job.figures})
+    return _Source(directory, tuple(jobs), str(metric), direction, matters)
+
+
+def _settings(jobs: Sequence[JobResult]) -> tuple[Any, Any, Any]:
+    """The metric, direction and ``matters`` of a sweep, by the config of the first job that has them."""
+    from omegaconf import OmegaConf
+
+    for job in jobs:
+        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
+            config = OmegaConf.load(job.directory / CONFIG)
+            if OmegaConf.is_dict(OmegaConf.select(config, "sweep")):
+                metric, direction, matters = (
+                    OmegaConf.select(config, f"sweep.{name}") for name in ("metric", "direction", "matters")
+                )
+                return metric, direction, matters
+    return None, None, None
+
+
+def _ranking(
+    sources: Sequence[_Source], names: Sequence[str], metric: str, direction: str | None
+) -> tuple[str, str | None]:
+    own = {source.metric for source in sources}
+    if not metric and len(own) > 1:
+        which = ", ".join(f"{name} by {source.metric}" for name, source in zip(names, sources, strict=True))
+        raise ConfigError(f"The sweeps are ranked by different metrics ({which}): choose one with --metric NAME.")
+    metric = metric or own.pop()
+    directions = {source.direction for source in sources if source.metric == metric}
+    if direction is None and len(directions) > 1:
+        raise ConfigError(
+            f"The sweeps are ranked by {metric} in different directions: choose --direction minimize or maximize."
+        )
+    return metric, direction or (directions.pop() if directions else None)
+
+
+def _short_names(directories: Sequence[Path]) -> list[str]:
+    """As many of the last names of each path as tell the paths apart."""
+    for each, other in itertools.combinations(directories, 2):
+        one, two = each.resolve(), other.resolve()
+        if one.is_relative_to(two) or two.is_relative_to(one):
+            raise ConfigError(f"{each} and {other} have the same jobs: name each job once.")
+    for depth in range(1, 1 + max(len(each.parts) for each in directories)):
+        names = [str(Path(*each.parts[-depth:])) for each in directories]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _named(job: JobResult, name: str) -> JobResult:
+    own = [override for override in job.overrides if override.lstrip("+").partition("=")[0] != _COLUMN]
+    return replace(job, overrides=(f"{_COLUMN}={name}", *own))
