@@ -20,9 +20,9 @@ from typing import Any
 _WIDTH = 120  # columns of a line where there is no terminal
 _LEAST = 30  # columns that the last column of a table gets, however few are left
 _COLOURS = {
-    **dict.fromkeys(("ok", "good", "kept"), "green"),
+    **dict.fromkeys(("ok", "good", "kept", "better"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "no checksums", "unfinished"), "yellow"),
-    **dict.fromkeys(("broken", "corrupt", "failed"), "bold red"),
+    **dict.fromkeys(("broken", "corrupt", "failed", "worse"), "bold red"),
     **{"missing": "dim", "best": "bold green", "tie": "cyan"},
 }
 """Styles of verdicts on a terminal; any other text is plain."""

@@ -63,14 +63,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--baseline", default="", metavar="PATH", help=what)
     fails = "exit with code 1 if the median of a combination is worse by more than that, and the runs tell so"
-    parser.add_argument("--fail-if", type=_limit, metavar="worse:5%%", help=fails)
+    parser.add_argument("--fail-if", type=_limit, metavar="worse:5%", help=fails)
 
 
 def _limit(text: str) -> float:
     try:
         return baseline.limit(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a limit: use such as --fail-if worse:5%") from None
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -120,7 +120,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
         return 0
     sentence = baseline.verdict(judged, asked.fail_if)
     print(f"\n{sentence}", file=sys.stderr if asked.json else sys.stdout)
-    return int(sentence.startswith("Worse"))
+    return int(any(each.verdict == "worse" for each in judged))
 
 
 def _written(
@@ -339,7 +339,7 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 def _cell(value: Value) -> str:

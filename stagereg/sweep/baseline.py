@@ -36,14 +36,14 @@ class Change:
     now: float | None
     change: float | None  # relative to the baseline, positive if there is more now
     chance: float | None  # how often chance alone makes such a difference; `None` if it was not tested
-    verdict: str  # `"worse"`, `"better"`, `"same"`, or why it was not compared
+    verdict: str  # `"worse"`, `"better"`, `"not told apart"`, such as `"within 5 %"`, or why it was not compared
     compared: bool = True
 
 
 def limit(text: str) -> float:
-    """Return the relative difference of such as ``worse:5%``. Raises: ``ValueError``."""
+    """Return the relative difference of such as ``worse:5%``."""
     if (found := _LIMIT.fullmatch(text.strip())) is None:
-        raise ValueError(text)
+        raise ConfigError(f"{text!r} is not a limit: use such as worse:5%")
     return float(found[1]) / 100
 
 
@@ -122,8 +122,9 @@ def _change(label: str, then: Document | None, current: Document | None, now: Do
         return untested(f"too few runs: {len(old)} and {len(new)}")
     change = (after - before) / abs(before) if before else math.copysign(math.inf, after - before) if after else 0.0
     chance = p_value(old, new)
-    apart = chance <= LEVEL and abs(change) > least
-    verdict = ("worse" if sign * change > 0 else "better") if apart else "same"
+    verdict = "worse" if sign * change > 0 else "better"
+    if chance > LEVEL or abs(change) <= least:
+        verdict = f"within {percent(least)}" if abs(change) <= least else "not told apart"
     return Change(label, before, after, change, chance, verdict)
 
 
@@ -159,7 +160,7 @@ def _difference(then: Mapping[_Key, Any], current: Mapping[_Key, Any]) -> str:
 
 
 def verdict(found: Sequence[Change], least: float) -> str:
-    """Return the sentence on all changes; it begins with ``Worse`` if a combination is worse.
+    """Return the sentence on all changes.
 
     Raises:
         ConfigError: if no combination is worse, and one that the baseline has could not be compared.

@@ -97,15 +97,16 @@ def _ranking(
 
 
 def _short_names(directories: Sequence[Path]) -> list[str]:
-    """As many of the last names of each path as tell the paths apart."""
+    """Of each path as many of the last names as tell it from the others."""
     for each, other in itertools.combinations(directories, 2):
         one, two = each.resolve(), other.resolve()
         if one.is_relative_to(two) or two.is_relative_to(one):
             raise ConfigError(f"{each} and {other} have the same jobs: name each job once.")
-    for depth in range(1, 1 + max(len(each.parts) for each in directories)):
-        names = [str(Path(*each.parts[-depth:])) for each in directories]
-        if len(set(names)) == len(names):
-            break
+    names = []
+    for each in directories:
+        others = [other.parts for other in directories if other is not each]
+        depth = next(at for at in itertools.count(1) if all(each.parts[-at:] != other[-at:] for other in others))
+        names.append(str(Path(*each.parts[-depth:])))
     return names
 
 

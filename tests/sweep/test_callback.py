@@ -54,7 +54,7 @@ def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     with (out / "compare.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 8
     assert jobs[6]["figures"]["returned.tokens"] == 5
-    assert ended.stdout.count("returned.score is not known of this job") == 2
+    assert ended.stdout.count("since it has no returned.score. Figures there are: returned.tokens.") == 2
 
 
 @pytest.mark.slow
