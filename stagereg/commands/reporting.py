@@ -98,8 +98,8 @@ def run(asked: argparse.Namespace) -> int:
 def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int:
     if asked.baseline and len(directories) > 1:
         raise ConfigError("--baseline is compared with one sweep: name one directory.")
-    comparison = compared(directories, asked.metric, asked.direction)
-    document = _plain(comparison)
+    comparison, sweeps = compared(directories, asked.metric, asked.direction)
+    document = _plain(comparison) | {"sweeps": sweeps}
     judged = _judged(asked, directories[0], document) if asked.baseline else []
     if not asked.json:
         tables.terminal(comparison)
@@ -131,7 +131,7 @@ def _written(
         return ()
     while True:
         files = render.write(comparison, target)
-        newer = compared(directories, asked.metric, asked.direction)
+        newer, _ = compared(directories, asked.metric, asked.direction)
         if _states(newer) == _states(comparison):
             return files
         comparison = newer
@@ -155,7 +155,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
 
 def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]) -> list[Change]:
     path, direction = Path(asked.baseline), "maximize" if document["better"] == "higher" else "minimize"
-    before = _plain(compared([path], document["metric"], direction)) if path.is_dir() else baseline.read(path)
+    before = _plain(compared([path], document["metric"], direction)[0]) if path.is_dir() else baseline.read(path)
     least = document["matters"] if asked.fail_if is None else asked.fail_if
     return baseline.changes(before, document, least, (str(path), str(directory)))
 
@@ -211,7 +211,7 @@ class RunReport:
         if found := self._job.figures:
             output.echo()
             labels = [labelled(name, found[name]) for name in in_order(found)]
-            of = f" of all {len(self._run.attempts)} attempts" if self._run.earlier else ""
+            of = f" of {counted(len(self._run.attempts), 'attempt')}" if self._run.earlier else ""
             output.table(f"Figures{of}", (), [(head, quantity(value, unit)) for head, value, unit in labels])
         for table in self._tables:
             rows = [tuple(map(_cell, row)) for row in table.rows]

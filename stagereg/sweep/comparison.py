@@ -272,7 +272,7 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"{counted(lost, 'checkpoint')} could not be saved"
     for job in completed:
         if job.resumed is not None:
-            yield f"job {job.directory.name} resumed from step {job.resumed}: its figures are of the steps after it"
+            yield f"job {job.directory.name} resumed from step {job.resumed}"
 
 
 def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking: Metric) -> Iterator[str]:

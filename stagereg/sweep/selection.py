@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.comparison import Comparison, compare
-from stagereg.sweep.metric import columns, lacking, usual
+from stagereg.sweep.metric import columns, counted, lacking, usual
 from stagereg.sweep.metric import metric as metric_of
+from stagereg.sweep.plan import Plan, Progress
 from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
 
 _COLUMN = "sweep"  # parameter that has the directory, if jobs of several are compared
@@ -28,10 +29,33 @@ class _Source:
     metric: str
     direction: str | None
     matters: float | str | None
+    plan: Plan | None = None
+    progress: Progress | None = None  # of the plan
+    others: int = 0  # jobs in the directory that are not of its newest sweep
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What to know of a sweep that is not complete, or not alone in its directory."""
+        if self.plan and self.progress and (self.progress.begun or self.progress.not_started):
+            advice = "" if self.progress.runs else f" This command continues it: {self.plan.command}"
+            yield f"The sweep in {self.directory} is not complete: {self.progress.text}.{advice}"
+        if self.others:
+            yield f"Not compared: {counted(self.others, 'job')} of earlier sweeps in {self.directory}."
+
+    def plain(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"directory": self.directory, "others": self.others, "progress": None}
+        if self.plan and self.progress:
+            found |= {"command": self.plan.command, "progress": asdict(self.progress)}
+            found["progress"]["not_started"] = self.progress.not_started
+        return found
 
 
-def compared(directories: Sequence[Path], metric: str = "", direction: str | None = None) -> Comparison:
-    """Compare the jobs of directories, each of which holds a sweep or a single run.
+def compared(
+    directories: Sequence[Path], metric: str = "", direction: str | None = None
+) -> tuple[Comparison, list[dict[str, Any]]]:
+    """Compare the jobs of directories, each of which holds a sweep or a single run; of a sweep, the newest one there.
+
+    Returns the comparison, and for each directory how far its sweep is, as values for JSON.
 
     Args:
         directories: one or several; of several, the first parameter of a row is ``sweep``, a short name of its
@@ -55,18 +79,27 @@ def compared(directories: Sequence[Path], metric: str = "", direction: str | Non
         advice = " --metric NAME ranks by another one." if columns(known) else ""
         raise ConfigError(lacking("No completed job has", ranking, known) + advice)
     matters = {source.matters for source in sources}
-    return compare(jobs, ranking, direction, matters.pop() if len(matters) == 1 else None)
+    comparison = compare(jobs, ranking, direction, matters.pop() if len(matters) == 1 else None)
+    notes = [note for source in sources for note in source.notes]
+    comparison = replace(comparison, warnings=(*comparison.warnings, *notes))
+    return comparison, [source.plain() for source in sources]
 
 
 def _source(directory: Path) -> _Source:
-    jobs = [JobResult.of_directory(directory)] if kind_of(directory) == "run" else results(directory)
-    metric, direction, matters = _settings(jobs)
+    found = [JobResult.of_directory(directory)] if kind_of(directory) == "run" else results(directory)
+    if (plan := Plan.read(directory)) is None:
+        (metric, direction, matters), jobs, progress = _settings(found), found, None
+    else:
+        metric, direction, matters = plan.metric, plan.direction, plan.matters
+        (jobs, _), progress = plan.select(found), plan.progress(found)
+        if not jobs:
+            raise ConfigError(f"No job of the newest sweep in {directory} has started: {progress.text}.")
     metric = metric or usual({name for job in jobs for name in job.figures})
-    return _Source(directory, tuple(jobs), str(metric), direction, matters)
+    return _Source(directory, tuple(jobs), metric, direction, matters, plan, progress, len(found) - len(jobs))
 
 
 def _settings(jobs: Sequence[JobResult]) -> tuple[Any, Any, Any]:
-    """The metric, direction and ``matters`` of a sweep, by the config of the first job that has them."""
+    """The metric, direction and ``matters`` of a sweep without a plan, by the config of its first job."""
     from omegaconf import OmegaConf
 
     for job in jobs:

@@ -13,10 +13,12 @@ import pytest
 
 import stagereg.sweep.render as render
 from stagereg.sweep.comparison import Comparison
+from stagereg.sweep.plan import Plan, PlannedJob, held
 from stagereg.sweep.result import JobResult, results
 
 from ..support.samples import (
     BEGAN,
+    CONSTANT,
     FAILING,
     Sample,
     failed,
@@ -219,6 +221,37 @@ def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(
     assert "cannot be read: No such file" in report("same", "--baseline", "nix", code=2).err
     (here / "old.json").write_text("[]")
     assert "old.json is not a baseline: a baseline is the directory of a" in report("same", *judge, code=2).err
+
+
+def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Command) -> None:
+    sweep(here / "sweep", {"stager=a": 3.0, "stager=b": 2.0, "stager=c": 1.0}, 1, others=False)
+    planned = [(f"stager={name}", number) for number, name in enumerate("abd")]
+    plan = Plan(
+        here / "sweep",
+        tuple(PlannedJob(number, str(number), (*CONSTANT, name)) for name, number in planned),
+        "python train.py -m stager=a,b,d",
+        began=0.0,
+        metric="stall_ms",
+        direction="maximize",
+    )
+    plan.write()
+    (here / "sweep" / "1" / "result.json").unlink()
+    seen = " ".join(report("sweep").out.split())
+    assert "The sweep in sweep is not complete: 1 of 3 completed, 1 stopped, 1 not started. This command" in seen
+    assert "This command continues it: python train.py -m stager=a,b,d" in seen
+    assert "Not compared: 1 job of earlier sweeps in sweep." in seen
+    document = report("sweep", "--json").json
+    assert [row["parameters"]["stager"] for row in document["rows"]] == ["a", "b"]
+    assert (document["metric"], document["better"]) == ("stall_ms", "higher")
+    (state,) = document["sweeps"]
+    counts = {"planned": 3, "completed": 1, "failed": 0, "begun": 1, "runs": False, "not_started": 1}
+    assert (state["progress"], state["others"], state["command"]) == (counts, 1, plan.command)
+    with held(here / "sweep"):
+        assert "1 running, 1 not started." in report("sweep").out
+        assert "continues it" not in report("sweep").out
+    replace(plan, jobs=plan.jobs[2:]).write()
+    wrong = report("sweep", code=2).err
+    assert "No job of the newest sweep in sweep has started: 0 of 1 completed, 1 not started." in wrong
 
 
 def test_a_job_that_ends_while_the_page_is_written_is_in_the_page(
