@@ -20,6 +20,7 @@ import stagereg.sweep.baseline as baseline
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
+from stagereg.launch.command_line import by_key
 from stagereg.sweep.answer import answer
 from stagereg.sweep.baseline import Change
 from stagereg.sweep.comparison import Comparison
@@ -33,7 +34,7 @@ from stagereg.sweep.selection import compared
 
 _FIRST, _LAST = 7, 7
 """Rows that a terminal shows of a table that has many."""
-_FAILURES = 4  # that the headline of a run lists; of more it has the last
+_FAILURES = 4  # failures that the headline of a run lists; of more it has the last
 _STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
 
 
@@ -142,11 +143,9 @@ def _states(comparison: Comparison) -> list[tuple[Path, str]]:
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:
-    found, constant = answer(comparison), (each.partition("=") for each in comparison.constant)
-    shared = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in constant}
-    rows = []
+    found, rows = answer(comparison), []
     for row in comparison.rows:
-        more = {"status": row.status, "label": row.label, "combination": shared | row.parameters}
+        more = {"status": row.status, "label": row.label, "combination": by_key(row.jobs[0].overrides)}
         rows.append(dataclasses.asdict(row) | more | {"jobs": [job.directory for job in row.jobs]})
     ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
     said = dataclasses.asdict(found) | {"answer": found.text, "undecided": sorted(comparison.undecided)}

@@ -23,20 +23,20 @@ from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
 _LIMIT = re.compile(r"worse:(\d+(?:\.\d+)?)%")
 _NAMED = 3
 
-Document = Mapping[str, Any]  # what `stagereg report DIR --json` prints of a sweep
+Document = Mapping[str, Any]  # a sweep, as `stagereg report DIR --json` prints it
 _Key = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of one combination."""
+    """One combination, before and now."""
 
-    combination: str  # what of it differs between combinations, as one would type it
+    combination: str  # its options that differ between combinations, as one would type them
     before: float | None  # the median of its runs in the baseline; `None` if there is none
     now: float | None
     change: float | None  # relative to the baseline, positive if there is more now
     chance: float | None  # how often chance alone makes such a difference; `None` if it was not tested
-    verdict: str  # `"worse"`, `"better"`, `"not told apart"`, such as `"within 5 %"`, or why it was not compared
+    verdict: str  # `"worse"`, `"better"`, `"not told apart"`, such as `"within 5 %"`, or the reason for no test
     compared: bool = True
 
 
@@ -80,7 +80,7 @@ def changes(
     """
     then, current = _rows(before, names[0]), _rows(now, names[1])
     if not then.keys() & current.keys():
-        raise ConfigError(f"No combination of {names[1]} is in {names[0]}{_difference(then, current)}.")
+        raise ConfigError(f"No combination of {names[1]} is in {names[0]}{_difference([*then], [*current])}.")
     differing = [key for key, values in _values([*then, *current]).items() if len(values) > 1]
     found = []
     for key in dict.fromkeys([*current, *then]):
@@ -147,16 +147,10 @@ def _values(keys: Sequence[_Key]) -> dict[str, set[str | None]]:
     return {name: {dict(key).get(name) for key in keys} for name in names}
 
 
-def _difference(then: Mapping[_Key, Any], current: Mapping[_Key, Any]) -> str:
-    """The options that have no value in common."""
-    old, new = _values(list(then)), _values(list(current))
+def _difference(then: Sequence[_Key], current: Sequence[_Key]) -> str:
+    old, new = _values(then), _values(current)
     names = [name for name in {**old, **new} if not old.get(name, {None}) & new.get(name, {None})]
-
-    def text(values: set[str | None]) -> str:
-        return few_of(sorted("not given" if value is None else value for value in values), _NAMED)
-
-    parts = [f"{name} is {text(old.get(name, {None}))} there and {text(new.get(name, {None}))} here" for name in names]
-    return f": {'; '.join(parts)}" if parts else ""
+    return f": they differ in {few_of(names, _NAMED)}" if names else ""
 
 
 def verdict(found: Sequence[Change], least: float) -> str:

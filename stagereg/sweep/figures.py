@@ -39,7 +39,7 @@ class Saved:
     # `"complete"`; `"lost"`, with `error`; `"not complete"`: the attempt ended before
     state: Literal["complete", "lost", "not complete"]
     error: str = ""
-    restart: int = 0  # which attempt saved it: 0 for the first one
+    restart: int = 0  # the attempt that saved it, 0 for the first one
 
 
 def saved(run: Run) -> list[Saved]:
@@ -156,7 +156,7 @@ def _of_checkpoints(run: Run) -> dict[str, float]:
 
 
 def _of_training(run: Run) -> dict[str, float]:
-    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # of each rank, by attempt
+    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # records of each rank, by attempt
     for each in run.attempts:
         for record in each.ranks:
             parts[record.rank].append((each, record))

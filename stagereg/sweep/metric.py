@@ -122,7 +122,7 @@ def usual(known: Collection[str]) -> str:
 
 
 def lacking(who: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence that ``who`` lacks a figure, and which figures are known in its place."""
+    """Return a message: ``who`` has no figure of that name, the nearest name, and the figures that exist."""
     names, key = [one.name for one in columns(set(known))], name.removeprefix(RETURNED)
     near = [each for each in names if nearest(key, [each.removeprefix(RETURNED)])]
     return f"{who} {name}.{nearest(name, near)} Figures there are: {', '.join(names) or 'none'}."

@@ -97,7 +97,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what each of its ranks has recorded, and where. What it is asked for is of its last attempt."""
+    """One run: the records of its ranks, and their directory. The properties describe its last attempt."""
 
     directory: Path  # the run's output directory
     ranks: tuple[RankRecord, ...]  # the records there are, sorted by rank
@@ -198,7 +198,7 @@ def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
 
 
 def _of_attempt(record: RankRecord, later: int, recordings: Sequence[Sequence[RankRecord]]) -> tuple[RankRecord, ...]:
-    """Return what each rank recorded of an attempt that so many others of the same name followed."""
+    """Return the records of an attempt, one of each rank; ``later`` attempts of the run have the same name."""
     named = [[each for each in several if each.attempt == record.attempt] for several in recordings]
     # Files of ranks beyond its size are of another attempt in the same directory.
     size = record.start.get("world_size", math.inf) if record.rank == 0 else math.inf

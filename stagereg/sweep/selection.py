@@ -1,4 +1,4 @@
-"""Which jobs a report compares, of one directory or of several, and what it ranks them by."""
+"""The jobs that a report compares, of one directory or of several, and the metric that ranks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMN = "sweep"  # parameter that has the directory, if jobs of several are co
 
 @dataclass(frozen=True)
 class _Source:
-    """One directory with jobs, and what their sweep ranks them by."""
+    """One directory with jobs, and the settings of their sweep."""
 
     directory: Path
     jobs: tuple[JobResult, ...]
@@ -30,12 +30,12 @@ class _Source:
     direction: str | None
     matters: float | str | None
     plan: Plan | None = None
-    progress: Progress | None = None  # of the plan
+    progress: Progress | None = None
     others: int = 0  # jobs in the directory that are not of its newest sweep
 
     @property
     def notes(self) -> Iterator[str]:
-        """What to know of a sweep that is not complete, or not alone in its directory."""
+        """Warnings about a sweep that is not complete, or that shares its directory with earlier sweeps."""
         if self.plan and self.progress and (self.progress.begun or self.progress.not_started):
             advice = "" if self.progress.runs else f" This command continues it: {self.plan.command}"
             yield f"The sweep in {self.directory} is not complete: {self.progress.text}.{advice}"
@@ -60,8 +60,8 @@ def compared(
     Args:
         directories: one or several; of several, the first parameter of a row is ``sweep``, a short name of its
             directory.
-        metric: what to rank by; empty for what the sweeps are ranked by.
-        direction: ``None`` for that of the sweeps if they are ranked by ``metric``, else for the metric's own.
+        metric: ranks the jobs; empty for the metric of the sweeps.
+        direction: ``None`` for the direction of the sweeps if ``metric`` is their metric, otherwise the metric's own.
 
     Raises:
         ConfigError: if jobs cannot be read, or completed jobs cannot be ranked by ``metric``.
@@ -77,7 +77,8 @@ def compared(
     known = {name for job in completed for name in job.figures}
     if completed and metric_of(ranking).name not in known:
         advice = " --metric NAME ranks by another one." if columns(known) else ""
-        raise ConfigError(lacking("No completed job has", ranking, known) + advice)
+        where = " or ".join(map(str, directories))
+        raise ConfigError(lacking(f"No completed job in {where} has", ranking, known) + advice)
     matters = {source.matters for source in sources}
     comparison = compare(jobs, ranking, direction, matters.pop() if len(matters) == 1 else None)
     notes = [note for source in sources for note in source.notes]

@@ -147,7 +147,9 @@ def test_an_unknown_figure_is_named_and_no_page_is_replaced(here: Path, report: 
     assert "nan" in report("sweep").out
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     wrong = report("sweep", "--metric", "returned.acuracy", code=2).err
-    assert "No completed job has returned.acuracy. Did you mean 'returned.accuracy'? Figures there are:" in wrong
+    assert (
+        "No completed job in sweep has returned.acuracy. Did you mean 'returned.accuracy'? Figures there are:" in wrong
+    )
     (here / "sweep" / "0" / ".hydra" / "config.yaml").write_text("sweep: {metric: returned.accuracy}\n")
     wrong = report("sweep", code=2).err
     assert "Say which returned.accuracy is better, a low or a high one: sweep.direction=minimize" in wrong
