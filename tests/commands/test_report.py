@@ -88,6 +88,40 @@ def test_restarts_are_reported_by_phase_with_the_share_that_was_training(here: P
     assert told["goodput"]["share"] == pytest.approx(0.038, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("failures", "text"),
+    [
+        ([(10, 2)], "Failed after step 12, resumed from step 10."),
+        ([(10, 2), (30, 2)], "Failed after step 12 and after step 32, resumed from step 10 and from step 30."),
+        ([(0, 0), (0, 5)], "Failed before step 1 and after step 5, resumed from the beginning and from the beginning."),
+        ([(10 * at, 3) for at in range(1, 7)], "Failed 6 times, last after step 63, resumed from step 60."),
+    ],
+)
+def test_a_run_with_restarts_is_reported_with_all_attempts(
+    here: Path, report: Command, failures: list[tuple[int, int]], text: str
+) -> None:
+    for number, (restored, again) in enumerate([(0, 0), *failures]):
+        began = BEGAN + 10 * number
+        why = {"event": "restart", "t": began, "step": restored + 1, "since": began - 5, "phases": {"started": 5.0}}
+        why |= {"number": number, "why": "lost", "restored": restored, "again": again}
+        sample = Sample(steps=20, began=began, killed=number < len(failures))
+        for rank in range(2):
+            events = [*sample.events(rank), *([why] if number and not rank else [])]
+            write_events(rank_file(here / "run", rank), [{**event, "run": f"a.{number}"} for event in events])
+    attempts = len(failures) + 1
+    seen = report("run").out
+    # Of the attempts that were killed, the second checkpoint was being written.
+    assert f"{text} {attempts + 1} checkpoints, each held training for 2.1 ms (median)." in seen
+    assert f"Figures of {attempts} attempts" in seen
+    rows = [line.split() for line in seen.splitlines()]
+    assert ["restart", "step", "saved", "at", "s"] in [row[:5] for row in rows]
+    assert [str(attempts - 1), "20"] in [row[:2] for row in rows]
+    told = report("run", "--json").json
+    assert (told["attempts"], text in told["headline"]) == (attempts, True)
+    saves = [(number, step) for number in range(attempts) for step in (10, 20)]
+    assert [(one["restart"], one["step"]) for one in told["checkpoints"]] == saves
+
+
 def test_other_runs_in_the_directory_are_left_out_and_counted(here: Path, report: Command) -> None:
     for number, steps in enumerate((30, 20, 40)):
         run = Sample(ranks=1, steps=steps, began=BEGAN + 100 * number)
