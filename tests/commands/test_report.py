@@ -198,7 +198,9 @@ def test_an_unknown_figure_is_named_and_no_page_is_replaced(here: Path, report: 
     assert "No answer" in report("sweep", "--metric", "loss").out, "a sweep of which all jobs failed has its page"
 
 
-def test_several_directories_are_compared_and_only_a_table_is_written(here: Path, report: Command) -> None:
+def test_several_directories_are_compared_and_only_a_table_is_written(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
     for name, stall in (("x/sweep", 3.0), ("y/sweep", 5.0)):
         sweep(here / name, {"stager=a": stall, "stager=b": 9.0}, 4)
     job = replace(result(here / "job", overrides=("sweep=mine", "stager=a")), figures=figures(4.0))
@@ -259,7 +261,7 @@ def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(
     assert "old.json is not a baseline: a baseline is the directory of a" in report("same", *judge, code=2).err
 
 
-def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Command) -> None:
+def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Command, no_matplotlib: None) -> None:
     sweep(here / "sweep", {"stager=a": 3.0, "stager=b": 2.0, "stager=c": 1.0}, 1, others=False)
     planned = [(f"stager={name}", number) for number, name in enumerate("abd")]
     plan = Plan(

@@ -315,6 +315,17 @@ def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(tmp_path: Path, 
     assert f"`stagereg report {tmp_path}` tries again" in seen
 
 
+def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_results(tmp_path: Path, capsys: Any) -> None:
+    Compare("returned.acuracy", "maximize").on_job_end(config(tmp_path), ended({"accuracy": 0.5}))
+    with pytest.raises(SystemExit, match="1"):
+        Compare("returned.acuracy", "maximize").on_multirun_end(config(tmp_path))
+    seen = capsys.readouterr()
+    assert "No completed job has returned.acuracy. Did you mean 'returned.accuracy'?" in seen.err
+    assert f"`stagereg report {tmp_path} --metric NAME` ranks by another one." in seen.err
+    assert "No answer: no job has returned.acuracy." in seen.out
+    assert (tmp_path / "report.html").exists()
+
+
 def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path) -> None:
     made = config(tmp_path)
     made.hydra.overrides.task = ["a='x y'", "sweep.repeats=3", "++sweep.repeat=1", "+sweep.mine=2"]
