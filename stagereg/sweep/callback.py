@@ -33,12 +33,12 @@ from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, raw, split
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
-from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import counted, directed, lacking, least_difference, usual
-from stagereg.sweep.plan import PLAN, Plan
-from stagereg.sweep.result import JobResult, jobs_in, results
+from stagereg.sweep.plan import PLAN
+from stagereg.sweep.result import JobResult, jobs_in
 from stagereg.sweep.run import Run
+from stagereg.sweep.selection import compared
 
 log = logging.getLogger(__name__)
 
@@ -114,24 +114,13 @@ class Compare(Callback):
 
         directory = _directory(config)
         try:
-            jobs, others, left = _of_newest_sweep(directory)
-            metric = self._metric or usual(set().union(*(job.figures for job in jobs)))
-            comparison = compare(jobs, metric, self._direction, self._matters)
+            comparison, _ = compared([directory], self._metric or "", self._direction, self._matters)
             terminal(comparison)
             written = render.write(comparison, directory)
-            if left:
-                echo(f"Jobs: {left}.")
-            if others:
-                echo(f"Not compared: {counted(others, 'job')} in {directory} that this sweep does not have.")
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
             _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
-        completed = [job for job in jobs if job.status == "completed"]
-        if completed and not any(metric in job.figures for job in completed):
-            known = {name for job in completed for name in job.figures}
-            why = ConfigError(lacking("No completed job has", metric, known))
-            _stop(why, f"`stagereg report {shlex.quote(str(directory))} --metric NAME` ranks by another one.")
-        if len(completed) < len(jobs):
+        if any(job.status != "completed" for row in comparison.rows for job in row.jobs):
             sys.exit(1)
 
     def _check(self, config: DictConfig) -> None:
@@ -249,18 +238,6 @@ def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
     last = max((at for each in attempts for at, _ in each.steps), default=0)  # of stagereg.log, if there are no others
     stepped = last > (step or 0) or any(each.started or each.stalls for each in attempts)
     return step, stepped, checkpoints
-
-
-def _of_newest_sweep(directory: Path) -> tuple[list[JobResult], int, str]:
-    """The jobs to compare, how many others are in the directory, and what is left of the plan, if anything."""
-    jobs = results(directory)
-    if (plan := Plan.read(directory)) is None:
-        return jobs, 0, ""
-    own, others = plan.select(jobs)
-    progress = plan.progress(jobs)
-    if not own:
-        raise ConfigError(f"{directory} holds no job of this sweep: {progress.text}.")
-    return own, len(others), progress.text if progress.begun or progress.not_started else ""
 
 
 def _versions() -> dict[str, str]:

@@ -27,6 +27,7 @@ class _Source:
     directory: Path
     jobs: tuple[JobResult, ...]
     metric: str
+    chosen: bool  # whether the sweep was given the metric
     direction: str | None
     matters: float | str | None
     plan: Plan | None = None
@@ -51,7 +52,10 @@ class _Source:
 
 
 def compared(
-    directories: Sequence[Path], metric: str = "", direction: str | None = None
+    directories: Sequence[Path],
+    metric: str = "",
+    direction: str | None = None,
+    matters: float | str | None = None,
 ) -> tuple[Comparison, list[dict[str, Any]]]:
     """Compare the jobs of directories, each of which holds a sweep or a single run; of a sweep, the newest one there.
 
@@ -62,6 +66,7 @@ def compared(
             directory.
         metric: ranks the jobs; empty for the metric of the sweeps.
         direction: ``None`` for the direction of the sweeps if ``metric`` is their metric, otherwise the metric's own.
+        matters: as :func:`~stagereg.sweep.comparison.compare` takes it; ``None`` for the sweeps', if they agree.
 
     Raises:
         ConfigError: if jobs cannot be read, or completed jobs cannot be ranked by ``metric``.
@@ -75,12 +80,13 @@ def compared(
     ranking, direction = _ranking(sources, names, metric, direction)
     completed = [job for job in jobs if job.status == "completed"]
     known = {name for job in completed for name in job.figures}
-    if completed and metric_of(ranking).name not in known:
+    chosen = metric or any(source.chosen for source in sources)
+    if completed and chosen and metric_of(ranking).name not in known:
         advice = " --metric NAME ranks by another one." if columns(known) else ""
         where = " or ".join(map(str, directories))
         raise ConfigError(lacking(f"No completed job in {where} has", ranking, known) + advice)
-    matters = {source.matters for source in sources}
-    comparison = compare(jobs, ranking, direction, matters.pop() if len(matters) == 1 else None)
+    own = {source.matters for source in sources} if matters is None else {matters}
+    comparison = compare(jobs, ranking, direction, own.pop() if len(own) == 1 else None)
     notes = [note for source in sources for note in source.notes]
     comparison = replace(comparison, warnings=(*comparison.warnings, *notes))
     return comparison, [source.plain() for source in sources]
@@ -95,8 +101,9 @@ def _source(directory: Path) -> _Source:
         (jobs, _), progress = plan.select(found), plan.progress(found)
         if not jobs:
             raise ConfigError(f"No job of the newest sweep in {directory} has started: {progress.text}.")
-    metric = metric or usual({name for job in jobs for name in job.figures})
-    return _Source(directory, tuple(jobs), metric, direction, matters, plan, progress, len(found) - len(jobs))
+    ranking = metric or usual({name for job in jobs for name in job.figures})
+    others = len(found) - len(jobs)
+    return _Source(directory, tuple(jobs), ranking, bool(metric), direction, matters, plan, progress, others)
 
 
 def _settings(jobs: Sequence[JobResult]) -> tuple[Any, Any, Any]:

@@ -320,10 +320,12 @@ def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_result
     with pytest.raises(SystemExit, match="1"):
         Compare("returned.acuracy", "maximize").on_multirun_end(config(tmp_path))
     seen = capsys.readouterr()
-    assert "No completed job has returned.acuracy. Did you mean 'returned.accuracy'?" in seen.err
-    assert f"`stagereg report {tmp_path} --metric NAME` ranks by another one." in seen.err
-    assert "No answer: no job has returned.acuracy." in seen.out
-    assert (tmp_path / "report.html").exists()
+    assert f"No completed job in {tmp_path} has returned.acuracy. Did you mean 'returned.accuracy'?" in seen.err
+    assert "--metric NAME ranks by another one." in seen.err
+    assert not (tmp_path / "report.html").exists(), "it would have no answer"
+    assert JobResult.read(tmp_path / "0").figures == {"returned.accuracy": 0.5}
+    Compare().on_multirun_end(config(tmp_path))
+    assert "No answer: no job has stall_ms. Figures there are: returned.accuracy." in capsys.readouterr().out
 
 
 def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path) -> None:
