@@ -12,7 +12,7 @@ from typing import Any
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.comparison import Comparison, compare
-from stagereg.sweep.metric import columns, counted, lacking, usual
+from stagereg.sweep.metric import DIRECTIONS, columns, counted, lacking, usual
 from stagereg.sweep.metric import metric as metric_of
 from stagereg.sweep.plan import Plan, Progress
 from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
@@ -129,12 +129,13 @@ def _ranking(
         which = ", ".join(f"{name} by {source.metric}" for name, source in zip(names, sources, strict=True))
         raise ConfigError(f"The sweeps are ranked by different metrics ({which}): choose one with --metric NAME.")
     metric = metric or own.pop()
-    directions = {source.direction for source in sources if source.metric == metric}
-    if direction is None and len(directions) > 1:
+    given = [source.direction or "" for source in sources if source.metric == metric]
+    sides = {DIRECTIONS.get(each, metric_of(metric).better) for each in given}
+    if direction is None and len(sides - {""}) > 1:
         raise ConfigError(
             f"The sweeps are ranked by {metric} in different directions: choose --direction minimize or maximize."
         )
-    return metric, direction or (directions.pop() if directions else None)
+    return metric, direction or next(filter(None, given), None)
 
 
 def _short_names(directories: Sequence[Path]) -> list[str]:

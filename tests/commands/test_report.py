@@ -227,6 +227,13 @@ def test_several_directories_are_compared_and_only_a_table_is_written(
     wrong = report("x/sweep", "y/sweep", code=2).err
     assert "different metrics (x/sweep by loss, y/sweep by stall_ms): choose one with --metric NAME." in wrong
     assert report("x/sweep", "y/sweep", "--metric", "loss", "--json").json["metric"] == "loss"
+    for name, direction in (("x", "null"), ("y", "maximize")):
+        for config in here.glob(f"{name}/sweep/*/.hydra/config.yaml"):
+            config.write_text(f"sweep: {{metric: stall_ms, direction: {direction}}}\n")
+    assert "ranked by stall_ms in different directions: choose --d" in report("x/sweep", "y/sweep", code=2).err
+    for config in here.glob("y/sweep/*/.hydra/config.yaml"):
+        config.write_text("sweep: {metric: stall_ms, direction: minimize}\n")
+    assert report("x/sweep", "y/sweep", "--json").json["better"] == "lower"
 
 
 def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(
