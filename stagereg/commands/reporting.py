@@ -55,15 +55,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="directory",
         help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir); the jobs of several are compared together",
     )
-    parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
-    parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
+    parser.add_argument("--metric", default="", help="figure that ranks a sweep; by default its own metric")
+    parser.add_argument("--direction", choices=("minimize", "maximize"), help="by default the sweep's, or the metric's")
     where = "where the files of a sweep go; its directory if not given, and nowhere for several directories"
     parser.add_argument("--output", default="", metavar="DIR", help=where)
     what = (
         "compare each combination with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
     )
     parser.add_argument("--baseline", default="", metavar="PATH", help=what)
-    fails = "exit with code 1 if the median of a combination is worse by more than that, and the runs tell so"
+    fails = "exit with code 1 if a median is worse by more than that, and a rank-sum test of 4 runs or more tells so"
     parser.add_argument("--fail-if", type=_limit, metavar="worse:5%", help=fails)
 
 
