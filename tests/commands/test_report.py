@@ -150,6 +150,9 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, report
     by_status = {row["parameters"]["stager"]: row for row in seen["rows"]}
     assert by_status["missing"]["status"] in ("failed", "unfinished")
     assert by_status["pinned_cached"]["cells"]["stall_ms"]["verdict"] in ("best", "tie")
+    assert by_status["blocking"]["combination"].keys() == {"train.steps", "nproc", "stager", "join.mode"}
+    assert seen["answer"] == " ".join((seen["headline"], *seen["evidence"]))
+    assert seen["command"].startswith("python train.py")
     seen = report("run", "--json").json
     assert (seen["kind"], seen["status"]) == ("run", "unfinished")
     assert seen["figures"]["checkpoints"] == 3
@@ -181,15 +184,14 @@ def test_an_unknown_figure_is_named_and_no_page_is_replaced(here: Path, report: 
     assert "nan" in report("sweep").out
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     wrong = report("sweep", "--metric", "returned.acuracy", code=2).err
-    assert (
-        "No completed job in sweep has returned.acuracy. Did you mean 'returned.accuracy'? Figures there are:" in wrong
-    )
-    (here / "sweep" / "0" / ".hydra" / "config.yaml").write_text("sweep: {metric: returned.accuracy}\n")
+    assert "job in sweep has returned.acuracy. Did you mean 'returned.accuracy'? Figures there are: loss, ret" in wrong
+    config = here / "sweep" / "0" / ".hydra" / "config.yaml"
+    config.write_text("sweep: {metric: returned.x, direction: maximize}\n")
+    assert "No completed job in sweep has returned.x." in report("sweep", code=2).err
+    config.write_text("sweep: {metric: returned.accuracy}\n")
     wrong = report("sweep", code=2).err
     assert "Say which returned.accuracy is better, a low or a high one: sweep.direction=minimize" in wrong
-    (here / "sweep" / "0" / ".hydra" / "config.yaml").write_bytes(
-        before[here / "sweep" / "0" / ".hydra" / "config.yaml"]
-    )
+    config.write_bytes(before[config])
     seen = report("sweep", "--json", "--metric", "returned.accuracy").json
     assert (seen["better"], seen["rows"][1]["cells"]["returned.accuracy"]["values"]) == ("higher", ["nan"])
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
