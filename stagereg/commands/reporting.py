@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import stagereg.commands.baseline as baseline
 import stagereg.launch.phases as phases
 import stagereg.output as output
-import stagereg.sweep.baseline as baseline
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
+from stagereg.commands.baseline import Change
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import by_key
 from stagereg.sweep.answer import answer
-from stagereg.sweep.baseline import Change
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.goodput import Goodput, failures, goodput, starts

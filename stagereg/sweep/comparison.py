@@ -96,7 +96,7 @@ class Comparison:
         name, sign = self.ranking.name, self.ranking.sign
 
         def position(row: ComparisonRow) -> tuple[int, float]:
-            if name in row.cells and not math.isnan(median := row.cells[name].median):
+            if name in row.cells and math.isfinite(median := row.cells[name].median):
                 return 0, sign * median
             return (1 if row.cells else 2), 0.0
 

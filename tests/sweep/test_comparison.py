@@ -192,8 +192,9 @@ class TestNumbersThatAreNotFinite:
             for direction in ("minimize", "maximize"):
                 shown = compare(given, "loss", direction)
                 assert verdicts(shown, "loss") == ["", "best"]
+                assert shown.ranked[0] is shown.best or math.isfinite(shown.ranked[0].cells["loss"].median)
                 assert [str(each) for each in shown.rows[0].cells["loss"].values] == ["1.0", str(bad)]
-                answer(shown)
+                assert "is not ranked: ." not in answer(shown).text
 
     def test_if_all_have_one_there_is_no_answer(self) -> None:
         found = answer(compare(jobs({"a=1": [{"loss": math.nan}], "a=2": [{"loss": math.nan}]}), "loss"))

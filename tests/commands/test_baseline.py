@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from stagereg.commands.baseline import Change, changes, limit, verdict
 from stagereg.errors import ConfigError
-from stagereg.sweep.baseline import Change, changes, limit, verdict
 
 OLD = (10.0, 10.1, 10.2, 10.3)
 
