@@ -36,7 +36,7 @@ from stagereg.output import echo
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import counted, directed, lacking, least_difference, usual
 from stagereg.sweep.plan import PLAN
-from stagereg.sweep.result import JobResult, jobs_in
+from stagereg.sweep.result import JobResult, is_completed, jobs_in
 from stagereg.sweep.run import Run
 from stagereg.sweep.selection import compared
 
@@ -96,6 +96,8 @@ class Compare(Callback):
         try:
             result = self._result(config, None if failed else value, value if failed else None)
             failed, found = result.status == "failed", result.figures
+            if config.hydra.mode == RunMode.MULTIRUN and is_completed(result.directory):
+                raise ConfigError(f"another process has completed it, in {result.directory}, and that result is kept")
             result.write()
         except Exception as error:
             log.error("The result of this job could not be written: %s", _one_text(error))

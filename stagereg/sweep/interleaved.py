@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity, gives_resume, raw
 from stagereg.sweep.plan import Plan, PlannedJob, SweepError, command_to_continue, held
-from stagereg.sweep.result import RESULT, jobs_in
+from stagereg.sweep.result import RESULT, is_completed, jobs_in
 from stagereg.sweep.reuse import Reuse, expect_own, flat
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class InterleavedSweeper(BasicSweeper):
                 number = reuse.number(found)
                 places = _directories(job, number)
                 output = Path(places["hydra.sweep.subdir"])
-                kept = found is not None and found.status == "completed" and (found.directory / RESULT).exists()
+                kept = found is not None and is_completed(found.directory)
                 if found is not None and kept:
                     output = found.directory
                     log.info(_KEPT, number, output)
@@ -192,7 +192,8 @@ class ContainedTask:
 
     def __call__(self, cfg: Any) -> Any:
         hydra = HydraConfig.get()
-        Path(hydra.runtime.output_dir, RESULT).unlink(missing_ok=True)  # of a failed run, or it would be taken for this
+        if not is_completed(output := hydra.runtime.output_dir):
+            Path(output, RESULT).unlink(missing_ok=True)  # an earlier failure, which is not that of this run
         with contextlib.suppress(Exception):  # a file system that is slow to show the plan stops no job
             if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
                 log.info(plan.position(hydra.job.num))

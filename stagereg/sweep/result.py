@@ -7,6 +7,7 @@ anything.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -146,6 +147,13 @@ def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
             found.append(Path(folder))
             below.clear()
     return found
+
+
+def is_completed(directory: Path | str) -> bool:
+    """Whether a directory has the result of a completed job."""
+    with contextlib.suppress(ConfigError):
+        return JobResult.read(directory).status == "completed"
+    return False
 
 
 def is_job(path: Path) -> bool:

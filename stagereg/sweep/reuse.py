@@ -29,7 +29,8 @@ class Reuse:
         self._found: defaultdict[Identity, list[JobResult]] = defaultdict(list)
         self.changed: list[str] = []
         taken = {int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal()}
-        for job in sorted(jobs_in(root), key=lambda job: job.status != "completed"):
+        below = [job for job in jobs_in(root) if job.directory != root]  # a single run may have had the directory
+        for job in sorted(below, key=lambda job: job.status != "completed"):
             self._found[job.identity].append(job)
             taken.add(_number(job))
         self._free = (number for number in itertools.count() if number not in taken)

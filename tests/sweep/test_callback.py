@@ -201,12 +201,21 @@ def test_a_job_that_fails_leaves_its_result_the_cause_first(tmp_path: Path) -> N
 
 def test_only_records_of_this_run_give_figures_and_the_device(tmp_path: Path) -> None:
     for began in (BEGAN, record.now()):
+        shutil.rmtree(tmp_path / "0", ignore_errors=True)
         write_run(tmp_path / "0", Sample(began=began, versions={"device": "H200"}))
         Compare().on_job_end(config(tmp_path), ended(1.5))
         job = JobResult.read(tmp_path / "0")
         assert (job.figures == {"loss": 1.5}) == (began == BEGAN)
         assert ("stall_ms" in job.figures) == (began != BEGAN)
         assert (job.environment.get("device") == "H200") == (began != BEGAN)
+
+
+def test_a_completed_result_of_a_sweep_is_never_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as by the job of a scheduler that outlived its sweep, and has ended since the next sweep began."""
+    for returned, mode, value in ((1.5, "MULTIRUN", 1.5), (2.5, "MULTIRUN", 1.5), (3.5, "RUN", 3.5)):
+        Compare().on_job_end(config(tmp_path, mode=mode), ended(returned))
+        assert JobResult.read(tmp_path / "0").returned == value
+    assert "another process has completed it" in caplog.text
 
 
 def test_of_several_tasks_of_one_run_the_first_has_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

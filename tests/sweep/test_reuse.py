@@ -136,7 +136,7 @@ class Directory:
         (self.folder / "app.yaml").write_text(CONFIG.format(scale=sweep.scale))
         self.left, self.how, self.raises = sweep.killed_after, sweep.how, sweep.raises
         self.ranked = []
-        quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+        quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
         sys.argv = ["app.py", "-m", *sweep.overrides, *quiet, *more, f"hydra.sweep.dir={self.out}"]
         try:
             hydra.main(config_path=str(self.folder), config_name="app", version_base="1.3")(self.train)()
@@ -264,6 +264,8 @@ def test_a_result_that_cannot_be_read_and_another_job_in_the_way_are_refused_bef
         assert said in capsys.readouterr().err
     assert result.read_bytes() == whole
     assert [job.job["num"] for job in jobs_in(directory.out)] == [0]
+    assert directory.run(Sweep(("1",)), "hydra.job.name=other") == 0, "another program"
+    assert [job.job["num"] for job in jobs_in(directory.out)] == [0, 1]
 
 
 def test_a_second_sweep_in_the_directory_of_a_running_one_is_refused(
@@ -293,36 +295,69 @@ def test_a_stopped_sweep_prints_how_many_jobs_are_completed_and_what_runs_the_ot
     assert plan.progress(jobs_in(directory.out)).text == "1 of 3 completed, 1 stopped, 1 not started"
 
 
+TRAINS = """
+import os, time, zlib
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from stagereg import Checkpointer
+
+@hydra.main(config_path=".", config_name="app", version_base="1.3")
+def main(cfg):
+    state = {"score": 0}
+    checkpoints = os.path.join(HydraConfig.get().runtime.output_dir, "checkpoints")
+    with Checkpointer(checkpoints, every=1, stager="blocking") as checkpointer:
+        for step in range((checkpointer.restore(state) or 0) + 1, 5):
+            state["score"] = zlib.crc32(f"{state['score']} {cfg.b} {step}".encode())
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+            if cfg.b == 2 and step == cfg.hangs_at:
+                print("IN THE JOB", flush=True)
+                time.sleep(600)
+    return {"score": state["score"]}
+
+main()
+"""
+
+
 @pytest.mark.slow
-def test_the_printed_command_continues_after_ctrl_c_and_a_kill_is_continued_by_the_same_one(tmp_path: Path) -> None:
-    """Also where the directory is a date, which the command then names."""
-    script = programs.PLAIN.replace('cfg.a == "hang"', 'cfg.a == "hang" and not os.path.exists(cfg.go)')
-    App(tmp_path, script, f"{programs.PLAIN_CONFIG}go: {tmp_path / 'go'}")
-    for how, own in ((signal.SIGINT, list[str]()), (signal.SIGKILL, ["hydra.sweep.dir='out/a b'"])):
-        command = [sys.executable, "app.py", "-m", "a=fine,hang", "b=2,1", *own]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        sweep = subprocess.Popen(command, cwd=tmp_path, env=programs.environment(), start_new_session=True, **pipes)
-        assert sweep.stdout is not None
-        assert any("IN THE JOB" in line for line in sweep.stdout)
-        (running,) = [path.parent for path in tmp_path.rglob("sweep.json") if "b=1" in path.read_text()][-1:]
-        plan = Plan.read(running)
-        assert plan is not None
-        assert plan.progress(jobs_in(running)).text == "2 of 4 completed, 1 running, 1 not started"
-        os.killpg(sweep.pid, how)
-        _, said = sweep.communicate(timeout=30)
-        assert plan.progress(jobs_in(running)).text == "2 of 4 completed, 1 stopped, 1 not started"
-        before = {path: path.read_bytes() for path in running.glob("*/result.json")}
-        assert len(before) == 2
-        (tmp_path / "go").touch()
-        continued = shlex.join(command)
-        if how == signal.SIGINT:
-            assert sweep.returncode == 130
-            continued = said.splitlines()[-1].partition(" this command runs the others: ")[2]
-        ended = subprocess.run(
-            continued, shell=True, cwd=tmp_path, env=programs.environment(), timeout=60, check=False, **pipes
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+def test_a_stopped_sweep_is_continued_by_the_printed_command_and_by_another_one(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    """Ctrl-C also where the directory is a date, which the printed command names."""
+    App(tmp_path, TRAINS, f"{programs.PLAIN_CONFIG}hangs_at: ${{oc.decode:${{oc.env:HANGS_AT,0}}}}")
+    killed = how == signal.SIGKILL
+    own = ["hydra.sweep.dir='out/a b'"] if killed else []
+    how_to_run: Any = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how_to_run |= {"env": programs.environment() | {"HANGS_AT": "3"}, "start_new_session": True}
+    sweep = subprocess.Popen([sys.executable, "app.py", "-m", "b=1,2,3", *own], **how_to_run)
+    assert sweep.stdout is not None
+    assert any("IN THE JOB" in line for line in sweep.stdout)
+    (running,) = (path.parent for path in tmp_path.rglob("sweep.json"))
+    plan = Plan.read(running)
+    assert plan is not None
+    assert plan.progress(jobs_in(running)).text == "1 of 3 completed, 1 running, 1 not started"
+    os.killpg(sweep.pid, how)
+    _, said = sweep.communicate(timeout=30)
+    assert plan.progress(jobs_in(running)).text == "1 of 3 completed, 1 stopped, 1 not started"
+    before = (running / "0" / "result.json").read_bytes()
+    continued = shlex.join([sys.executable, "app.py", "-m", "b=4,3,2,1", *own])
+    if not killed:
+        assert sweep.returncode == 130
+        continued = said.splitlines()[-1].partition(" this command runs the others: ")[2]
+    how_to_run["env"]["HANGS_AT"] = "0"
+    ended = subprocess.run(continued, shell=True, timeout=100, check=False, **how_to_run)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    jobs = {job.overrides[0]: job for job in jobs_in(running)}
+    assert len(jobs) == (4 if killed else 3)
+    for override, job in jobs.items():
+        score = 0
+        for step in range(1, 5):
+            score = zlib.crc32(f"{score} {override[-1]} {step}".encode())
+        assert (job.status, job.returned, job.resumed) == (
+            "completed",
+            {"score": score},
+            3 if override == "b=2" else None,
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert len(list(running.glob("*/result.json"))) == 4
-        assert {path: path.read_bytes() for path in before} == before
-        (tmp_path / "go").unlink()
-        shutil.rmtree(running)
+    assert (running / "0" / "result.json").read_bytes() == before
+    assert jobs["b=2"].directory.name == "1"
