@@ -334,7 +334,7 @@ def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_result
     assert not (tmp_path / "report.html").exists(), "it would have no answer"
     assert JobResult.read(tmp_path / "0").figures == {"returned.accuracy": 0.5}
     Compare().on_multirun_end(config(tmp_path))
-    assert "No answer: no job has stall_ms. Figures there are: returned.accuracy." in capsys.readouterr().out
+    assert "No answer: no job has stall_ms.\nFigures there are: returned.accuracy.\n" in capsys.readouterr().out
 
 
 def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path) -> None:
