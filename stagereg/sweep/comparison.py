@@ -168,7 +168,7 @@ def parameter_text(value: str) -> str:
     except ValueError:
         return value
     text = f"{number:.{_DIGITS}g}"
-    return text if len(text) < len(value) and len(value) > _DIGITS else value
+    return text if "." in value and len(text) < len(value) > _DIGITS else value
 
 
 def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class TestRows:
 
     def test_a_swept_number_is_shown_without_its_rounding(self) -> None:
         shown = ["0.30000000000000004", "1e-05", "0.1", "overlapped", "1" * 20, "true", "[0.30000000000000004]"]
-        assert [parameter_text(each) for each in shown] == ["0.3", *shown[1:4], "1.11111111111e+19", *shown[5:]]
+        assert [parameter_text(each) for each in shown] == ["0.3", *shown[1:]]
 
     @pytest.mark.parametrize(
         ("given", "labels", "constant"),
