@@ -24,6 +24,7 @@ import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import DirectoryLock
+from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -167,7 +168,7 @@ class Checkpointer:
                 self._hold.acquire_on_all()
             phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
-            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
+            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule, read_back)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
             self._begin(replicas, process_group, components)
 

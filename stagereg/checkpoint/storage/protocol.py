@@ -79,6 +79,11 @@ class Storage(StorageWriter):
         return {}
 
 
+def is_builtin(storage: Storage) -> bool:
+    """Whether the class of a storage is the project's own: it returns places, and no checkpoint needs its reader."""
+    return type(storage).__module__.startswith("stagereg.")
+
+
 def name_of(storage: Storage) -> str:
     """Return the name of ``storage`` in a manifest; one that wraps another has the name of that."""
     storage = (storage.wraps if isinstance(storage, Storage) else None) or storage
