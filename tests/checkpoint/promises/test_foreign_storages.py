@@ -165,7 +165,7 @@ class OtherDtype(Own):
 WRONG = {
     NoReader: "'model.w' cannot be read",
     Hidden: "'model.w' has other bytes",
-    Drops: "'model.w'",
+    Drops: "write_data of the storage returned no result for 'model.w'",
     LeavesOut: "was left out by the reader of its storage",
     Unfilled: "'model.w' has other bytes",
     Rounds: "'model.w' has other bytes",
