@@ -41,8 +41,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 _RARE = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex128)
 _PLACES = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
-_LARGE = 1_200_000  # elements: more bytes than any buffer has
-_MOST_BYTES = 1 << 16  # that a file may have where the disk is full
+_LARGE = 1_200_000  # elements of 4 bytes: more than any buffer has
+_MOST_BYTES = 1 << 16  # size of a file at which the disk is full
 
 
 class StorageContract(Contract):
@@ -107,7 +107,7 @@ class StorageContract(Contract):
             self._expect("in another process: ", self.on_ranks("", 1, _restore, type(self), other))
 
     def test_pickled(self) -> None:
-        """It can be pickled before it writes and afterwards, with what it knows of the files."""
+        """It can be pickled before it writes and afterwards, with the marks of its files."""
         state = {"x": torch.arange(5), "n": 3}
         with _folder() as folder:
             storage = self._pickled(self.make())
@@ -130,7 +130,7 @@ class StorageContract(Contract):
             self._expect("saved and restored on 2 ranks: ", self.on_ranks("", 2, _save_shards, type(self), folder))
 
     def test_another_world_size(self) -> None:
-        """What two ranks saved in shards, one rank restores whole; what one rank saved, two restore in shards."""
+        """One rank restores shards of two ranks as whole tensors; two ranks restore tensors of one rank in shards."""
         with _folder() as folder:
             self._expect("", self.on_ranks("", 2, _save_shards, type(self), folder, False))
             full = dict.fromkeys(_PLACES, _full()) | {"uneven": _full()[:1]}
@@ -158,7 +158,7 @@ class StorageContract(Contract):
                     file.write_bytes(content)
 
     def test_full_disk(self) -> None:
-        """Where the disk takes no more, the save is an error, and no checkpoint is committed."""
+        """If the disk is full, the save is an error, and no checkpoint is committed."""
         with _folder() as folder:
             self._expect("on a full disk, ", self.on_ranks("", 1, _fill_disk, type(self), folder))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from stagereg.checkpoint.storage.packed import PackedStorage
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 from stagereg.testing import StorageContract
+
+from ..support.pages import Page
 
 
 class Zip(PackedStorage):
@@ -185,7 +188,7 @@ class InMemory(PackedStorage):
 
 
 class Elsewhere(Zip):
-    """Keeps the data of all checkpoints in a directory beside them."""
+    """Keeps the data of all checkpoints next to their directories."""
 
     def pack(self, data: memoryview) -> bytes:
         file = Path(self.path).parent / f"{zlib.crc32(data):08x}"
@@ -232,7 +235,7 @@ class Reads(FilesReader):
 
 
 class IgnoresOffset(Zip):
-    """Takes the first elements of a shard for any that are asked for."""
+    """Returns the first elements of a stored tensor, whichever a rank needs."""
 
     def reader(self, path: Any) -> Any:
         class Reader(Reads):
@@ -300,6 +303,15 @@ WRONG = [
         ("test_full_disk", SwallowsErrors),
     ]
 ]
+PAGE = Page("storages.md")
+ZSTANDARD = """\
+import zlib
+
+def compress(data, level):
+    return zlib.compress(data, min(level, 9))
+
+decompress = zlib.decompress
+"""
 BUILTIN = [pytest.param(kind, marks=pytest.mark.slow) for kind in (OfDcp, OfSafetensors, OfTorchDcp)]
 
 
@@ -315,6 +327,31 @@ def test_a_wrong_storage_is_found(promise: str, contract: type[StorageContract])
     outcome = contract.outcome(promise)
     assert outcome.kept is False
     assert outcome.seen
+
+
+@pytest.fixture(scope="module")
+def of_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StorageContract]]:
+    """The contract of the page, with zlib where zstandard is not installed."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "storage_of_the_page.py").write_text("\n".join(PAGE.of("python")))
+    if importlib.util.find_spec("zstandard") is None:
+        (folder / "zstandard.py").write_text(ZSTANDARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("storage_of_the_page").TestZstd
+
+
+QUICK = ("test_every_value", "test_objects", "test_no_arguments", "test_in_another_process", "test_pickled")
+REST = sorted(StorageContract.promises().keys() - set(QUICK))
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in StorageContract.promises()],
+)
+def test_the_pages_example_keeps(promise: str, of_page: type[StorageContract]) -> None:
+    outcome = of_page.outcome(promise)
+    assert outcome.kept, outcome.seen
 
 
 def test_each_promise_has_a_storage_that_breaks_it() -> None:

@@ -1,8 +1,8 @@
 """Reads the first save of a storage back before the checkpoint is committed, as a restore would read the checkpoint.
 
-A storage of another package may write what its own reader cannot read, or reads as something else. That would be found
-when a run needs the checkpoint. So rank 0 compares the metadata of all entries, and the bytes of a bounded number of
-entries with the CRC-32 that each rank took of what it gave to the storage.
+A storage of another package may write files that its own reader cannot read, or reads as other values. Without this
+check, a run would find that when it needs the checkpoint. Rank 0 compares the metadata of all entries, and the bytes of
+a bounded number of entries with the CRC-32 of the values that each rank gave to the storage.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_back(
 
 
 class _NotReadError(Exception):
-    """An entry, and what is wrong with it."""
+    """The name of an entry, and how it differs."""
 
 
 class _Files(CheckpointFiles):
@@ -69,7 +69,7 @@ class _Files(CheckpointFiles):
 
 
 def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> None:
-    """Compare dtype and shape of what only the storage's own reader reads."""
+    """Compare dtype and shape of the entries that only the storage's own reader reads."""
     if not leaves:
         return
     try:

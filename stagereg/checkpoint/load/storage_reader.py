@@ -1,6 +1,6 @@
-"""Reading entries through the reader of the storage that wrote them, as ``torch.distributed.checkpoint.load`` does.
+"""Reads entries through the reader of the storage that wrote them, as ``torch.distributed.checkpoint.load`` does.
 
-Only storages of other packages need it: the index of a checkpoint has no place of what they wrote.
+Only storages of other packages need it: the index of their checkpoints names no places in files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_through(storage: Storage, path: str, wanted: dict[str, Any], load_objec
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor by ``load_object``, without running it, where torch's own planner unpickles."""
+    """Passes objects to ``load_object``, which runs no code of them; torch's own planner unpickles them."""
 
     def __init__(self, load_object: Callable[[str, bytes], Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

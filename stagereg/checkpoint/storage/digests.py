@@ -1,4 +1,4 @@
-"""CRC-32 of what a rank gives to a storage, to compare with what the storage reads back. Of a bounded number of bytes.
+"""CRC-32 of the values that a rank gives to a storage, of a bounded number of bytes.
 
 Only the first save of a storage that is not the project's is compared (:mod:`stagereg.checkpoint.load.read_back`).
 """
@@ -15,7 +15,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.kernel.memory import view_of
 
-MOST_BYTES = 256 << 20  # that a rank takes CRC-32 of, and that rank 0 reads back
+MOST_BYTES = 256 << 20  # bound of the bytes that a rank checksums, and of the bytes that rank 0 reads back
 
 Written: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """An item: the name of its entry, and where in the tensor it begins, and its shape; both empty of an object."""
@@ -23,7 +23,7 @@ K = TypeVar("K")
 
 
 def digests_of(items: Iterable[WriteItem], planner: SavePlanner) -> dict[Written, int]:
-    """Return the CRC-32 of items by what they are. Tensors that wrap others have none."""
+    """Return the CRC-32 of items. Tensors that wrap others have none."""
     by_key: dict[Written, WriteItem] = {}
     sizes: dict[Written, int] = {}
     for item in items:

@@ -193,7 +193,7 @@ class FilesReader(FileSystemReader):
 
 
 def standalone(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as ``torch.save`` is to write it: in host memory, and without the rest of its storage."""
+    """Return a tensor for ``torch.save``: in host memory, without the rest of its storage."""
     if wraps(x):
         return owning(x)
     x = x.detach().resolve_conj().resolve_neg()

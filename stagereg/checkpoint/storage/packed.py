@@ -26,7 +26,7 @@ class PackedStorage(FileStorage):
 
     @abstractmethod
     def unpack(self, data: bytes) -> bytes:
-        """Return what :meth:`pack` was given. Any thread; in another process, it is all that is left of the storage."""
+        """Return the bytes that :meth:`pack` was given. Any thread, also of a storage built without arguments."""
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:
