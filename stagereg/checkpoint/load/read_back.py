@@ -46,8 +46,9 @@ def read_back(
             _expect_metadata(elsewhere, reads, path)
             _expect_content(files, leaves, written)
         except _NotReadError as error:
+            name = name_of(storage) if reads is storage else type(storage).__qualname__
             raise CheckpointError(
-                f"the storage {name_of(storage)!r} does not read back what it wrote: {error}. The first save of a "
+                f"the storage {name!r} does not read back what it wrote: {error}. The first save of a "
                 "storage of another package is read back before it is committed, so nothing was committed. Try the "
                 f"storage with stagereg.testing.StorageContract; {choice('storage', 'dcp')} is read by stagereg itself"
             ) from error.__cause__

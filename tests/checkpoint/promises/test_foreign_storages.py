@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.futures import Future
 
 import stagereg.checkpoint.load.read_back as reading_back
+import stagereg.checkpoint.load.reading as reading
 import stagereg.checkpoint.storage.digests as digests
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -106,6 +107,12 @@ class Hidden(DcpStorage):
         return results
 
 
+class Wraps(Hidden):
+    """Changes the files of the storage whose name the manifest gets, and which reads them."""
+
+    wraps = DcpStorage()
+
+
 class Drops(Packed):
     def write_files(self, rank: int, items: Any, planner: Any) -> list[WriteResult]:
         return super().write_files(rank, [item for item in items if item.index.fqn != "model.w"], planner)
@@ -165,6 +172,7 @@ class OtherDtype(Own):
 WRONG = {
     NoReader: "'model.w' cannot be read",
     Hidden: "'model.w' has other bytes",
+    Wraps: "'model.w' has other bytes",
     Drops: "write_data of the storage returned no result for 'model.w'",
     LeavesOut: "was left out by the reader of its storage",
     Unfilled: "'model.w' has other bytes",
@@ -187,6 +195,16 @@ def test_a_save_that_its_storage_does_not_read_back_is_refused(
         assert kind.__name__ in str(error.value)
         assert "StorageContract" in str(error.value)
         assert 'storage="dcp"' in str(error.value)
+
+
+def test_memory_that_happens_to_hold_the_bytes_does_not_count_as_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = reading._memory_for
+    monkeypatch.setattr(reading, "_memory_for", lambda leaf: state()["model"]["w"] if "w" in leaf.name else real(leaf))
+    with pytest.raises(CheckpointError, match="'model.w' has other bytes"):  # noqa: SIM117
+        with Checkpointer(str(tmp_path), storage=Unfilled()) as saving:
+            saving.save(1, {"model": state()["model"]})
 
 
 def test_it_is_read_back_once_and_the_projects_own_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
