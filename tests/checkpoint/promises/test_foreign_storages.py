@@ -202,7 +202,7 @@ def test_memory_that_happens_to_hold_the_bytes_does_not_count_as_read(
 ) -> None:
     real = reading._memory_for
     monkeypatch.setattr(reading, "_memory_for", lambda leaf: state()["model"]["w"] if "w" in leaf.name else real(leaf))
-    with pytest.raises(CheckpointError, match="'model.w' has other bytes"):  # noqa: SIM117
+    with pytest.raises(CheckpointError, match=r"'model.w' has other bytes"):  # noqa: SIM117
         with Checkpointer(str(tmp_path), storage=Unfilled()) as saving:
             saving.save(1, {"model": state()["model"]})
 
