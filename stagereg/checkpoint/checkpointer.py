@@ -19,8 +19,6 @@ import torch.distributed as dist
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
-import stagereg.launch.first_step as first_step
-import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import DirectoryLock
@@ -44,6 +42,7 @@ from stagereg.checkpoint.tiering import Tiering, notes_of
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
+from stagereg.launch import first_step, phases
 from stagereg.launch.command_line import is_program
 from stagereg.launch.rank import is_consequence
 from stagereg.option_text import constructed

@@ -341,7 +341,7 @@ def of_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StorageCo
         yield importlib.import_module("storage_of_the_page").TestZstd
 
 
-QUICK = ("test_every_value", "test_objects", "test_no_arguments", "test_in_another_process", "test_pickled")
+QUICK = ("test_every_value", "test_no_arguments")
 REST = sorted(StorageContract.promises().keys() - set(QUICK))
 
 
