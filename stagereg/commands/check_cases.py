@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
@@ -36,6 +37,7 @@ from stagereg.testing import (
     JoinHookContract,
     OnCommitContract,
     StagerContract,
+    StorageContract,
     TierContract,
 )
 
@@ -44,6 +46,7 @@ _KINDS = {
     "join_hook": JoinHookContract,
     "joinable": JoinableContract,
     "on_commit": OnCommitContract,
+    "storage": StorageContract,
     "tier": TierContract,
 }
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
@@ -72,6 +75,14 @@ class ConfiguredContract(StagerContract):
 
     def make(self) -> AsyncStager:
         made: AsyncStager = _made("stager")
+        return made
+
+
+class ConfiguredStorageContract(StorageContract):
+    """The contract of a storage that has none of its own: it is built from its defaults."""
+
+    def make(self) -> Storage:
+        made: Storage = _made("storage")
         return made
 
 
@@ -233,6 +244,9 @@ def _configured(entry: Entry) -> type[Contract] | str:
         if entry.kind == "stager":
             instantiate({"_target_": entry.path}).close()
             return ConfiguredContract
+        if entry.kind == "storage":
+            instantiate({"_target_": entry.path})
+            return ConfiguredStorageContract
         if entry.kind == "tier":
             with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
                 tier = instantiate({"_target_": entry.path, "dir": folder})
@@ -242,7 +256,7 @@ def _configured(entry: Entry) -> type[Contract] | str:
                     return ConfiguredMemoryTierContract
             return ConfiguredTierContract
     except Exception as error:
-        options = "options" if entry.kind == "stager" else "options but a folder"
+        options = "options but a folder" if entry.kind == "tier" else "options"
         return f"it cannot be built without {options}: {summarize_exception(error, __file__)}"
     return "only its author knows how to try it"
 

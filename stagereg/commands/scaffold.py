@@ -25,6 +25,7 @@ _MODULES = {
     "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),
     "join_hook": ("timed", "training", "timed_contract"),
     "on_commit": ("after_commit", "after_commit_contract"),
+    "storage": ("storage", "storage_contract"),
     "tier": ("tier", "tier_contract"),
 }
 """The modules of the example that each kind needs."""
@@ -34,6 +35,7 @@ _TESTS = {
     "joinable": ("test_average", "test_join"),
     "join_hook": ("test_timed",),
     "on_commit": ("test_after_commit",),
+    "storage": ("test_storage",),
     "tier": ("test_tier",),
 }
 _NAMES = {
@@ -41,6 +43,7 @@ _NAMES = {
     "joinable": ("ema", "Ema"),
     "join_hook": ("ddp_timed", "TimedDdp"),
     "on_commit": ("journal", "Journal"),
+    "storage": ("zipped", "Zipped"),
     "tier": ("local_ssd", "LocalSsd"),
 }
 """The name of the example's component, and how the names of its classes begin."""
@@ -49,7 +52,7 @@ _CHOSEN = {
     "join_hook": "join_hook@join.joinables.model.hook",
     "on_commit": "+on_commit@checkpoint.on_commit.mine",
 }
-_RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join")
+_RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join", "packed")
 """What Hydra reads as something else than a text, and what the example has under the same name."""
 _README = """# {distribution}
 

@@ -3,9 +3,9 @@
 ``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
 or hung, and where.
 
-``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract`` and ``TierContract`` are to be
-inherited: their methods try the promises of a kind of component on the author's own one, under pytest or without it
-(``Contract``, ``Outcome``).
+``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``StorageContract`` and
+``TierContract`` are to be inherited: their methods try the promises of a kind of component on the author's own one,
+under pytest or without it (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagereg.testing.join import JoinableContract, JoinHookContract
     from stagereg.testing.on_commit_contract import OnCommitContract
     from stagereg.testing.stager import StagerContract
+    from stagereg.testing.storage_contract import StorageContract
     from stagereg.testing.tier_contract import TierContract
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Outcome",
     "RankFailure",
     "StagerContract",
+    "StorageContract",
     "TierContract",
     "run_ranks",
 ]
@@ -39,6 +41,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
     modules = {"StagerContract": "stager", "OnCommitContract": "on_commit_contract", "TierContract": "tier_contract"}
+    modules["StorageContract"] = "storage_contract"
     module = modules.get(name, "join")
     return getattr(importlib.import_module(f"stagereg.testing.{module}"), name)
 
