@@ -13,6 +13,7 @@ from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 import stagereg.checkpoint.format.configs as configs
 from stagereg.checkpoint.format.split_tensors import shape_of
@@ -51,7 +52,7 @@ def _kind_of(kind: type) -> str:
 
 
 def _shape(x: torch.Tensor) -> Outline:
-    if x.is_nested:
+    if not isinstance(x, ShardedTensor) and x.is_nested:
         return _TENSOR  # since torch may raise an error for its shape
     return x.shape if type(x) is torch.Tensor and not x.__dict__ else shape_of(x)
 
@@ -79,7 +80,7 @@ def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise CheckpointError(
             f"stage() of {stager} returned a copy of another structure: {'; '.join(found)}. A stager may change the "
-            "values and dtypes of a state dict, and nothing else. Have it return each entry with its key, type and shape"
+            "values and dtypes of a state dict, and nothing else: return each entry with its key, type and shape"
         )
 
 
