@@ -184,7 +184,7 @@ def _odd() -> dict[str, Any]:
         "objects": [io.BytesIO(b"x"), SimpleNamespace(a=1), deque([1]), np.float64(1), np.int64(2), np.ones(3)],
         "mappings": [OrderedDict(a=torch.ones(1)), defaultdict(int, {1: 2}), Counter("ab"), {}],
         "sequences": [Pair(torch.ones(1), 1), ((torch.ones(1),),), [[], ()], [*range(5000)]],
-        "configs": [OmegaConf.create({"a": [1, {"b": 2}]}), OmegaConf.create([1])],
+        "configs": [OmegaConf.create({"a": "${absent}"}), OmegaConf.create([1])],
         "keys": {1: 1, "a": 2, (1, 2): 3, None: 4, 2.5: 5},
         "tensors": [torch.nn.Parameter(torch.ones(2)), torch.tensor(1.0), torch.empty(0, 3), torch.ones(1).expand(5)],
         "wrappers": [codes(4), nested(4)],
