@@ -20,4 +20,4 @@ class Bf16Contract(StagerContract):
 
     def expected(self, tensor: Tensor, path: str) -> Tensor:
         """Return what it makes of a tensor."""
-        return tensor.to(torch.bfloat16) if tensor.layout is torch.strided and tensor.dtype in WIDE else tensor
+        return tensor.to(torch.bfloat16) if tensor.ndim and tensor.dtype in WIDE else tensor
