@@ -101,7 +101,7 @@ def _mapped(
     if memory._version != version:
         raise StagingError(path, "the function of map_memory() wrote into it; have it return another tensor")
     if type(made) is not torch.Tensor or made.shape != memory.shape or made.layout is not torch.strided:
-        shown = f"a tensor {[*made.shape]}" if isinstance(made, torch.Tensor) else f"{made!r:.80}"
+        shown = f"a {type(made).__name__} {[*made.shape]}" if isinstance(made, torch.Tensor) else f"{made!r:.80}"
         raise StagingError(path, f"the function of map_memory() made {shown} of its {[*memory.shape]} elements")
     made = made.contiguous()
     at = made.storage_offset() - begin

@@ -20,7 +20,7 @@ from stagereg.stagers.host import HostStager
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import StagerContract, run_ranks
 from tests.support.states import assert_same, settled
-from tests.support.subclasses import codes
+from tests.support.subclasses import Codes, codes
 
 ODD = 1.001  # no bfloat16, nor is any multiple of it below
 map_memory = HostStager.map_memory
@@ -76,26 +76,24 @@ def test_the_changed_tensors_are_those_of_floating_point_with_dimensions_that_wh
 
 
 def test_strides_ties_and_views_are_as_they_were() -> None:
-    whole, seen = torch.arange(400, dtype=torch.float32).mul_(ODD), []
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.numel())
-        return torch.cat([torch.zeros(3), x]).bfloat16()[3:]  # a view, with an offset
-
-    qkv = whole[100:220].view(12, 10)
-    state = {"qkv": qkv, "k": qkv[4:8], "turned": qkv.t(), "column": qkv[:, 3], "many": qkv[0, :1].expand(7)}
-    made = map_memory(state, cast)
-    assert seen == [120]
-    for name, x in state.items():
-        assert torch.equal(made[name], x.bfloat16())
-        assert (made[name].stride(), type(made[name])) == (x.stride(), torch.Tensor)
-    made["qkv"].fill_(1)
-    assert all(bool(x.eq(1).all()) for x in made.values())
+    qkv = torch.arange(400, dtype=torch.float32).mul_(ODD)[100:220].view(12, 10)
+    state = {"k": qkv[4:8], "qkv": qkv, "turned": qkv.t(), "column": qkv[:, 3], "many": qkv[0, :1].expand(7)}
+    sizes: list[int] = []
+    with_an_offset = lambda x: torch.cat([torch.zeros(3), x]).bfloat16()[3:]  # noqa: E731
+    with_a_stride = lambda x: torch.stack([x, x * 0], 1).bfloat16()[:, 0]  # noqa: E731
+    for cast in (with_an_offset, with_a_stride):
+        made = map_memory(state, lambda x, cast=cast: sizes.append(x.numel()) or cast(x))  # type: ignore[misc]
+        for name, x in state.items():
+            assert torch.equal(made[name], x.bfloat16())
+            assert (made[name].stride(), type(made[name])) == (x.stride(), torch.Tensor)
+        made["qkv"].fill_(1)
+        assert all(bool(x.eq(1).all()) for x in made.values())
+    assert sizes == [120, 120]
 
 
 def test_memory_stays_if_one_tensor_over_it_is_refused() -> None:
     w, other = torch.full((4,), ODD), torch.full((4,), ODD)
-    state = {"embed": w, "head": w, "view": other[:2], "other": other, "count": other[0]}
+    state = {"embed": w, "head": w, "again": w, "view": other[:2], "other": other, "count": other[0]}
     made = map_memory(state, round_, lambda x, path: path not in ("head", "other"))
     assert_same(BlockingStager().stage(made), state)
     assert made["embed"].data_ptr() == made["head"].data_ptr() == w.data_ptr()
@@ -129,9 +127,12 @@ def test_the_source_stays_and_what_makes_tensors_more_is_in_the_copy() -> None:
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "writes": (lambda x: x.mul_(2), r"'model\.w': the function of map_memory\(\) wrote into it"),
-    "cuts": (lambda x: x[:-1], r"'model\.w': the function of map_memory\(\) made a tensor \[3\] of its \[4\] elements"),
+    "cuts": (lambda x: x[:-1], r"'model\.w': the function of map_memory\(\) made a Tensor \[3\] of its \[4\] elements"),
     "makes none": (lambda x: None, r"'model\.w': the function of map_memory\(\) made None"),
-    "packs": (lambda x: codes(x.numel()), r"'model\.w': the function of map_memory\(\) made a tensor \[4, .*\]"),
+    "packs": (
+        lambda x: Codes(x.char(), x),
+        r"'model\.w': the function of map_memory\(\) made a Codes \[4\] of its \[4\]",
+    ),
 }
 
 
