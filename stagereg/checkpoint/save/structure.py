@@ -52,13 +52,14 @@ def _kind_of(kind: type) -> str:
 
 
 def _shape(x: torch.Tensor) -> Outline:
-    if not isinstance(x, ShardedTensor) and x.is_nested:
-        return _TENSOR  # since torch may raise an error for its shape
-    return x.shape if type(x) is torch.Tensor and not x.__dict__ else shape_of(x)
+    if type(x) is torch.Tensor and not x.is_nested and not x.__dict__:
+        return x.shape
+    # Of a nested one torch may raise an error for its shape; of a ShardedTensor for the question.
+    return _TENSOR if not isinstance(x, ShardedTensor) and x.is_nested else shape_of(x)
 
 
 def outline(value: Any) -> Outline:
-    """Return the structure of a value, to compare with the structure of a copy. Takes 0.5 us an entry."""
+    """Return the structure of a value, to compare with the structure of a copy. Takes 0.7 us an entry."""
     kind = _kind_of(type(value))  # type: ignore[arg-type]  # of mypy: a type is hashable
     if kind is _TENSOR:
         return _shape(value)
