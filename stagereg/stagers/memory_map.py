@@ -99,10 +99,11 @@ def _mapped(
     version = memory._version
     made = function(memory)
     if memory._version != version:
-        raise StagingError(path, "the function of map_memory() wrote into it; have it return another tensor")
+        raise StagingError(path, "the function of map_memory() wrote into the state: have it return another tensor")
     if type(made) is not torch.Tensor or made.shape != memory.shape or made.layout is not torch.strided:
         shown = f"a {type(made).__name__} {[*made.shape]}" if isinstance(made, torch.Tensor) else f"{made!r:.80}"
-        raise StagingError(path, f"the function of map_memory() made {shown} of its {[*memory.shape]} elements")
+        text = f"the function of map_memory() made {shown} of a Tensor {[*memory.shape]}; have it return one like it"
+        raise StagingError(path, text)
     made = made.contiguous()
     at = made.storage_offset() - begin
     return [made.as_strided(x.shape, x.stride(), x.storage_offset() + at) for x in tensors]
