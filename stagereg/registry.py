@@ -152,7 +152,8 @@ class Registry:
         """Register the decorated class or factory function under ``name``; it is returned unchanged.
 
         The component is checked against the protocol of ``kind`` here: a class at once, a factory function by its
-        return annotation if that is a class, otherwise by what it returns each time it builds.
+        return annotation if that is a class, otherwise by what it returns each time it builds. A stager may change
+        the values and dtypes of a state dict, never its structure, which each save compares.
 
         Args:
             kind: ``"stager"``, ``"storage"``, ``"on_commit"``, ``"keep"``, ``"join_hook"`` or ``"joinable"``.

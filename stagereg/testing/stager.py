@@ -146,8 +146,8 @@ class StagerContract(StagerFidelity):
         for noted, copied in held:
             self.agree(copied, noted, "with other copies made while it was held")
         single = {"w": self.ones(1000)}
-        noted = self.noted({"slice": single["w"][100:200]})
-        part = {"slice": self.settled(stager, single)["w"][100:200]}
+        noted = self.noted({"w": single["w"][100:200]})
+        part = {"w": self.settled(stager, single)["w"][100:200]}
         gc.collect(1)
         single["w"].fill_(2)
         later = self.settled(stager, single)
@@ -187,7 +187,7 @@ class StagerContract(StagerFidelity):
 
     def test_memory_is_given_back(self) -> None:
         """The memory of dropped copies is freed or used again; after close() only that of held copies is kept."""
-        itemsize = self.expected(self.ones(1)).element_size()  # of the copy, whatever the stager makes of the dtype
+        itemsize = self.expected(self.ones(1), "w").element_size()  # of the copy, whatever its dtype
         stager, source = self.opened(), {"w": self.ones(_LARGE // itemsize)}
 
         def stage_often() -> None:
@@ -308,7 +308,7 @@ class StagerContract(StagerFidelity):
         """What stage() returns is complete, or a future is; torch's async_save writes it late and load() reads it."""
         stager, w, x = self.opened(), self.counted(1000), self.counted(12)
         state: StateDict = {"w": w, "nested": {"x": x}}
-        wanted = {"w": self.expected(w).cpu().clone(), "nested": {"x": self.expected(x).cpu().clone()}}
+        wanted = {"w": self.expected(w, "w").cpu().clone(), "nested": {"x": self.expected(x, "nested.x").cpu().clone()}}
         got = tree_map(torch.zeros_like, wanted)
         noted, staged = self.noted(state), stager.stage(state)
         if isinstance(staged, Future):

@@ -78,7 +78,8 @@ class StagerFidelity(StagerTrial):
             taken = copied.untyped_storage().nbytes()
             if taken > limit:
                 self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
-            self.agree(copied.clone(), x.clone(), f"of a view of {tuple(x.shape)}")  # which have the strides they like
+            # Clones have the strides they like.
+            self.agree({"view": copied.clone()}, {"view": x.clone()}, f"of a view of {tuple(x.shape)}")
 
     def test_lazy_flips_are_carried_out(self) -> None:
         """A view that is conjugated or negated when it is read has its values in memory in the copy."""

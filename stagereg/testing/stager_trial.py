@@ -23,7 +23,7 @@ from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
 
-_MEANT = "; if it changes that on purpose, its contract says so: expected(tensor) returns what the copy is to be"
+_MEANT = "; if it changes that on purpose, its contract says so: expected(tensor, path) returns the copy to be"
 
 
 class StagerTrial(Contract):
@@ -41,8 +41,11 @@ class StagerTrial(Contract):
         """Return a fresh stager. Called once or more for each promise; the contract closes what it gets."""
         raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a fresh stager")
 
-    def expected(self, tensor: Tensor) -> Tensor:
-        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values."""
+    def expected(self, tensor: Tensor, path: str) -> Tensor:
+        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values.
+
+        ``path`` is its dotted name in the state dict: ``"optimizer.state.0.exp_avg"``.
+        """
         return tensor
 
     def opened(self) -> AsyncStager:
@@ -133,22 +136,28 @@ def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Out
 
 
 def difference(
-    copied: Any, source: Any, expected: Callable[[Tensor], Tensor] = lambda tensor: tensor, where: str = "copy"
+    copied: Any,
+    source: Any,
+    expected: Callable[[Tensor, str], Tensor] = lambda tensor, path: tensor,
+    where: str = "copy",
+    path: tuple[object, ...] = (),
 ) -> str | None:
     """Return the first difference between a copy and its source, with its path; ``None`` if there is none.
 
-    ``expected`` makes of a source tensor what its copy is to be; its strides count where the shape is another one.
+    ``expected`` makes of a source tensor and its dotted name what its copy is to be; its strides count where the shape
+    is another one.
     """
     if type(copied) is not type(source):
         return f"{where} is a {type(copied).__name__}, and the source a {type(source).__name__}"
     if isinstance(source, Tensor):
-        return _tensor_difference(copied, source, expected(source.detach()).detach().cpu(), where)
+        tensor = expected(source.detach(), ".".join(map(str, path)))
+        return _tensor_difference(copied, source, tensor.detach().cpu(), where)
     if not isinstance(source, (dict, list, tuple)):
         return None if copied == source else f"{where} is {copied!r}, not {source!r}"
     keys, wanted = (list(x) if isinstance(x, dict) else list(range(len(x))) for x in (copied, source))
     if keys != wanted:
         return f"the keys of the {where} are {keys}, not {wanted}"
-    found = (difference(copied[key], source[key], expected, f"{where}[{key!r}]") for key in keys)
+    found = (difference(copied[key], source[key], expected, f"{where}[{key!r}]", (*path, key)) for key in keys)
     return next((each for each in found if each), None)
 
 

@@ -43,6 +43,7 @@ from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, sh
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
+from stagereg.checkpoint.save.structure import expect_same_structure
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.digests import Written, digests_of
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -184,7 +185,10 @@ class _Work:
         if self._is_second:
             return self._plan(save.sharing.shares)
         save.at = "waiting for its copy"
-        copy = dict(_expect_whole(save, save.copy.get()))
+        staged = save.copy.get()
+        if save.copy.outline is not None:
+            expect_same_structure(save.copy.outline, staged, save.copy.stager)
+        copy = dict(staged)
         save.copy.inspect(copy)
         if (generators := rng_name(self._ranks.number)) in copy:
             copy[generators] = rng.as_tensors(copy[generators])
@@ -366,16 +370,6 @@ class _Work:
         to.commit(save.step, self._path, files, index)
         to.last.entries = self._merging.entries
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each.marks for each in written[1:])]]
-
-
-def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:
-    if not isinstance(copy, dict):
-        raise CheckpointError(
-            f"stage() of {save.copy.stager} returned {copy!r:.80}, and has to return a copy of its dict"
-        )
-    if lost := [name for name in save.copy.names if name not in copy]:
-        raise CheckpointError(f"stage() of {save.copy.stager} returned a copy without {', '.join(map(repr, lost))}")
-    return copy
 
 
 def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:

@@ -30,6 +30,7 @@ from stagereg.checkpoint.ranks.unchanged import Exchange
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.state_planner import StatePlanner
+from stagereg.checkpoint.save.structure import Outline
 from stagereg.checkpoint.storage.digests import Written
 from stagereg.checkpoint.storage.files import METADATA
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
@@ -199,7 +200,7 @@ class StagedCopy:
 
     staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)  # empty once it is written or lost
     stager: str = ""  # its class
-    names: Collection[str] = ()  # of the entries that it was given
+    outline: Outline = None  # of the state that the stager was given; ``None`` if the copy is not compared with it
     release: Callable[[dict[str, Any]], None] = lambda copy: None  # called with the copy when it has been written
     inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
     # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.
