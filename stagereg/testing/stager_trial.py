@@ -16,12 +16,15 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
+
+_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # of float32: around a page, 64 KiB and 4 MiB
 
 _MEANT = "; if it changes that on purpose, its contract says so: expected(tensor) returns what the copy is to be"
 
@@ -94,6 +97,18 @@ class StagerTrial(Contract):
     def counted(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
+    def sized(self, value: int = 0) -> StateDict:
+        """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled as :meth:`fill` does."""
+        flat, inner = ({f"{4 * n} bytes": self.ones(n) for n in _SIZES} for _ in range(2))
+        return self.fill({**flat, "0-d": self.ones(), "nested": [{"inner": inner}, self.ones()]}, value)
+
+    def fill(self, state: StateDict, value: int) -> StateDict:
+        """Fill the tensors of ``state`` with numbers of their own, which are others for each ``value``; return it."""
+        tensors = tree_leaves(state)
+        for i, x in enumerate(tensors):
+            x.fill_(value * len(tensors) + i)
+        return state
+
     @functools.cached_property
     def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
         return []
@@ -161,9 +176,9 @@ def _tensor_difference(copied: Tensor, source: Tensor, wanted: Tensor, where: st
             return f"{where} has the {what} {is_}, not {was}{_MEANT if what in ('dtype', 'shape') else ''}"
     # Not contiguous(), which leaves odd strides alone where there is one element.
     have, want = (x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in (copied, wanted))
-    wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
-    if not len(wrong):
+    if torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
         return None
+    wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
     at = int(wrong[0])
     numbers = f"element {at} is {have[at].item()}, not {want[at].item()}"
     return f"{len(wrong)} of {copied.numel()} elements of {where} are wrong: {numbers}"
