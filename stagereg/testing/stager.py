@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stagereg.errors import RegistryError, StageregError
+from stagereg.errors import RegistryError, StageregError, StagingError
 from stagereg.machine import memory
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, StateDict, WatchesOptimizers
@@ -84,10 +84,46 @@ class StagerContract(StagerFidelity):
 
     def test_a_training_loop_is_staged_as_it_was(self) -> None:
         """The copy of a model and its optimizer is what they were, while training goes on."""
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
-        model.to(self.device)
-        optimizer = torch.optim.AdamW(model.parameters())
         stager = self.opened()
+        model, optimizer, train = self._training(stager)
+        for step in range(3):
+            train()
+            state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "step": step}
+            with self.kept(stager, state, "after one more step of training"):
+                train()
+
+    def test_a_future_does_not_hold_up_training(self) -> None:
+        """A future is of the state as it was when stage() returned, or fails, unless stage() is to be synchronized."""
+        stager = self.opened()
+        model, optimizer, train = self._training(stager)
+
+        def write() -> None:
+            with torch.no_grad():
+                model.get_parameter("2.weight").add_(1)
+
+        train()
+        for way in (optimizer.step, write):
+            train()
+            state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+            noted, staged = self.noted(state), stager.stage(state)
+            if not isinstance(staged, Future) or stager.should_synchronize_after_execute:
+                return
+            way()  # a Checkpointer does not wait before training continues
+            try:
+                copied = staged.result()
+            except StagingError:  # not silent, and only an optimizer announces what it writes
+                if way is write:
+                    continue
+                raise
+            if wrong := difference(copied, noted, self.expected):
+                advice = "Copy before stage() returns, or let should_synchronize_after_execute be True"
+                self.broken(f"written before its future was done, {wrong}. {advice}")
+
+    def _training(self, stager: AsyncStager) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]:
+        """Return a model with layers small and large, its optimizer, and one step of training."""
+        layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2**16)
+        model = torch.nn.Sequential(*layers).to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters())
         if isinstance(stager, WatchesOptimizers):
             stager.watch(optimizer)
 
@@ -96,11 +132,7 @@ class StagerContract(StagerFidelity):
             model(torch.randn(4, 8, dtype=torch.get_default_dtype(), device=self.device)).sum().backward()
             optimizer.step()
 
-        for step in range(3):
-            train()
-            state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "step": step}
-            with self.kept(stager, state, "after one more step of training"):
-                train()
+        return model, optimizer, train
 
     def test_values_that_are_no_tensors_are_copied(self) -> None:
         """Lists, dicts, sets, buffers and objects in the state dict are copied, not shared with the source."""
@@ -172,7 +204,7 @@ class StagerContract(StagerFidelity):
             held.append(tree_map(lambda x: x, copied))
             stager.release(copied)
             if copied:
-                self.broken(f"after release(), the copy still has the entries {list(copied)}")
+                self.broken(f"after release(), the copy still has {len(copied)} entries; release() must empty the dict")
         for step, tensors in enumerate(held):
             what = f"of {_HELD} copies that were released, copy {step + 1}, whose tensors were held,"
             self._unchanged(tensors, self.sized(step), what)

@@ -73,7 +73,8 @@ class StagerFidelity(StagerTrial):
     def test_a_view_costs_its_own_bytes(self) -> None:
         """The copy of a view takes the view's bytes, not those of its storage; an expanded tensor is not inflated."""
         whole, limit = self.counted(2**21), 2**16
-        for x in (whole[10:20], whole.view(-1, 1024)[3], whole[5].expand(2**18)):
+        rows = whole.view(-1, 1024)
+        for x in (whole[10:20], rows[3], rows[:, 3], whole[5].expand(2**18)):
             copied = self.settled(self.opened(), {"view": x})["view"]
             taken = copied.untyped_storage().nbytes()
             if taken > limit:

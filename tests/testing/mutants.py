@@ -263,7 +263,6 @@ KeysOfTheFirst = mutant("KeysOfTheFirst", change=keys_of_the_first)
 KeepsEveryCopy = mutant("KeepsEveryCopy", change=lambda self, s, c: [c, self.held.append(dict(c))][0])
 Casts = mutant("Casts", change_tensor=lambda self, s, c: c.to(self.seen.setdefault(c.shape, c.dtype)))
 InTheBackground = mutant("InTheBackground", stage=lambda self, s: ThreadPoolExecutor(1).submit(Mutant.stage, self, s))
-"""Right in all but one thing: an error that is not asked for is lost."""
 TrustsVersionCounters = mutant(
     "TrustsVersionCounters",
     change=lambda self, s, c: self.seen.setdefault(tuple(x._version for x in s.values()), c),
@@ -308,6 +307,7 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     ),
     "test_writes_that_no_version_counter_sees_are_staged": (TrustsVersionCounters,),
     "test_a_training_loop_is_staged_as_it_was": (ScalarsAsTheyAre,),
+    "test_a_future_does_not_hold_up_training": (InTheBackground,),
     "test_values_that_are_no_tensors_are_copied": (ValuesAsTheyAre,),
     "test_the_source_is_left_as_it_is": (SortsTheSource, DrawsRandomNumbers),
     "test_held_copies_stay_as_they_are": (
