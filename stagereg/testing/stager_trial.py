@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from stagereg.machine import memory
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.worker import is_rank
@@ -97,6 +99,19 @@ class StagerTrial(Contract):
     def counted(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
+    def grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
+        """Measure by how much ``use`` makes the process grow; twice if that is too much, for others allocate too."""
+        for _ in range(2):
+            self.settled(self.opened(), {"w": self.ones(10)})
+            gc.collect()
+            before = memory("VmRSS")
+            use()
+            gc.collect()
+            grown = memory("VmRSS") - before
+            if grown <= limit:
+                return
+        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
+
     def sized(self, value: int = 0) -> StateDict:
         """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled as :meth:`fill` does."""
         flat, inner = ({f"{4 * n} bytes": self.ones(n) for n in _SIZES} for _ in range(2))
@@ -138,9 +153,23 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
         # The filters are the process's, so they are changed where they come back even if the trial does not.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.within(lambda: tried(self))
+            with _frozen():
+                self.within(lambda: tried(self))
 
     return attempt
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Let ``gc.collect()``, which a stager may call whenever it waits, visit only what a trial has made."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Outcome:
