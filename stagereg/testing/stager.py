@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -25,10 +25,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from stagereg.errors import RegistryError, StageregError, StagingError
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, StateDict, WatchesOptimizers
+from stagereg.stagers.guard import written_by
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
 _LARGE = 36 * 2**20  # bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once
+_Training: TypeAlias = tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]
 _HELD = 12  # copies: more than stagers keep memory for
 
 
@@ -94,14 +96,9 @@ class StagerContract(StagerFidelity):
     def test_a_future_does_not_hold_up_training(self) -> None:
         """A future is of the state as it was when stage() returned, or fails, unless stage() is to be synchronized."""
         stager = self.opened()
-        model, optimizer, train = self._training(stager)
-
-        def write() -> None:
-            with torch.no_grad():
-                model.get_parameter("2.weight").add_(1)
-
+        model, optimizer, train = self._training(stager, 2**18)
         train()
-        for way in (optimizer.step, write):
+        for way in (optimizer.step, *[lambda: _write(optimizer)] * 2):  # a race, so more than once
             train()
             state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
             noted, staged = self.noted(state), stager.stage(state)
@@ -111,16 +108,16 @@ class StagerContract(StagerFidelity):
             try:
                 copied = staged.result()
             except StagingError:  # not silent, and only an optimizer announces what it writes
-                if way is write:
-                    continue
-                raise
+                if way == optimizer.step:
+                    raise
+                continue
             if wrong := difference(copied, noted, self.expected):
                 advice = "Copy before stage() returns, or let should_synchronize_after_execute be True"
                 self.broken(f"written before its future was done, {wrong}. {advice}")
 
-    def _training(self, stager: AsyncStager) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]:
+    def _training(self, stager: AsyncStager, width: int = 2**16) -> _Training:
         """Return a model with layers small and large, its optimizer, and one step of training."""
-        layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2**16)
+        layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, width)
         model = torch.nn.Sequential(*layers).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters())
         if isinstance(stager, WatchesOptimizers):
@@ -293,10 +290,14 @@ class StagerContract(StagerFidelity):
     def test_errors_that_nobody_looked_at_surface(self) -> None:
         """An error of background work that nobody asked for is raised by the next call, or by close()."""
         stager = self.opened()
+        model, optimizer, train = self._training(stager)
+        train()
         try:
             staged = stager.stage({"w": self.ones(3), "bad": threading.Lock()})
-        except Exception:
-            return
+        except Exception:  # a write while it copies is what it may find later
+            train()
+            staged = stager.stage(dict(model.state_dict()))
+            _write(optimizer)
         if not isinstance(staged, Future):
             return
         wait([staged], self.timeout_s)
@@ -377,6 +378,13 @@ class StagerContract(StagerFidelity):
         except Exception as error:
             return error
         return None
+
+
+def _write(optimizer: torch.optim.Optimizer) -> None:
+    """Write what an optimizer writes, unannounced; what lies last first, as a copy is likely to come to it last."""
+    with torch.no_grad():
+        for x in sorted(written_by(optimizer), key=torch.Tensor.data_ptr, reverse=True):
+            x.add_(1)
 
 
 def _halves(state: StateDict) -> Any:
