@@ -39,6 +39,7 @@ from stagereg.testing import (
     StagerContract,
     StorageContract,
     TierContract,
+    ranks,
 )
 
 _KINDS = {
@@ -114,7 +115,10 @@ class _Cases:
         self._contracts: list[tuple[str, type[Contract]]] = []  # with their sections
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
-        row = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
+        case = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
+        self._append(case)
+
+    def _append(self, row: dict[str, Any]) -> None:
         with (self._folder / "events").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -184,6 +188,7 @@ class _Cases:
         if not self._contracts:
             return
         os.environ.pop("PYTEST_ADDOPTS", None)
+        ranks.before_wait = lambda limit_s: self._append({"limit_s": limit_s})  # which the parent grants
         file = self._folder / "contracts"
         file.touch()
         options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,12 +17,16 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from stagereg.machine import memory
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
+
+_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # of float32: around a page, 64 KiB and 4 MiB
 
 _MEANT = "; if it changes that on purpose, its contract says so: expected(tensor, path) returns the copy to be"
 
@@ -97,6 +102,31 @@ class StagerTrial(Contract):
     def counted(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
+    def grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
+        """Measure by how much ``use`` makes the process grow; twice if that is too much, for others allocate too."""
+        for _ in range(2):
+            self.settled(self.opened(), {"w": self.ones(10)})
+            gc.collect()
+            before = memory("VmRSS")
+            use()
+            gc.collect()
+            grown = memory("VmRSS") - before
+            if grown <= limit:
+                return
+        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
+
+    def sized(self, value: int = 0) -> StateDict:
+        """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled as :meth:`fill` does."""
+        flat, inner = ({f"{4 * n} bytes": self.ones(n) for n in _SIZES} for _ in range(2))
+        return self.fill({**flat, "0-d": self.ones(), "nested": [{"inner": inner}, self.ones()]}, value)
+
+    def fill(self, state: StateDict, value: int) -> StateDict:
+        """Fill the tensors of ``state`` with numbers of their own, which are others for each ``value``; return it."""
+        tensors = tree_leaves(state)
+        for i, x in enumerate(tensors):
+            x.fill_(value * len(tensors) + i)
+        return state
+
     @functools.cached_property
     def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
         return []
@@ -126,9 +156,23 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
         # The filters are the process's, so they are changed where they come back even if the trial does not.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.within(lambda: tried(self))
+            with _frozen():
+                self.within(lambda: tried(self))
 
     return attempt
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Let ``gc.collect()``, which a stager may call whenever it waits, visit only what a trial has made."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Outcome:
@@ -170,9 +214,9 @@ def _tensor_difference(copied: Tensor, source: Tensor, wanted: Tensor, where: st
             return f"{where} has the {what} {is_}, not {was}{_MEANT if what in ('dtype', 'shape') else ''}"
     # Not contiguous(), which leaves odd strides alone where there is one element.
     have, want = (x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in (copied, wanted))
-    wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
-    if not len(wrong):
+    if torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
         return None
+    wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
     at = int(wrong[0])
     numbers = f"element {at} is {have[at].item()}, not {want[at].item()}"
     return f"{len(wrong)} of {copied.numel()} elements of {where} are wrong: {numbers}"
