@@ -30,6 +30,7 @@ LAYERS = [
         "seeded",
         "data",
         "option_text",
+        "number_text",
         "uncaught",
     },
     {"kernel"},

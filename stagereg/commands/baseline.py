@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stagereg.errors import ConfigError, few_of
-from stagereg.sweep.comparison import parameter_text
-from stagereg.sweep.metric import counted, percent
+from stagereg.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
 
 _LIMIT = re.compile(r"worse:(\d+(?:\.\d+)?)%")

@@ -10,27 +10,29 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import stagereg.commands.baseline as baseline
+import stagereg.commands.several as several
 import stagereg.launch.phases as phases
 import stagereg.output as output
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.commands.baseline import Change
+from stagereg.commands.goodput import Goodput, failures, goodput, starts
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import by_key
+from stagereg.number_text import counted, percent, quantity, shown
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.figures import Saved, saved
-from stagereg.sweep.goodput import Goodput, failures, goodput, starts
-from stagereg.sweep.metric import counted, in_order, labelled, metric, percent, quantity, shown
+from stagereg.sweep.metric import METRICS, RETURNED, metric
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of
 from stagereg.sweep.run import RankRecord, Run, Started
-from stagereg.sweep.selection import compared
+from stagereg.sweep.selection import Source, compared
 
 _FIRST, _LAST = 7, 7
 """Rows that a terminal shows of a table that has many."""
@@ -99,8 +101,9 @@ def run(asked: argparse.Namespace) -> int:
 def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int:
     if asked.baseline and len(directories) > 1:
         raise ConfigError("--baseline is compared with one sweep: name one directory.")
-    comparison, sweeps = compared(directories, asked.metric, asked.direction)
-    document = _plain(comparison) | {"sweeps": sweeps}
+    sources = several.sources(directories, asked.metric, asked.direction)
+    comparison = compared(sources, asked.metric, asked.direction)
+    document = _plain(comparison) | {"sweeps": list(map(_plain_source, sources))}
     judged = _judged(asked, directories[0], document) if asked.baseline else []
     if not asked.json:
         tables.terminal(comparison)
@@ -132,7 +135,8 @@ def _written(
         return ()
     while True:
         files = render.write(comparison, target)
-        newer, _ = compared(directories, asked.metric, asked.direction)
+        sources = several.sources(directories, asked.metric, asked.direction)
+        newer = compared(sources, asked.metric, asked.direction)
         if _states(newer) == _states(comparison):
             return files
         comparison = newer
@@ -152,9 +156,19 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
     return dataclasses.asdict(comparison) | {"kind": "sweep", "rows": rows} | ranking | said
 
 
+def _plain_source(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {"directory": source.directory, "others": source.others, "progress": None}
+    if source.progress:
+        progress = dataclasses.asdict(source.progress) | {"not_started": source.progress.not_started}
+        found |= {"command": source.plan.command, "progress": progress}
+    return found
+
+
 def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]) -> list[Change]:
     path, direction = Path(asked.baseline), "maximize" if document["better"] == "higher" else "minimize"
-    before = _plain(compared([path], document["metric"], direction)[0]) if path.is_dir() else baseline.read(path)
+    before = (
+        _plain(compared([Source.of(path)], document["metric"], direction)) if path.is_dir() else baseline.read(path)
+    )
     least = document["matters"] if asked.fail_if is None else asked.fail_if
     return baseline.changes(before, document, least, (str(path), str(directory)))
 
@@ -209,9 +223,8 @@ class RunReport:
             output.echo(line, "yellow")
         if found := self._job.figures:
             output.echo()
-            labels = [labelled(name, found[name]) for name in in_order(found)]
             of = f" of {counted(len(self._run.attempts), 'attempt')}" if self._run.earlier else ""
-            output.table(f"Figures{of}", (), [(head, quantity(value, unit)) for head, value, unit in labels])
+            output.table(f"Figures{of}", (), [(name, figure_text(name, found[name])) for name in in_order(found)])
         for table in self._tables:
             rows = [tuple(map(_cell, row)) for row in table.rows]
             if len(rows) > _FIRST + _LAST + 1:
@@ -242,6 +255,21 @@ class RunReport:
                 text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
             text += "."
         return text
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the names of figures as a list of them has them: metrics, and then the rest by their letters."""
+    order = [one.name for one in METRICS]
+    return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def figure_text(name: str, value: float) -> str:
+    """Return a figure with its unit; only the task knows the unit of what it has returned."""
+    if name.startswith(RETURNED):
+        return shown(value)
+    if "bytes" in name:
+        return quantity(value / 2**20, "MiB")
+    return quantity(value, next((one.unit for one in METRICS if one.name == name), "s" if name.endswith("_s") else ""))
 
 
 def _and(texts: Sequence[str]) -> str:

@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stagereg.number_text import counted, parameter_text, percent
 from stagereg.sweep.cell import EQUAL, FEW
-from stagereg.sweep.comparison import Comparison, ComparisonRow, parameter_text
-from stagereg.sweep.metric import Metric, counted, directed, percent
+from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.metric import Metric, metric
 from stagereg.sweep.rank_sum import FEWEST
 
 _CLAIMS = {
@@ -20,10 +21,10 @@ _CLAIMS = {
     "write_gib_per_s": "writes fastest: {}",
     "peak_host_gib": "needs least host memory: {}",
 }
-"""What is said of the best by a metric, ranked in its own direction."""
 _WORDS = 3  # of a label in a headline, at most
 _ENOUGH = 10  # runs that are proposed first where fewer do not decide
-_WORD = re.compile(r"[A-Za-z][\w.:/-]*")
+_WORD = re.compile(r"(?!(?:true|false|null|none|nan|inf|on|off|yes|no)$)[a-z][\w.:/-]*", re.IGNORECASE)
+"""A value that is clear without the name of its option."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,8 @@ def answer(comparison: Comparison) -> Answer:
 
 
 def _claim(ranking: Metric) -> str:
-    known = _CLAIMS.get(ranking.name)
-    if known and directed(ranking.name).better == ranking.better:
-        return known
-    return f"has the {'lowest' if ranking.sign > 0 else 'highest'} {ranking.head}: {{}}"
+    usual = f"has the {'lowest' if ranking.sign > 0 else 'highest'} {ranking.head}: {{}}"
+    return _CLAIMS.get(ranking.name, usual) if metric(ranking.name).better == ranking.better else usual
 
 
 def _proof(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> str:
@@ -125,14 +124,10 @@ def _label(row: ComparisonRow, other: ComparisonRow) -> str:
     differ = {key: value for key, value in row.parameters.items() if other.parameters.get(key) != value}
     if not differ:
         return row.versions or row.label
-    if len(differ) == 1 and all(_WORD.fullmatch(value) and value.lower() not in _LITERALS for value in differ.values()):
-        return next(iter(differ.values()))
+    if len(differ) == 1 and _WORD.fullmatch(value := next(iter(differ.values()))):
+        return value
     parts = [f"{key}={parameter_text(value)}" for key, value in differ.items()]
     return " ".join([*parts[: _WORDS - 1], "…"] if len(parts) > _WORDS else parts)
-
-
-_LITERALS = ("true", "false", "null", "none", "nan", "inf", "on", "off", "yes", "no")
-"""Values that mean nothing without the name of their option."""
 
 
 def _noise(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> list[str]:

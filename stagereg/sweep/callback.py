@@ -1,12 +1,12 @@
 """``hydra/callbacks=compare``: each job leaves a ``result.json``, and a sweep ends with the comparison of all of them.
 
-Hydra calls this around every job, in the job's process, and at the start and the end of a sweep, in the program. The
-two share files only. An error such as an unknown metric stops the sweep before the first job; a later error costs no
-job its result. Hydra calls no callback when it is interrupted.
+Hydra calls this around every job, in the job's process, and at the start and the end of a sweep, in the program. An
+error such as an unknown metric stops the sweep before the first job; a later error costs no job its result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import math
@@ -32,13 +32,14 @@ from stagereg.errors import ConfigError, StageregError
 from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, raw, split
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
+from stagereg.number_text import counted
 from stagereg.output import echo
 from stagereg.sweep.figures import figures
-from stagereg.sweep.metric import counted, directed, lacking, least_difference, usual
+from stagereg.sweep.metric import directed, lacking, least_difference, usual
 from stagereg.sweep.plan import PLAN
 from stagereg.sweep.result import JobResult, is_completed, jobs_in
 from stagereg.sweep.run import Run
-from stagereg.sweep.selection import compared
+from stagereg.sweep.selection import Source, compared
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +54,17 @@ class Compare(Callback):
         metric: what combinations are ranked by, and what a sweeper that searches is given; ``None`` ranks by the stall
             of a checkpoint where that is known, else by the loss, and gives the sweeper what the task returned.
         direction: ``"minimize"``, ``"maximize"``, or ``None`` for what makes sense for the metric.
-        matters: relative difference up to which combinations tie, such as ``"5%"``; ``None`` for 5 % of what stagereg
-            measures, and 0 of the loss and of what the task returns.
+        matters: as :func:`~stagereg.sweep.comparison.compare` takes it.
     """
 
     def __init__(
         self, metric: str | None = None, direction: str | None = None, matters: float | str | None = None
     ) -> None:
-        self._metric = metric
-        self._direction = direction
-        self._matters = matters
-        # Workers of a launcher get a copy of this and know nothing of the command line.
-        self._start = _started_as()
+        self._metric, self._direction, self._matters = metric, direction, matters
+        # The start of the user's command line, up to the overrides. Workers of a launcher get a copy of this and know
+        # nothing of the command line; a rank of torchrun's has none.
+        command = CommandLine.of_this_process()
+        self._start = [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
         self._begin()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -83,15 +83,11 @@ class Compare(Callback):
         self._load = os.getloadavg()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Write the job's ``result.json``; in a sweep, let it go on and give the sweeper its number.
-
-        Of several tasks that are one run, the first one writes: it alone has what the run returned.
-        """
-        if SchedulerTask.current().index > 0:
+        """Write the job's ``result.json``; in a sweep, let it go on and give the sweeper its number."""
+        if SchedulerTask.current().index > 0:  # of several tasks that are one run, the first has what the run returned
             return
         failed = job_return.status != JobStatus.COMPLETED
-        # The public property would raise the job's error.
-        value = job_return._return_value
+        value = job_return._return_value  # the public property would raise the job's error
         found: dict[str, float] = {}
         try:
             result = self._result(config, None if failed else value, value if failed else None)
@@ -116,7 +112,7 @@ class Compare(Callback):
 
         directory = _directory(config)
         try:
-            comparison, _ = compared([directory], self._metric or "", self._direction, self._matters)
+            comparison = compared([Source.of(directory)], self._metric or "", self._direction, self._matters)
             terminal(comparison)
             written = render.write(comparison, directory)
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
@@ -128,17 +124,15 @@ class Compare(Callback):
     def _check(self, config: DictConfig) -> None:
         directed(self._metric or usual(()), self._direction)
         least_difference(self._metric or usual(()), self._matters)
-        sweeper = config.hydra.sweeper
+        sweeper, directory = config.hydra.sweeper, _directory(config)
+        if "repeats" in sweeper:
+            return
         repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
-        if "repeats" not in sweeper and repeats != 1:
+        if repeats != 1:
             raise ConfigError(
                 f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_} chooses its jobs by "
                 "itself, so leave sweep.repeats at 1 with it"
             )
-
-        if "repeats" in sweeper:
-            return
-        directory = _directory(config)
         if used := jobs_in(directory):
             raise ConfigError(
                 f"{directory} holds {counted(len(used), 'job')} of an earlier sweep, and {sweeper._target_} numbers "
@@ -155,11 +149,8 @@ class Compare(Callback):
         resumed, stepped, checkpoints = _resumed(run, self._began)
         text = None if error is None else _error_text(error)
         if idle := error is None and resumed is not None and not stepped:
-            own = Path(checkpoints).is_relative_to(directory)
-            text = (
-                f"no step was taken: it resumed from step {resumed}, and none was left. To run it again, delete "
-                f"{directory if own else checkpoints}."
-            )
+            text = f"no step was taken: it resumed from step {resumed}, and none was left. To run it again, delete "
+            text += f"{directory if Path(checkpoints).is_relative_to(directory) else checkpoints}."
         return JobResult(
             directory=directory,
             status="completed" if text is None else "failed",
@@ -179,19 +170,24 @@ class Compare(Callback):
         )
 
     def _for_sweeper(self, failed: bool, value: Any, found: dict[str, float]) -> Any:
+        if failed:
+            return math.nan
         name = self._metric or usual(found)
         figure = found.get(name, math.nan)
-        if not failed and self._metric is not None and name not in found:
+        if self._metric is not None and name not in found:
             log.warning(lacking("This job cannot be ranked, since it has no", name, found))
-        elif not failed and name in found and not math.isfinite(figure):
+        elif name in found and not math.isfinite(figure):
             log.warning("%s is %g, so this job cannot be ranked", name, figure)
-        if self._metric is None and not failed:
+        if self._metric is None:
             return value
-        return figure if not failed and math.isfinite(figure) else math.nan
+        return figure if math.isfinite(figure) else math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
-        own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
-        job = [override for override in overrides if _key(override) not in SWEEP_KEYS]
+        def key(override: str) -> str:
+            return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+        own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(key(override))]
+        job = [override for override in overrides if key(override) not in SWEEP_KEYS]
         return shlex.join([*self._start, *job, *own]) if self._start else ""
 
 
@@ -220,19 +216,15 @@ def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
 
 def _run(directory: Path, began: float) -> Run | None:
     """What the ranks have recorded, if they have: not what an earlier run has left in the same directory."""
-    try:
-        run = Run.read(directory)
-    except ConfigError:
-        return None
-    return run if run.began >= began - _CLOCKS_S else None
+    with contextlib.suppress(ConfigError):
+        if (run := Run.read(directory)).began >= began - _CLOCKS_S:
+            return run
+    return None
 
 
 def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
-    """The step that a job resumed from, whether it took a step since it began, and its directory of checkpoints.
-
-    A job without records is one of this process.
-    """
-    if run is None:
+    """The step that a job resumed from, whether it took a step since it began, and its directory of checkpoints."""
+    if run is None:  # a job without records is one of this process
         found = record.latest.get("resumed", {})
         return found.get("step"), bool(record.latest.keys() - {"resumed"}), found.get("dir", "")
     attempts = [each.ranks[0] for each in run.attempts if each.ranks[0].first >= began - _CLOCKS_S]
@@ -243,16 +235,15 @@ def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "hydra-core")}
-    return {"stagereg": __version__, **versions, "python": platform.python_version()}
+    others = {name: importlib.metadata.version(name) for name in ("torch", "hydra-core")}
+    return {"stagereg": __version__, **others, "python": platform.python_version()}
 
 
 def _environment(run: Run | None) -> dict[str, Any]:
-    """Where the job ran, with what its ranks have recorded of a device that this process has never used."""
     import torch
 
-    environment = machine.describe("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
-    return environment | (run.environment if run is not None else {})
+    device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    return machine.describe(device) | (run.environment if run else {})
 
 
 def _error_text(error: Exception) -> str:
@@ -264,13 +255,3 @@ def _error_text(error: Exception) -> str:
     cause = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     cause_line = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
     return f"{head}{cause_line}\n{text}"
-
-
-def _started_as() -> list[str]:
-    """How this program was started, up to its overrides, as the user wrote it; empty for a rank of torchrun's."""
-    command = CommandLine.of_this_process()
-    return [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0].partition("@")[0]

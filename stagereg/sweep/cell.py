@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagereg.sweep.metric import percent
+from stagereg.number_text import percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, least_p_value, p_value
 
-EQUAL = "the figures are equal"
-FEW = "there are fewer than 4 runs"
-"""Why rows tie that no number of equal runs could tell apart."""
+EQUAL, FEW = "the figures are equal", "there are fewer than 4 runs"  # reasons why rows tie without a test
 _RANGE = 5  # values up to which a range holds them all; of more it is the range between the quartiles
 _FAR_OFF = 14.826  # median absolute deviations beyond which a run is far off, as hyperfine has it
 _ROUNDING = 1e-6  # relative difference of figures that may come from the order in which numbers were added
@@ -58,13 +56,8 @@ def ties(best: Cell, rivals: Sequence[Cell], matters: float = 0.0, unsteady: flo
 
     All rivals are told apart if each is by its own test: chance does that to equal rows in at most 5 % of sweeps.
     Otherwise Holm's correction (Scandinavian Journal of Statistics 6(2), 1979) makes the tests of several rivals
-    stricter, so that of many equal rows few lose their tie; but complete separation is always enough.
-
-    Args:
-        best: the row with the best median.
-        rivals: the other candidates.
-        matters: relative difference of the medians up to which rows tie.
-        unsteady: relative difference by which a combination has been told apart from itself; 0 if it has not.
+    stricter, so that of many equal rows few lose their tie; but complete separation is always enough. ``unsteady`` is
+    the relative difference by which a combination has been told apart from itself; 0 if it has not.
     """
     reasons = [_no_test(best, rival, matters, unsteady) for rival in rivals]
     chances = {at: p_value(best.values, rivals[at].values) for at, why in enumerate(reasons) if not why}

@@ -1,9 +1,8 @@
 """Jobs side by side: one row for each combination of what was swept, and which rows the runs tell apart.
 
-The repeats of a combination become their median and their range. A row ties with the best unless the runs tell the two
-apart: at least four runs each, medians that differ by more than matters, and a rank-sum test. Only completed jobs
-count. A combination that failed in any of its runs, or has the figure in only some, or has NaN or infinity, is never
-best.
+A row ties with the best unless the runs tell the two apart: at least four runs each, medians that differ by more than
+matters, and a rank-sum test. Only completed jobs count. A combination that failed in any of its runs, or has no finite
+figure in one of them, is never best.
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stagereg.errors import ConfigError, few_of
 from stagereg.launch.command_line import by_key
+from stagereg.number_text import counted, parameter_text, percent
 from stagereg.sweep.cell import Cell, ties
-from stagereg.sweep.metric import Metric, columns, counted, directed, least_difference, percent
+from stagereg.sweep.metric import Metric, columns, directed, least_difference
 from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import JobResult
 
 _OVERLAP_S = 1.0  # seconds that two jobs may run beside each other: one is ending while the next begins
 _NAMED = 3
-_DIGITS = 12  # of a swept value; more are rounding, as in 0.30000000000000004
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class ComparisonRow:
     parameters: dict[str, str]  # those of its overrides that differ between jobs, by key
     jobs: tuple[JobResult, ...]  # its runs, in their order, also those that were not completed
     cells: dict[str, Cell] = field(default_factory=dict)  # by name of the metric; of the completed jobs
-    # whether it is the A/A row: the first combination once more, measured as if it were another one
-    again: bool = False
+    again: bool = False  # whether it is the A/A row: the first combination, measured as if it were another one
     error: str = ""  # of the first job that failed, or else of the first unfinished one; empty if all were completed
     note: str = ""  # what else a reader of the row should know
     versions: str = ""  # of stagereg and torch, where jobs differ in them
@@ -45,18 +43,16 @@ class ComparisonRow:
     @property
     def status(self) -> str:
         """``"completed"``, ``"failed"``, ``"unfinished"``, or how many of its jobs are, as in ``"2 of 3 failed"``."""
-        counts = Counter(job.status for job in self.jobs)
-        for status in ("failed", "unfinished"):
-            if counts[status]:
-                return status if counts[status] == len(self.jobs) else f"{counts[status]} of {len(self.jobs)} {status}"
-        return "completed"
+        statuses = [job.status for job in self.jobs]
+        status = next((each for each in ("failed", "unfinished") if each in statuses), "completed")
+        count = statuses.count(status)
+        return status if status == "completed" or count == len(statuses) else f"{count} of {len(statuses)} {status}"
 
     @property
     def label(self) -> str:
         """The combination as one would type it, and the versions where rows differ in them."""
-        typed = " ".join(f"{name}={parameter_text(value)}" for name, value in self.parameters.items())
-        typed = typed or "as configured"
-        return f"{typed} ({self.versions})" if self.versions else typed
+        typed = [f"{name}={parameter_text(value)}" for name, value in self.parameters.items()] or ["as configured"]
+        return " ".join([*typed, f"({self.versions})"] if self.versions else typed)
 
     def verdict(self, name: str) -> str:
         """``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty, by a metric."""
@@ -100,10 +96,10 @@ class Comparison:
                 return 0, sign * median
             return (1 if row.cells else 2), 0.0
 
-        below = {id(twin): row for twin, row in _twins(self.rows)}
-        first = [row for row in self.rows if all(row is not other for other in below.values())]
-        ranked = sorted(first, key=position)
-        return [each for row in ranked for each in (row, below.get(id(row))) if each is not None]
+        twins = list(_twins(self.rows))
+        first = [row for row in self.rows if not any(row is again for _, again in twins)]
+        below = {id(twin): [again] for twin, again in twins}
+        return [each for row in sorted(first, key=position) for each in (row, *below.get(id(row), ()))]
 
     @property
     def best(self) -> ComparisonRow | None:
@@ -133,8 +129,7 @@ def compare(
     Raises:
         ConfigError: if there are no jobs, or an argument is invalid.
     """
-    ranking = directed(metric, direction)
-    least_difference(metric, matters)
+    ranking, least = directed(metric, direction), least_difference(metric, matters)
     if not results:
         raise ConfigError("There are no jobs to compare.")
     jobs = sorted(results, key=lambda job: job.order)
@@ -154,21 +149,11 @@ def compare(
         rows=tuple(rows),
         repeats=1 + max(job.repeat for job in jobs),
         ranking=ranking,
-        matters=least_difference(metric, matters),
+        matters=least,
         equal=equal,
         undecided=frozenset(undecided),
         warnings=tuple(_warnings(jobs, rows, ranking)),
     )
-
-
-def parameter_text(value: str) -> str:
-    """Return the value of an override as people write it: ``0.3`` for ``0.30000000000000004``."""
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    text = f"{number:.{_DIGITS}g}"
-    return text if "." in value and len(text) < len(value) > _DIGITS else value
 
 
 def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
@@ -199,16 +184,15 @@ def _row(
 ) -> ComparisonRow:
     keys = by_key(jobs[0].overrides)
     completed = [job for job in jobs if job.status == "completed"]
-    known = {one.name: [job for job in completed if one.name in job.figures] for one in metrics}
+    cells = {}
+    for name in (one.name for one in metrics):
+        if known := [job for job in completed if name in job.figures]:
+            cells[name] = Cell.of([job.figures[name] for job in known], [job.directory.name for job in known])
     broken = sorted((job for job in jobs if job.status != "completed"), key=lambda job: job.status != "failed")
     return ComparisonRow(
         parameters={name: keys[name] for name in parameters if name in keys},
         jobs=tuple(jobs),
-        cells={
-            name: Cell.of([job.figures[name] for job in several], [job.directory.name for job in several])
-            for name, several in known.items()
-            if several
-        },
+        cells=cells,
         again=jobs[0].again,
         error=broken[0].error or "no error recorded" if broken else "",
         note="; ".join(_notes(completed, ranking)),
@@ -217,7 +201,7 @@ def _row(
 
 
 def _equal(rows: Sequence[ComparisonRow], name: str) -> float | None:
-    """The value that a figure has in all completed runs of two rows or more; ``None`` if they differ."""
+    """The value that a figure has in all completed runs of several rows; ``None`` if they differ."""
     cells = [row.cells.get(name) for row in rows if row.cells]
     values = {value for cell in cells for value in (cell.values if cell else (math.nan,))}
     return values.pop() if len(cells) > 1 and len(values) == 1 else None
@@ -248,13 +232,9 @@ def _twins(rows: Sequence[ComparisonRow]) -> Iterator[tuple[ComparisonRow, Compa
 
 def _unsteady(rows: Sequence[ComparisonRow], name: str, matters: float) -> float:
     """By what part a combination differs from itself, if the runs tell its A/A pair apart; else 0."""
-    most = 0.0
-    for twin, row in _twins(rows):
-        if name in row.cells and name in twin.cells and row.cells[name].is_finite and twin.cells[name].is_finite:
-            one, other = twin.cells[name], row.cells[name]
-            if not any(ties(one, [other], matters)):
-                most = max(most, one.differs_by(other))
-    return most
+    pairs = [(twin.cells.get(name), row.cells.get(name)) for twin, row in _twins(rows)]
+    finite = [(one, other) for one, other in pairs if one and other and one.is_finite and other.is_finite]
+    return max((one.differs_by(other) for one, other in finite if not any(ties(one, [other], matters))), default=0.0)
 
 
 def _against_best(rows: Sequence[ComparisonRow], ranking: Metric) -> list[ComparisonRow]:
@@ -270,9 +250,8 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
     if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
         yield f"{counted(lost, 'checkpoint')} could not be saved"
-    for job in completed:
-        if job.resumed is not None:
-            yield f"job {job.directory.name} resumed from step {job.resumed}"
+    resumed = (job for job in completed if job.resumed is not None)
+    yield from (f"job {job.directory.name} resumed from step {job.resumed}" for job in resumed)
 
 
 def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking: Metric) -> Iterator[str]:

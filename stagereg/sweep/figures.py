@@ -1,7 +1,6 @@
 """The figures of one run and its checkpoints, from what its ranks have recorded.
 
-Each figure is there if it is known; the loss of a run that diverged is NaN or infinite. The metrics among them are
-defined with their names, in :mod:`stagereg.sweep.metric`. All attempts of a run count. A checkpoint takes as long as
+:mod:`stagereg.sweep.metric` defines the metrics among them. All attempts of a run count. A checkpoint takes as long as
 its slowest rank. Times of different ranks are compared only where they are of one machine, and so of one clock.
 """
 
@@ -36,17 +35,13 @@ class Saved:
     write_s: float | None  # how long the slowest rank's writing took, seconds
     nbytes: int  # staged by all ranks
     written: int  # bytes of its files
-    # `"complete"`; `"lost"`, with `error`; `"not complete"`: the attempt ended before
-    state: Literal["complete", "lost", "not complete"]
+    state: Literal["complete", "lost", "not complete"]  # lost with `error`; not complete: the attempt ended before
     error: str = ""
     restart: int = 0  # the attempt that saved it, 0 for the first one
 
 
 def saved(run: Run) -> list[Saved]:
-    """Return the checkpoints of ``run`` in the store, in the order in which they were begun; a step saved twice is two.
-
-    Steps that went to the tier alone are left out.
-    """
+    """Return the checkpoints of ``run`` in the store, by when they were begun; a step that is saved twice is two."""
     began = run.attempts[0].began
     return [one for number, each in enumerate(run.attempts) for one in _saved(each, number, began)]
 
@@ -107,13 +102,8 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def number(value: Any) -> float | None:
-    """The finite real number that ``value`` is, also as a tensor of one element; ``None`` if it is none."""
-    real = _real(value)
-    return real if real is not None and math.isfinite(real) else None
-
-
 def _real(value: Any) -> float | None:
+    """The real number that ``value`` is, also as a tensor of one element; ``None`` if it is none."""
     if value is None or isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
@@ -137,29 +127,24 @@ def _returned(run: Run | None, returned: Any) -> dict[str, float]:
 
 def _of_checkpoints(run: Run) -> dict[str, float]:
     every = saved(run)
-    stalls = [one.stall_s for one in every if one.stall_s is not None]
-    staged = [one.nbytes for one in every if one.nbytes]
-    writes = [one.write_s for one in every if one.write_s is not None]
     medians: dict[str, Sequence[float]] = {
-        "stall_ms": [1e3 * stall for stall in stalls],
-        "state_bytes": staged,
-        "write_s": writes,
+        "stall_ms": [1e3 * one.stall_s for one in every if one.stall_s is not None],
+        "state_bytes": [one.nbytes for one in every if one.nbytes],
+        "write_s": [one.write_s for one in every if one.write_s is not None],
         "staged_gib_per_s": [one.nbytes / _GIB / one.stage_s for one in every if one.nbytes and one.stage_s],
         "write_gib_per_s": [one.written / _GIB / one.write_s for one in every if one.written and one.write_s],
     }
     found: dict[str, float] = {name: statistics.median(values) for name, values in medians.items() if values}
-    if stalls or writes:
-        found["checkpoints"] = len(writes)
+    if {"stall_ms", "write_s"} & found.keys():
+        found["checkpoints"] = len(medians["write_s"])
     if lost := sum(max(len(record.lost) for record in each.ranks) for each in run.attempts):
         found["lost_checkpoints"] = lost
     return found
 
 
 def _of_training(run: Run) -> dict[str, float]:
-    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # records of each rank, by attempt
-    for each in run.attempts:
-        for record in each.ranks:
-            parts[record.rank].append((each, record))
+    every = [(each, record) for each in run.attempts for record in each.ranks]
+    parts = {rank: [part for part in every if part[1].rank == rank] for rank in {record.rank for _, record in every}}
     if not (most := max(len({step for _, record in own for step, _ in record.steps}) for own in parts.values())):
         return {}
     found: dict[str, float] = {"steps": most}
@@ -172,10 +157,7 @@ def _of_training(run: Run) -> dict[str, float]:
             found[name] = max(rank[name] for rank in ranks)
     if "lost_s" in found:
         found["lost_percent"] = 100 * max(rank["lost_s"] / rank["train_s"] for rank in ranks)
-    samples, seconds = _samples(run)
-    if samples is not None and seconds > 0:
-        found["samples_per_s"] = samples / seconds
-    return found
+    return found | _samples(run)
 
 
 def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
@@ -186,9 +168,8 @@ def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
     for run, record in parts:
         host = record.start.get("host")
         same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
-        held = Covered(record.stalls)
-        staged = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes, *each.transfers)]
-        busy = Covered([*record.stalls, *staged])
+        work = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes, *each.transfers)]
+        held, busy = Covered(record.stalls), Covered([*record.stalls, *work])
         for (step, began), (following, ended) in itertools.pairwise(record.steps):
             count = max(1, following - step)
             stalled = held.within(began, ended)
@@ -239,32 +220,31 @@ class Covered:
         return 0.0 if at < 0 else self._before[at] + min(moment, self._ends[at]) - self._starts[at]
 
 
-def _samples(run: Run) -> tuple[float | None, float]:
-    """Samples seen on all ranks in the steps after the first one of each attempt, and in how many seconds.
-
-    A join counts its samples when it ends, so those of attempts that failed are incomplete: only the last one counts.
-    """
+def _samples(run: Run) -> dict[str, float]:
+    """Samples that all ranks saw in a second of the steps after the first one of each attempt."""
     logged = [each for each in run.attempts if any("samples" in log for one in each.ranks for _, _, log in one.logs)]
+    # A join counts its samples when it ends, so the joins of attempts that failed are incomplete: only the last counts.
     seconds = sum(max(map(_trained_s, each.ranks)) for each in logged or [run])
+    joins = [record.join for record in run.ranks if record.join is not None and "samples" in record.join]
+    if seconds <= 0 or not (logged or joins):
+        return {}
     if logged:
         trained = [record for each in logged for record in each.ranks if record.steps]
         values = [log for record in trained for step, _, log in record.logs if step > record.steps[0][0]]
-        return sum(each.get("samples") or 0.0 for each in values), seconds
-    joins = [record.join for record in run.ranks if record.join is not None]
-    if not any("samples" in join for join in joins):
-        return None, seconds
+        return {"samples_per_s": sum(each.get("samples") or 0.0 for each in values) / seconds}
     # All batches are taken to be of one size, to leave out the first.
-    return sum(join.get("samples", 0) * (1 - 1 / join["steps"]) for join in joins if join.get("steps")), seconds
+    samples = sum(join["samples"] * (1 - 1 / join["steps"]) for join in joins if join.get("steps"))
+    return {"samples_per_s": samples / seconds}
 
 
 def _of_ending(run: Run) -> dict[str, float]:
     found: dict[str, float] = {}
-    peaks = [[number((record.end or {}).get("peak_rss")) for record in each.ranks] for each in run.attempts]
-    known = [[peak for peak in several if peak is not None] for several in peaks]
-    sums = [sum(several) for each, several in zip(run.attempts, known, strict=True) if len(several) == each.world_size]
+    sums = []
+    for each in run.attempts:
+        peaks = [peak for record in each.ranks if (peak := _real((record.end or {}).get("peak_rss"))) is not None]
+        sums += [sum(peaks)] if len(peaks) == each.world_size and math.isfinite(sum(peaks)) else []
     if sums:
         found["peak_host_gib"] = max(sums) / _GIB
-    joins = [record.join for each in run.attempts for record in each.ranks if record.join is not None]
-    if joins:
+    if joins := [record.join for each in run.attempts for record in each.ranks if record.join is not None]:
         found["shadowed_steps"] = sum(join.get("shadowed", 0) for join in joins)
     return found

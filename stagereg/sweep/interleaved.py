@@ -1,9 +1,8 @@
 """``hydra/sweeper=interleaved``: all combinations like Hydra's basic sweeper, and each of them ``sweep.repeats`` times.
 
 Repeats run in rounds that each start with another combination, so a machine that becomes slower is slower for all. The
-A/A jobs run the first combination again as if it were another one, which shows the noise. In a directory that holds
-jobs already, only the jobs that are not completed there run (:mod:`stagereg.sweep.reuse`). Imports nothing heavy: Hydra
-scans this module at every start.
+A/A jobs run the first combination again as if it were another one, which shows the noise. Jobs that an earlier sweep
+completed do not run again (:mod:`stagereg.sweep.reuse`). Imports nothing heavy: Hydra scans this module at every start.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ log = logging.getLogger(__name__)
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
 _COMPARE = "stagereg.sweep.callback.Compare"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
-_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}
-"""Exit codes of a program that was stopped by a signal: no matter of one job."""
+_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}  # exit codes of a program that a signal stopped
 _SHARED = {
     "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, and one overwrite the result of the other. Leave "
     "out hydra.sweep.subdir: then each job has a directory of its own.",
@@ -47,22 +45,14 @@ _SHARED = {
     "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH. Or say that it is meant, with "
     "checkpoint.resume=auto.",
 }
-"""What is wrong where two jobs have one directory, by the key that says which."""
 _KEPT = "Job %d was completed before, its result is kept; to run it again, delete %s"
 _CHANGED = "The config has changed since %d jobs in %s ran, such as %s: this sweep runs them again as new jobs."
 
 
 class InterleavedSweeper(BasicSweeper):
-    """Hydra's basic sweeper with repeats.
+    """Hydra's basic sweeper, with its arguments, that runs each combination ``repeats`` times."""
 
-    Args:
-        max_batch_size: jobs given to the launcher at a time; ``None`` for all at once.
-        params: parameters that are always swept, as in the basic sweeper.
-        repeats: how many times to run each combination; checked before the first job.
-    """
-
-    # Hydra 1.3 takes no sweeper from elsewhere. The file that packaging puts there has this class.
-    __module__ = "hydra_plugins.stagereg_plugin"
+    __module__ = "hydra_plugins.stagereg_plugin"  # a file that imports this; Hydra 1.3 takes no sweeper from elsewhere
 
     def __init__(
         self, max_batch_size: int | None = None, params: dict[str, str] | None = None, repeats: Any = 1
@@ -103,15 +93,14 @@ class InterleavedSweeper(BasicSweeper):
         else:
             self._plan = self._planned(jobs)
             numbered = [(job.num, list(job.overrides)) for job in self._plan.jobs if not job.kept]
-        firsts, batches = list[int](), list[list[list[str]]]()
+        batches = list[list[tuple[int, list[str]]]]()
         most = max_batch_size if max_batch_size and max_batch_size > 0 else len(numbered)
         for number, job in numbered:
-            if not batches or number != firsts[-1] + len(batches[-1]) or len(batches[-1]) == most:
-                firsts.append(number)
+            if not batches or number != batches[-1][-1][0] + 1 or len(batches[-1]) == most:
                 batches.append([])
-            batches[-1].append(job)
-        self.launcher: Any = _Numbered(self.launcher, firsts)
-        return batches
+            batches[-1].append((number, job))
+        self.launcher: Any = _Numbered(self.launcher, [batch[0][0] for batch in batches])
+        return [[job for _, job in batch] for batch in batches]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Do nothing: all jobs are composed before the first one is launched."""
@@ -139,7 +128,9 @@ class InterleavedSweeper(BasicSweeper):
                 for place in places.items():
                     if taken.setdefault(place, number) != number:
                         raise SweepError(_SHARED[place[0]].format(taken[place], number, dir=place[1]))
-                planned.append(PlannedJob(number, _below(root, output), tuple(overrides), kept))
+                inside = os.path.relpath(output, root)
+                directory = os.path.abspath(output) if inside.startswith("..") else inside
+                planned.append(PlannedJob(number, directory, tuple(overrides), kept))
         finally:
             HydraConfig.instance().cfg = before
         if reuse.changed:
@@ -154,8 +145,7 @@ class InterleavedSweeper(BasicSweeper):
         """Print how many jobs are completed, and the command that runs the others."""
         if self._plan is None or not _comparison(self.config):
             return
-        found = jobs_in(self._plan.root)
-        done = self._plan.progress(found)
+        done = self._plan.progress(found := jobs_in(self._plan.root))
         shown = f"`stagereg report {shlex.quote(os.path.relpath(self._plan.root))}` shows them; t" if found else "T"
         text = f"{done.completed} of {done.planned} jobs are completed. {shown}his command runs the others:"
         print(text, self._plan.command, file=sys.stderr, flush=True)
@@ -164,9 +154,8 @@ class InterleavedSweeper(BasicSweeper):
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
     """Return the overrides of the jobs that run each of ``combinations`` ``repeats`` times, in their order.
 
-    Round r starts with combination r. With more than one round, each has an A/A job, which runs the first combination
-    again; from three combinations on, it never is next to the job in its round that it is going to be compared with. A
-    combination that is listed twice has twice as many repeats.
+    Round r starts with combination r. With more than one round, each has an A/A job; from three combinations on, it is
+    never next to the job that it is compared with. A combination that is listed twice has twice as many repeats.
     """
     entries = [(list(combination), False) for combination in combinations]
     if repeats > 1:  # else there is nothing to compare
@@ -227,24 +216,19 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
         OmegaConf.update(job, "hydra.runtime.output_dir", str(output), force_add=True)
     HydraConfig.instance().set_config(job)  # it has a copy
     found = {"hydra.sweep.subdir": str(output)}
-    enable, resume = (
-        OmegaConf.select(job, f"checkpoint.{key}", default=default, throw_on_resolution_failure=False)
-        for key, default in (("enable", True), ("resume", "auto"))
-    )
-    if enable and resume == "auto" and not gives_resume(raw(job.hydra.overrides.task)):
-        found["checkpoint.dir"] = OmegaConf.select(job, "checkpoint.dir", throw_on_resolution_failure=False)
+
+    def option(key: str, default: Any) -> Any:
+        return OmegaConf.select(job, f"checkpoint.{key}", default=default, throw_on_resolution_failure=False)
+
+    resumes = option("enable", True) and option("resume", "auto") == "auto"
+    if resumes and not gives_resume(raw(job.hydra.overrides.task)):
+        found["checkpoint.dir"] = option("dir", None)
     return {key: str(place) for key, place in found.items() if place}
 
 
 def _as_saved(job: DictConfig) -> Any:
-    """The config of a job as it is read from the file that Hydra saves."""
     task = OmegaConf.masked_copy(job, [key for key in job if key != "hydra"])  # type: ignore[misc]
     return OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(task)), resolve=False)
-
-
-def _below(root: Path, output: Path) -> str:
-    inside = os.path.relpath(output, root)
-    return os.path.abspath(output) if inside.startswith("..") else inside
 
 
 def _comparison(config: Any) -> Any:

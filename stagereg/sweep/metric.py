@@ -1,23 +1,17 @@
-"""The figures of runs: what they are called, what they mean, which way is better, and numbers as people read them.
-
-Computing them is for :mod:`stagereg.sweep.figures`.
-"""
+"""The figures of runs: what they are called, what they mean, which way is better, and numbers as people read them."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from stagereg.errors import ConfigError, nearest
+from stagereg.number_text import quantity
 
 RETURNED = "returned."  # what the name of a figure begins with that a task returns in a dict
-DIRECTIONS = {"minimize": "lower", "maximize": "higher"}
-"""Directions as Hydra's sweepers name them, and which figures each calls better."""
-
+DIRECTIONS = {"minimize": "lower", "maximize": "higher"}  # as Hydra's sweepers name them
 _MATTERS = 0.05
-_FINEST = 6  # digits behind the point, at most
 
 
 @dataclass(frozen=True)
@@ -86,27 +80,20 @@ def metric(name: str) -> Metric:
 def directed(name: str, direction: str | None = None) -> Metric:
     """Return the metric with the direction it is ranked in; ``None`` is the metric's own."""
     found = metric(name)
-    if direction is None:
-        if not found.better:
-            raise ConfigError(
-                f"Say which {name} is better, a low or a high one: sweep.direction=minimize or "
-                "sweep.direction=maximize (--direction of `stagereg report`)."
-            )
-        return found
-    if direction not in DIRECTIONS:
+    if direction is not None and direction not in DIRECTIONS:
+        near = nearest(str(direction), DIRECTIONS)
+        raise ConfigError(f"The direction is minimize or maximize, not {direction!r}.{near}")
+    if not (better := DIRECTIONS.get(direction or "", found.better)):
         raise ConfigError(
-            f"The direction is minimize or maximize, not {direction!r}.{nearest(str(direction), DIRECTIONS)}"
+            f"Say which {name} is better, a low or a high one: sweep.direction=minimize or "
+            "sweep.direction=maximize (--direction of `stagereg report`)."
         )
-    return replace(found, better=DIRECTIONS[direction])
+    return replace(found, better=better)
 
 
 def least_difference(name: str, matters: float | str | None) -> float:
-    """Return the relative difference by a metric up to which combinations tie, from 0 to below 1.
-
-    ``None`` is 5 % of what stagereg measures, and 0 of the loss and of what the task returns, for their scale is the
-    program's.
-    """
-    if matters is None:
+    """Return the relative difference by a metric up to which combinations tie, from 0 to below 1."""
+    if matters is None:  # the scale of the loss and of what the task returns is the program's
         return 0.0 if name in ("loss", "shadowed_steps") or name.startswith(RETURNED) else _MATTERS
     text = str(matters).strip()
     with contextlib.suppress(ValueError):
@@ -132,50 +119,3 @@ def columns(names: Collection[str]) -> list[Metric]:
     """Return the metrics among these figures, in order; what tasks return has no better side by itself."""
     returned = (metric(name) for name in sorted(names) if name.startswith(RETURNED))
     return [*(one for one in METRICS if one.name in names), *returned]
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Return the names of figures as a list of them has them: metrics, and then the rest by their letters."""
-    order = list(_BY_NAME)
-    return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
-
-
-def labelled(name: str, value: float) -> tuple[str, float, str]:
-    """Return what people read of a figure: its name, its number and its unit."""
-    if name.startswith(RETURNED):
-        return name, value, ""
-    if "bytes" in name:
-        return name, value / 2**20, "MiB"
-    return name, value, _BY_NAME[name].unit if name in _BY_NAME else "s" if name.endswith("_s") else ""
-
-
-def counted(number: float, noun: str) -> str:
-    """Return such as ``1 run`` and ``2,000 runs``."""
-    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
-
-
-def quantity(value: float, unit: str) -> str:
-    """Return the number with its unit behind it."""
-    return f"{shown(value)}{unit}" if unit == "%" else f"{shown(value)} {unit}".rstrip()
-
-
-def percent(part: float) -> str:
-    """Return a part of 1 in percent, in two digits: ``9 %``, ``0.4 %``, ``140 %``."""
-    return f"{float(f'{100 * part:.2g}'):,.6g} %"
-
-
-def shown(value: float) -> str:
-    """A number in three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``.
-
-    A number that is not whole has as many digits, up to six behind the point, as show that: ``0.9999``.
-    """
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    magnitude = math.floor(math.log10(abs(value)))
-    if not -4 <= magnitude < 9:
-        return f"{value:.3g}"
-    digits = max(0, 2 - magnitude)
-    while 0 < digits < _FINEST and value % 1 and float(f"{value:.{digits}f}").is_integer():
-        digits += 1
-    text = f"{value:,.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text

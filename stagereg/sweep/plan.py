@@ -1,7 +1,7 @@
 """The plan of a sweep: ``sweep.json`` in the directory of the sweep, with the jobs of the newest sweep there.
 
-``hydra/sweeper=interleaved`` writes it before the first job. A directory may hold jobs of earlier sweeps too: only the
-jobs of the plan are compared. While the sweep runs, its process holds a lock.
+``hydra/sweeper=interleaved`` writes it before the first job. Only the jobs of the plan are compared, not those of
+earlier sweeps in the directory. While the sweep runs, its process holds a lock.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException
 
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.command_line import CommandLine, Identity, quoted
+from stagereg.number_text import duration
 from stagereg.record import plain
-from stagereg.sweep.result import OVERRIDES, RESULT, JobResult
+from stagereg.sweep.result import OVERRIDES, RESULT, JobResult, write_whole
 
 PLAN = "sweep.json"
 FORMAT = 1
@@ -66,10 +67,9 @@ class Progress:
     @property
     def text(self) -> str:
         """Such as ``2 of 7 completed, 1 running, 4 not started``."""
-        counts = [(self.failed, "failed"), (self.begun, "running" if self.runs else "stopped")]
-        counts.append((self.not_started, "not started"))
-        more = [f"{count} {name}" for count, name in counts if count]
-        return ", ".join([f"{self.completed} of {self.planned} completed", *more])
+        begun = self.begun, "running" if self.runs else "stopped"
+        counts = (self.failed, "failed"), begun, (self.not_started, "not started")
+        return ", ".join([f"{self.completed} of {self.planned} completed", *(f"{n} {what}" for n, what in counts if n)])
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ class Plan:
         """
         path = Path(directory, PLAN)
         try:
-            content = json.loads(path.read_bytes())
-            if content.pop("format") != FORMAT:
+            if (content := json.loads(path.read_bytes())).pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             jobs = (PlannedJob(**{**job, "overrides": tuple(job["overrides"])}) for job in content.pop("jobs"))
             return cls(path.parent, tuple(jobs), **content)
@@ -106,38 +105,34 @@ class Plan:
             ) from error
 
     def write(self) -> None:
-        """Write it into the directory of the sweep, completely or not at all. Raises: ``OSError``."""
+        """Write it into the directory of the sweep. Raises: ``OSError``."""
         fields = {name: value for name, value in asdict(self).items() if name != "root"}
-        temporary = self.root / f".{PLAN}.tmp"
-        temporary.write_text(json.dumps({"format": FORMAT, **plain(fields)}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.root / PLAN)
+        write_whole(self.root / PLAN, f"{json.dumps({'format': FORMAT, **plain(fields)}, indent=1)}\n".encode())
 
-    def select(self, jobs: Iterable[JobResult]) -> tuple[list[JobResult], list[JobResult]]:
-        """Part jobs in the directory into those of this sweep, and the others, which it does not compare."""
-        own: list[JobResult] = []
-        others: list[JobResult] = []
-        for job in jobs:
-            planned = self._by_directory.get(os.path.realpath(job.directory))
+    def select(self, jobs: Iterable[JobResult]) -> list[JobResult]:
+        """Return the jobs of this sweep among those found in its directory."""
+        planned = {os.path.realpath(self.root / job.directory): job.identity for job in self.jobs}
+
+        def has(job: JobResult) -> bool:
+            identity = planned.get(os.path.realpath(job.directory))
             unknown = not job.overrides and job.status != "completed"  # killed before Hydra wrote the overrides
-            is_own = planned is not None and (unknown or planned.identity == job.identity)
-            (own if is_own else others).append(job)
-        return own, others
+            return identity is not None and (unknown or identity == job.identity)
+
+        return [job for job in jobs if has(job)]
 
     def progress(self, jobs: Sequence[JobResult]) -> Progress:
         """Count the jobs of this sweep among those found in its directory."""
-        own, runs = self.select(jobs)[0], self.runs
-        states = [job.status for job in own]
-        unfinished = [job for job in own if job.status == "unfinished"]
-        begun = len(unfinished) if not runs else sum(self._launched(job.directory) for job in unfinished)
-        return Progress(len(self.jobs), states.count("completed"), states.count("failed"), begun, runs)
+        own, runs = self.select(jobs), self.runs
+        states = Counter(job.status for job in own if not runs or job.status != "unfinished" or self._launched(job))
+        return Progress(len(self.jobs), states["completed"], states["failed"], states["unfinished"], runs)
 
     def position(self, num: int) -> str:
         """Return such as ``Job 4 of 9, about 1 min 10 s left.``, for a job of this sweep that begins now."""
         launched = [job for job in self.jobs if not job.kept]
         place = len(self.jobs) - len(launched) + [job.num for job in launched].index(num) + 1
-        done = sum(self._ended(job) for job in launched)
-        left = (time.time() - self.began) / done * (len(launched) - done) if done else None
-        return f"Job {place} of {len(self.jobs)}{'' if left is None else f', about {duration(left)} left'}."
+        done = sum(self._wrote(self.root / job.directory / RESULT) for job in launched)
+        left = (time.time() - self.began) / done * (len(launched) - done) if done else 0.0
+        return f"Job {place} of {len(self.jobs)}{f', about {duration(left)} left' if done else ''}."
 
     @property
     def runs(self) -> bool:
@@ -146,20 +141,12 @@ class Plan:
 
         return holder(self.root / _LOCKED) is not None
 
-    @cached_property
-    def _by_directory(self) -> dict[str, PlannedJob]:
-        return {os.path.realpath(self.root / job.directory): job for job in self.jobs}
-
-    def _launched(self, directory: Path) -> bool:
+    def _launched(self, job: JobResult) -> bool:
         """Whether this sweep has launched the job, and not only an earlier one: Hydra then writes the overrides."""
-        file = directory / OVERRIDES
-        return not file.exists() or file.stat().st_mtime >= self.began
+        return self._wrote(job.directory / OVERRIDES) or not (job.directory / OVERRIDES).exists()
 
-    def _ended(self, job: PlannedJob) -> bool:
-        try:
-            return (self.root / job.directory / RESULT).stat().st_mtime >= self.began
-        except OSError:
-            return False
+    def _wrote(self, file: Path) -> bool:
+        return file.exists() and file.stat().st_mtime >= self.began
 
 
 @contextlib.contextmanager
@@ -184,14 +171,7 @@ def command_to_continue(sweep_dir: str) -> str:
     """Return this process's command line, so that it works as printed and uses the same directory again."""
     command, own = CommandLine.of_this_process(), sys.argv[1:]
     given = [each.partition("=")[2] for each in own if each.lstrip("+").startswith(f"{_DIR}=")]
-    plain_path = re.fullmatch(r"[\w./-]+", sweep_dir)
     if given[-1:] not in ([sweep_dir], [quoted(sweep_dir)]):
-        own = [*own, f"{_DIR}={sweep_dir if plain_path else quoted(sweep_dir)}"]
+        is_plain = re.fullmatch(r"[\w./-]+", sweep_dir)
+        own = [*own, f"{_DIR}={sweep_dir if is_plain else quoted(sweep_dir)}"]
     return shlex.join([sys.orig_argv[0], *command.start[1:], *own])
-
-
-def duration(seconds: float) -> str:
-    """Return such as ``45 s``, ``1 min 10 s`` and ``2 h 5 min``."""
-    minutes, rest = divmod(max(1, round(seconds)), 60)
-    parts = (minutes // 60, "h"), (minutes % 60, "min"), (rest, "s")
-    return " ".join(f"{number} {unit}" for number, unit in parts if number)

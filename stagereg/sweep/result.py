@@ -1,8 +1,7 @@
 """What one job of a sweep leaves behind, ``result.json`` in its output directory, and how jobs are found.
 
-The file is there completely or not at all. A job without one was killed, or no comparison ran; what can be known of it
-is taken from what Hydra and the ranks have left. A directory is a run, a sweep, or neither. Reading never changes
-anything.
+A job without the file was killed, or no comparison ran; what can be known of it is taken from what Hydra and the ranks
+have left. A directory is a run, a sweep, or neither. Reading never changes anything.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +25,10 @@ from stagereg.sweep.run import Run
 RESULT = "result.json"
 FORMAT = 1
 CONFIG = Path(".hydra", "config.yaml")  # what a job was configured with, as Hydra leaves it in the job's directory
-OVERRIDES = Path(".hydra", "overrides.yaml")  # as Hydra leaves them
-_SWEEP = "multirun.yaml"  # file that Hydra's sweepers leave in the directory of a sweep
+OVERRIDES = Path(".hydra", "overrides.yaml")
+_SWEEP = "multirun.yaml"  # Hydra's sweepers leave it in the directory of a sweep
 _MARKS = (file_name(0), RESULT, str(OVERRIDES))  # files that make a folder a job's
-_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
-"""Errors by which a rank ends that are not its job's fault."""
+_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # no faults of the job
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,7 @@ class JobResult:
     """How one job went."""
 
     directory: Path  # its output directory
-    # `"completed"`, `"failed"`, or `"unfinished"`: killed half-way, preempted, or still running
-    status: str = "completed"
+    status: str = "completed"  # or `"failed"`, or `"unfinished"`: killed half-way, preempted, or still running
     error: str | None = None  # why it failed, or `None`
     overrides: tuple[str, ...] = ()  # of the task, as they were given; without those that only distinguish repeats
     job: dict[str, Any] = field(default_factory=dict)  # Hydra's `num` (`None` outside of a sweep), `id` and `name`
@@ -57,14 +53,10 @@ class JobResult:
 
     def write(self) -> Path:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""
-        path = self.directory / RESULT
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
         fields["figures"] = json_numbers(self.figures)
         text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{RESULT}.tmp")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        return temporary.replace(path)
+        return write_whole(self.directory / RESULT, f"{text}\n".encode())
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
@@ -84,10 +76,9 @@ class JobResult:
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
-        """What is known of the job that ran in ``directory``, also where it left no result.
+        """What is known of the job that ran in ``directory``: by its result, or else by the records of its ranks.
 
-        Without a result its ranks' records decide: completed or failed if all of them have recorded such an end, else
-        unfinished. It is unfinished, too, where its result cannot be read; its error then has the reason.
+        A job whose result cannot be read is unfinished; its error has the reason.
         """
         directory = Path(directory)
         try:
@@ -112,41 +103,35 @@ class JobResult:
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
-    """Every job in or below a directory, in the order they were planned; other sweeps below it are passed over.
-
-    A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
-    """
+    """As :func:`jobs_in`. Raises: ``ConfigError`` if there are none."""
     if not (jobs := jobs_in(root := Path(sweep_dir))):
         raise ConfigError(_nothing_in(root))
     return jobs
 
 
 def jobs_in(root: Path) -> list[JobResult]:
-    """As :func:`results`, but an empty list if there are none."""
-    found = _folders(root, lambda path: is_job(path) or (path != root and (path / _SWEEP).is_file()))
-    jobs = [JobResult.of_directory(path) for path in found if is_job(path)]
+    """Every job in or below a directory, in the order they were planned; other sweeps below it are left out."""
+    jobs = []
+    for folder, below, _ in os.walk(root):
+        path = Path(folder)
+        below[:] = [name for name in below if not name.startswith(".")]
+        if is_job(path):
+            jobs.append(JobResult.of_directory(path))
+        if is_job(path) or (path != root and (path / _SWEEP).is_file()):
+            below.clear()
     return sorted(jobs, key=lambda job: job.order)
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return which of the two ``directory`` is; the error has what was looked for."""
+    """Return which of the two ``directory`` is: a sweep has the file of Hydra, or jobs with numbers."""
     if is_job(directory):
         return "run"
-    if _is_sweep(directory):
+    numbered = (one for one in directory.glob("[0-9]*") if one.name.isdecimal())
+    if (directory / _SWEEP).is_file() or any(map(is_job, numbered)):
         return "sweep"
     if not directory.exists():
         raise ConfigError(f"There is no directory {directory}.")
     raise ConfigError(_nothing_in(directory))
-
-
-def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
-    found: list[Path] = []
-    for folder, below, _ in os.walk(root):
-        below[:] = [name for name in below if not name.startswith(".")]
-        if wanted(Path(folder)):
-            found.append(Path(folder))
-            below.clear()
-    return found
 
 
 def is_completed(directory: Path | str) -> bool:
@@ -159,12 +144,6 @@ def is_completed(directory: Path | str) -> bool:
 def is_job(path: Path) -> bool:
     """Whether a folder is that of a job."""
     return not (path / _SWEEP).is_file() and any((path / name).is_file() for name in _MARKS)
-
-
-def _is_sweep(path: Path) -> bool:
-    """Whether the jobs of one sweep lie below: by Hydra's file, or they are numbered as a sweep's are."""
-    numbered = (one for one in path.glob("[0-9]*") if one.name.isdecimal())
-    return (path / _SWEEP).is_file() or any(map(is_job, numbered))
 
 
 def _nothing_in(path: Path) -> str:
@@ -187,8 +166,15 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     status = "unfinished" if trouble or interrupted else run.status
     ending = run.error or (None if status == "completed" else "killed half-way, or still running")
     known |= {"started": run.began, "seconds": run.seconds, "figures": figures(run)}
-    known |= {"versions": run.versions, "environment": run.environment}
-    return JobResult(directory, status, trouble or ending, **known)
+    return JobResult(directory, status, trouble or ending, versions=run.versions, environment=run.environment, **known)
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write a file completely or not at all; if several processes write the file at once, the last one wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    return temporary.replace(path)
 
 
 def yaml_of(path: Path) -> Any:

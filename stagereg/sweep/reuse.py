@@ -1,8 +1,4 @@
-"""Which jobs of a sweep are in its directory already: the same combination, repeat and config, whatever their number.
-
-A sweep that uses a directory again keeps what is completed, resumes what is not, and gives its new jobs numbers that no
-job there has.
-"""
+"""Which jobs of a sweep are in its directory already: of the same combination, repeat and config, with any number."""
 
 from __future__ import annotations
 
@@ -28,11 +24,10 @@ class Reuse:
     def __init__(self, root: Path) -> None:
         self._found: defaultdict[Identity, list[JobResult]] = defaultdict(list)
         self.changed: list[str] = []
-        taken = {int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal()}
         below = [job for job in jobs_in(root) if job.directory != root]  # a single run may have had the directory
         for job in sorted(below, key=lambda job: job.status != "completed"):
             self._found[job.identity].append(job)
-            taken.add(_number(job))
+        taken = {int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal()} | set(map(_number, below))
         self._free = (number for number in itertools.count() if number not in taken)
         self._used: set[int] = set()
 
@@ -53,7 +48,7 @@ class Reuse:
 
     def number(self, job: JobResult | None) -> int:
         """Return the number of a job found, or a free one: for none, and if another job of the plan has the number."""
-        number = -1 if job is None else _number(job)
+        number = _number(job) if job else -1
         if number < 0 or number in self._used:
             number = next(self._free)
         self._used.add(number)
@@ -87,9 +82,8 @@ def _difference(file: Path, config: Mapping[str, str]) -> str:
     if (content := yaml_of(file)) is None:
         return f"(its {file.name} cannot be read)"
     before = flat(content)
-    keys = (key for key in (*before, *config) if before.get(key) != config.get(key))
-    key = next(keys, None)
-    return "" if key is None else f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
+    changed = (key for key in (*before, *config) if before.get(key) != config.get(key))
+    return next((f"({k} was {before.get(k, 'absent')}, and is {config.get(k, 'absent')} now)" for k in changed), "")
 
 
 def _number(job: JobResult) -> int:

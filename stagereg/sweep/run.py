@@ -1,8 +1,7 @@
 """One run as its ranks have recorded it: the lines of :mod:`stagereg.record`, read back into records of plain values.
 
-A torn last line, of a killed process, is left out; a damaged line elsewhere is left out and counted. A rank without an
-``end`` was killed or is running. If several programs have recorded in one directory, the run is the one that began
-last, with its earlier attempts.
+A damaged line is left out and counted; the torn last one of a killed process is not counted. A rank without an ``end``
+was killed or is running. If several programs have recorded in one directory, the run is the one that began last.
 """
 
 from __future__ import annotations
@@ -67,26 +66,20 @@ class RankRecord:
 
     rank: int  # the rank
     start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions, recorded when it began
-    # (step, when it had ended) for each training step; of `stagereg.log` where no checkpointer recorded steps
-    steps: tuple[tuple[int, float], ...] = ()
+    steps: tuple[tuple[int, float], ...] = ()  # (step, when it had ended); of `stagereg.log` if there are no others
     stalls: tuple[Span, ...] = ()  # how long each save held the training loop
-    # from the beginning of each copy until it was complete, with this rank's bytes of tensor data
-    stages: tuple[Span, ...] = ()
+    stages: tuple[Span, ...] = ()  # of each copy, with this rank's bytes of tensor data
     writes: tuple[Span, ...] = ()  # from all ranks having staged to the commit, with the bytes of this rank's files
     lost: tuple[tuple[int, str], ...] = ()  # (step, error) of each save to the store that failed
     tier_writes: tuple[Span, ...] = ()  # as ``writes``, to the tier
     transfers: tuple[Span, ...] = ()  # copies of steps of the tier to other machines
-    # (step, steps lost, why) of each restore that passed over a newer checkpoint which was damaged
-    fallbacks: tuple[tuple[int, int, str], ...] = ()
+    fallbacks: tuple[tuple[int, int, str], ...] = ()  # (step, steps lost, why) of restores that skipped a checkpoint
     # ranks that the others waited for, on rank 0: (rank, machine, since or until which step, whether it is slow, how
     # many seconds of a step they wait, seconds of a step)
     stragglers: tuple[tuple[int, str, int, bool, float, float], ...] = ()
-    # (step, when, values) of each `stagereg.log`; `None` stands for NaN or infinity
-    logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()
-    # steps taken with data, steps shadowed, samples seen; summed over the joins that were left
-    join: dict[str, float] | None = None
-    # seconds, status, error, peak memory; `None` for a rank that was killed or is still running
-    end: dict[str, Any] | None = None
+    logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()  # (step, when, values); `None`: not finite
+    join: dict[str, float] | None = None  # steps with data, steps shadowed, samples seen; summed over the joins left
+    end: dict[str, Any] | None = None  # seconds, status, error, peak memory; `None` if killed or still running
     started: Started | None = None  # on rank 0, once it took a step
     resumed: tuple[int, str, float] | None = None  # the step that it resumed from, the directory of checkpoints, when
     damaged: int = 0  # lines that could not be read, a torn last one aside
@@ -124,11 +117,10 @@ class Run:
         last = [each for each in every if each.rank == every[0].rank][-1]
         attempts = _of_one_run(recordings[0]) if last.rank == 0 else (last,)
         others = {run_of(each.attempt) for each in every} - {run_of(each.attempt) for each in attempts}
-        runs = []
-        for at, record in enumerate(attempts):
-            later = sum(each.attempt == record.attempt for each in attempts[at + 1 :])
-            runs.append(cls(directory, _of_attempt(record, later, recordings)))
-        return replace(runs[-1], earlier=tuple(runs[:-1]), others=len(others))
+        names = [record.attempt for record in attempts]
+        later = (names[at:].count(name) - 1 for at, name in enumerate(names))
+        *earlier, run = (cls(directory, _of_attempt(*each, recordings)) for each in zip(attempts, later, strict=True))
+        return replace(run, earlier=tuple(earlier), others=len(others))
 
     @property
     def attempts(self) -> tuple[Run, ...]:
@@ -161,21 +153,17 @@ class Run:
     @property
     def error(self) -> str:
         """The error of the rank that failed first, with the rank; empty if none has."""
-        ends = [(record.end, record) for record in self.ranks if record.end is not None]
-        failed = [(record.last, record.rank, end) for end, record in ends if end["status"] != "completed"]
-        if not failed:
-            return ""
-        _, rank, end = min(failed, key=lambda each: each[:2])
-        return f"rank {rank}: {end.get('error') or 'it failed'}"
+        failed = [record for record in self.ranks if record.end and record.end["status"] != "completed"]
+        first = min(failed, key=lambda record: record.last, default=None)
+        return f"rank {first.rank}: {first.end.get('error') or 'it failed'}" if first and first.end else ""
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of stagereg, torch, hydra-core and python, as far as they were recorded."""
+        """As far as they were recorded by rank 0, or the first rank there is."""
         return self._texts("stagereg", "torch", "hydra-core", "python")
 
     @property
     def environment(self) -> dict[str, str]:
-        """What rank 0, or the first there is, recorded of its machine: ``host`` and, where it has one, ``device``."""
         return self._texts("host", "device")
 
     def _texts(self, *names: str) -> dict[str, str]:
@@ -216,7 +204,7 @@ class _Lines:
 
     attempt: str
     events: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    times: list[float] = field(default_factory=list)  # the first and the last one
+    times: list[float] = field(default_factory=list)
     damaged: int = 0
 
 
@@ -224,8 +212,8 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
     """Return the attempts in a file, in the order in which they began; none if no line in it is of one."""
     found: list[_Lines] = []
     latest: dict[str, _Lines] = {}
-    *lines, torn = path.read_bytes().split(b"\n")
-    for at, line in enumerate([*lines, torn]):
+    lines = path.read_bytes().split(b"\n")
+    for at, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -234,7 +222,7 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
             value = _READ[name](event) if name in _READ else None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
             if found:
-                found[-1].damaged += at < len(lines)
+                found[-1].damaged += at < len(lines)  # not a torn last one
             continue
         if value is None:  # an event of an unknown name is of a later version or not ours
             continue
@@ -246,7 +234,7 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
             found.append(latest[attempt])
         own = latest[attempt]
         own.events[name].append(value)
-        own.times = [min(t, *own.times), max(t, *own.times)] if own.times else [t, t]
+        own.times.append(t)
     return [_record(rank, each) for each in found]
 
 
@@ -272,8 +260,8 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
         started=next(iter(events["restart"] or events["begin"]), None),
         resumed=next((each for each in events["resumed"] if not steps or each[2] <= steps[0][1]), None),
         damaged=lines.damaged,
-        first=times[0],
-        last=times[1],
+        first=min(times),
+        last=max(times),
     )
 
 
@@ -286,7 +274,7 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
         )
 
 
-# -- how each event is read: whatever is raised here means a damaged line
+# -- how each event is read: whatever is raised here means a damaged line; more fields are left to later versions
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:
@@ -316,8 +304,8 @@ def _started(event: Mapping[str, Any]) -> Started:
 
 
 def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:
-    who = int(_number(event, "rank")), str(event["machine"])
-    return *who, _step(event), event["slow"] is True, _number(event, "wait"), _number(event, "of")
+    rank, waits = int(_number(event, "rank")), (_number(event, "wait"), _number(event, "of"))
+    return rank, str(event["machine"]), _step(event), event["slow"] is True, *waits
 
 
 def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
@@ -335,14 +323,9 @@ def _start(event: Mapping[str, Any]) -> Mapping[str, Any]:
 _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "start": _start,
     "step": lambda event: (_step(event), float(event["t"])),
-    "stall": _span,
-    "stage": _span,
-    "write": _span,
+    **dict.fromkeys(("stall", "stage", "write", "tier", "copy"), _span),
     "lost": lambda event: (_step(event), str(event.get("error", "")), "dir" in event),  # of the tier with a ``dir``
-    "tier": _span,
-    "copy": _span,
-    "begin": _started,
-    "restart": _started,
+    **dict.fromkeys(("begin", "restart"), _started),
     "resumed": lambda event: (_step(event), str(event.get("dir", "")), float(event["t"])),
     "straggler": _straggler,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
@@ -350,4 +333,3 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "log": _log,
     "end": lambda event: {**event, "status": str(event["status"])},
 }
-"""Whatever an event has besides is left to later versions."""

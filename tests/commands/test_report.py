@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import stagereg.sweep.render as render
+from stagereg.commands.reporting import figure_text, in_order
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.plan import Plan, PlannedJob, held
 from stagereg.sweep.result import JobResult, results
@@ -376,3 +377,12 @@ def test_what_is_asked_for_in_vain_is_refused(here: Path, report: Command) -> No
     seen = report("sweep", "--output", "file/below", code=2)
     assert "Not decided" in seen.out, "the table is there anyway"
     assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err
+
+
+def test_figures_come_in_order_with_their_units() -> None:
+    ordered = ["stall_ms", "loss", "returned.a", "returned.b", "state_bytes", "steps", "zeal"]
+    assert in_order(sorted(ordered)) == ordered
+    assert figure_text("state_bytes", 3 * 2**20) == "3 MiB"
+    own = ("returned.tokens_per_s", "returned.bytes_per_token")  # whose unit only the task knows
+    for name, text in [("lost_percent", "0.5%"), ("train_s", "0.5 s"), *((name, "0.5") for name in own)]:
+        assert figure_text(name, 0.5) == text

@@ -12,9 +12,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
+from stagereg.number_text import parameter_text
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
-from stagereg.sweep.comparison import Comparison, ComparisonRow, compare, parameter_text
+from stagereg.sweep.comparison import Comparison, ComparisonRow, compare
 from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import JobResult, results
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.plan import PLAN, Plan, PlannedJob, Progress, command_to_continue, duration, held
+from stagereg.number_text import duration
+from stagereg.sweep.plan import PLAN, Plan, PlannedJob, Progress, command_to_continue, held
 from stagereg.sweep.result import jobs_in
 
 from ..support.samples import result, write_hydra
@@ -47,9 +48,8 @@ def test_own_jobs_are_those_planned_with_the_same_overrides_also_in_a_copy(tmp_p
     for directory in (root, Path(shutil.copytree(root, tmp_path / "b"))):
         found = Plan.read(directory)
         assert found is not None
-        own, others = found.select(jobs_in(directory))
+        own = found.select(jobs_in(directory))
         assert [job.job["num"] for job in own] == [0, 1]
-        assert [job.job["num"] for job in others] == [2, 3, 7]
 
 
 def test_progress_counts_planned_jobs_and_tells_a_running_sweep_from_a_killed_one(tmp_path: Path) -> None:

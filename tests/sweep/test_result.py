@@ -49,10 +49,10 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result(tmp_path, returned=1).write()
 
-    def full(path: Path, text: str, **_: object) -> None:
+    def full(path: Path, content: bytes) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
         result(tmp_path, returned=2).write()
     assert JobResult.read(tmp_path).returned == 1

@@ -14,8 +14,8 @@ from stagereg.sweep.comparison import Comparison
 class Option:
     """A swept option, and the ranking metric by its values.
 
-    A combination of the other options counts once for each value, by its median, and only if it has completed runs with
-    finite numbers for every value: otherwise a value that ran with slow combinations alone would look slow itself.
+    A combination of the other options counts once for each value, by its median, and only if it has finite numbers for
+    every value: otherwise a value that ran with slow combinations alone would look slow itself.
     """
 
     name: str
@@ -40,9 +40,8 @@ def _option(comparison: Comparison, name: str) -> Option:
             found[others][row.parameters.get(name)] = values
     every = dict.fromkeys(value for values in found.values() for value in values)
     counting = [values for values in found.values() if values.keys() == every.keys()] if len(every) > 1 else []
-    if not counting:
-        return Option(name, {}, {}, 0, len(found))
-    medians = {value: statistics.median(statistics.median(values[value]) for values in counting) for value in every}
-    best_first = sorted(every, key=lambda value: comparison.ranking.sign * medians[value])
-    runs = {value: sum(len(values[value]) for values in counting) for value in every}
-    return Option(name, {value: medians[value] for value in best_first}, runs, len(counting), len(found))
+    of_value = {value: [values[value] for values in counting] for value in every} if counting else {}
+    medians = {value: statistics.median(map(statistics.median, several)) for value, several in of_value.items()}
+    best_first = sorted(medians.items(), key=lambda each: comparison.ranking.sign * each[1])
+    runs = {value: sum(map(len, several)) for value, several in of_value.items()}
+    return Option(name, dict(best_first), runs, len(counting), len(found))

@@ -1,8 +1,7 @@
 """The report on a sweep as one file of HTML: answer, tables, plot, configs and environment.
 
-The page needs no other file: style and plot are inside, and its content policy forbids the network, and every script
-but the one that sorts and filters the table, by its digest. Without scripts the page is complete. Overrides, configs,
-errors and directory names of a run stay text. Jinja2 is imported when a page is made.
+The content policy of the page forbids the network, and every script but the one that sorts and filters the table.
+Without scripts the page is complete. What runs recorded stays text. Jinja2 is imported when a page is made.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import stagereg.sweep.render.tables as tables_of
+from stagereg.number_text import shown
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison, ComparisonRow
-from stagereg.sweep.metric import shown
 from stagereg.sweep.result import CONFIG
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -35,12 +34,9 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
     jobs = [job for row in comparison.ranked for job in row.jobs]
     began = min((job.started for job in jobs if job.started > 0), default=None)
     when = "" if began is None else f" · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}"
+    loader = jinja2.FileSystemLoader(_TEMPLATES)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
     environment.filters |= {"shown": shown, "name": tables_of.row_name}

@@ -1,8 +1,7 @@
 """The plot of a comparison: a panel for each metric, with every run of the first rows in the order of the table.
 
-Best, tie, A/A and others differ in shape and colour; the colours are for any colour vision (after Okabe and Ito,
-https://jfly.uni-koeln.de/color/). NaN and infinity are texts, not points. The same comparison gives the same bytes,
-whatever the user's matplotlibrc. Matplotlib is imported when a plot is made; ``ImportError`` without it.
+The colours are for any colour vision (after Okabe and Ito, https://jfly.uni-koeln.de/color/). The same comparison gives
+the same bytes, whatever the user's matplotlibrc. Matplotlib is imported when a plot is made.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagereg.sweep.comparison import Comparison, ComparisonRow, parameter_text
+from stagereg.number_text import parameter_text
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric
 from stagereg.sweep.render.tables import AGAIN, ALL_TIE, MOST_ROWS, RANGES, first_line, shortened, shown_cells
 
@@ -87,18 +87,20 @@ def compare_figure(comparison: Comparison) -> Figure | None:
             panel.tick_params(labelsize=7.5, labelleft=at % across == 0)
             if panel.get_xscale() == "linear":
                 panel.locator_params(axis="x", nbins=3 if across == _ACROSS else 4)
-        # Each mark that any panel has, in one order.
-        each = {
-            label: artist for one in figure.axes for artist, label in zip(*one.get_legend_handles_labels(), strict=True)
-        }
-        order = [*(label for *_, label in _SHAPES.values()), _ONE_RUN, *RANGES.values()]
-        known = [label for label in order if label in each]
-        handles = [each[label] for label in known]
-        legend = figure.legend(handles, known, ncols=7, handlelength=1.4, columnspacing=1.4, loc="outside upper left")
-        for label, handle in zip(known, legend.get_lines(), strict=True):
-            if label not in order[:3]:
-                handle.set_color(_SHAPES[""][1])  # rows of each colour have it
+        _legend(figure)
     return figure
+
+
+def _legend(figure: Figure) -> None:
+    """Explain each mark that any panel has, in one order."""
+    marks = [each for axes in figure.axes for each in zip(*axes.get_legend_handles_labels(), strict=True)]
+    order = [*(label for *_, label in _SHAPES.values()), _ONE_RUN, *RANGES.values()]
+    known = {label: handle for wanted in order for handle, label in marks if label == wanted}
+    spaces: dict[str, Any] = {"handlelength": 1.4, "columnspacing": 1.4}
+    legend = figure.legend(known.values(), known, ncols=7, loc="outside upper left", **spaces)
+    for label, handle in zip(known, legend.get_lines(), strict=True):
+        if label not in order[:3]:
+            handle.set_color(_SHAPES[""][1])  # rows of each colour have it
 
 
 def document(figure: Figure, format: str) -> bytes:
@@ -106,8 +108,7 @@ def document(figure: Figure, format: str) -> bytes:
     kept = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if format == "svg" else {"Software": None}
     with _styled(), warnings.catch_warnings():
-        # An SVG is shown in the reader's fonts anyway.
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # an SVG is shown in the reader's fonts anyway
         figure.savefig(kept, format=format, metadata=metadata)
     return kept.getvalue()
 
@@ -136,11 +137,11 @@ def _draw(axes: Axes, comparison: Comparison, rows: Sequence[ComparisonRow], met
         values = [value for value in cell.values if math.isfinite(value)]
         drawn += values
         if len(cell.values) > 1 and math.isfinite(cell.high - cell.low):
-            bar: dict[str, Any] = {"linewidth": 4, "alpha": 0.35, "label": RANGES[len(cell.values) > 5]}
-            axes.plot([cell.low, cell.high], [at, at], color=colour, **bar)
+            reach = RANGES[len(cell.values) > 5]
+            axes.plot([cell.low, cell.high], [at, at], color=colour, linewidth=4, alpha=0.35, label=reach)
         if len(cell.values) > 1 and values:
-            single: dict[str, Any] = {"color": colour, "markerfacecolor": "none", "markersize": 4}
-            axes.plot(values, [at] * len(values), "o", label=_ONE_RUN, **single)
+            hollow: dict[str, Any] = {"markerfacecolor": "none", "markersize": 4}
+            axes.plot(values, [at] * len(values), "o", label=_ONE_RUN, color=colour, **hollow)
         if math.isfinite(cell.median):
             axes.plot([cell.median], [at], shape, color=colour, markersize=9 if shape == "*" else 5, label=label)
         else:

@@ -1,47 +1,40 @@
 """A comparison as tables for the terminal, and as CSV with the raw numbers.
 
-In a column that tells rows apart, the best has a ``*`` and what ties with it a ``~``. On the terminal, long parameters
-are folded, many rows are cut, and a table that is too wide loses metrics from the right, but not the ranking one.
+On the terminal, long parameters are folded, many rows are cut, and a table that is too wide loses metrics.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import stagereg.output as output
+from stagereg.number_text import column_texts, counted, parameter_text, shown
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
-from stagereg.sweep.comparison import Comparison, ComparisonRow, parameter_text
-from stagereg.sweep.metric import Metric, counted, metric, shown
+from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.metric import Metric, metric
 from stagereg.sweep.render.options import options_of
 
+# Columns of numbers that are not figures of runs.
 RATIO = Metric("vs_best", "vs best", "", "", "Its median by the ranking metric, divided by the best row's.")
 RUNS = Metric("runs", "runs", "", "", "How often it was started; or how many of its runs failed or did not finish.")
-"""Columns of numbers that are not figures of runs."""
 MARKS = {"best": "*", "tie": "~"}  # suffix of the number of a cell with that verdict
 AGAIN = "the same again"  # name of the A/A row
 ALL_TIE = "all tie"  # in the head of a column that does not tell rows apart
 MOST_ROWS = 15  # on the terminal and in the plot
 _LEGEND = {"best": "* best of its column", "tie": "~ ties with the best"}
-RANGES = {False: "least to greatest run", True: "middle half of the runs"}
-"""What a range is, by whether a cell has more than five values."""
+RANGES = {False: "least to greatest run", True: "middle half of the runs"}  # by whether there are more than five
 _AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above it. The two differ by noise; it is not ranked."
-_NONE = "-"  # text of a missing number
-_UNSET = "not given"
 _TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 FOLDED = 24  # characters of a line of a parameter's text, and of the head of a metric
-_INDENT, _GAP = 2, 2
-"""Columns before a table, and between those of it."""
-_FEWEST, _MOST = 3, 8  # digits of the numbers in a column
-_LONG = 9  # digits before the point from which on a number has an exponent
-_ROUNDING = 1e-6  # relative difference of numbers that may have the same text
+_INDENT = 2  # columns before a table, and between those of it
 
 
 @dataclass(frozen=True)
@@ -65,30 +58,26 @@ Value = str | float | int | Shown | None
 class Table:
     """A table, whatever shows it."""
 
-    title: str  # its heading
+    title: str
     columns: tuple[str | Metric, ...]  # the heads: texts, or metrics, whose column has cells
-    # as many values each as there are columns. Numbers are shown in few digits; `None` is a gap
-    rows: tuple[tuple[Value, ...], ...]
+    rows: tuple[tuple[Value, ...], ...]  # numbers are shown in few digits; `None` is a gap
     caption: str = ""  # a line about it
 
 
 def compare_table(comparison: Comparison) -> Table:
-    """Return the rows of a comparison, best first: the verdict, the parameters, then the ranking metric.
-
-    Behind that are the ratio to the best row, the number of runs, and the other metrics.
-    """
+    """Return the rows, best first: verdict, parameters, ranking metric, ratio to the best, runs, other metrics."""
     rows, ranking = comparison.ranked, comparison.ranking
     columns: list[tuple[str | Metric, Sequence[Value]]] = [("verdict", [verdict(comparison, row) for row in rows])]
     for at, name in enumerate(comparison.parameters or ("combination",)):
         columns.append((name, [_given(row, name, at == 0) for row in rows]))
     if any(row.versions for row in rows):
         columns.append(("versions", [row.versions or None for row in rows]))
-    measured = [(one, shown_cells(comparison, one)) for one in comparison.metrics]
-    columns += [each for each in measured if each[0].name == ranking.name]
-    if any(row.vs_best is not None for row in rows):
-        columns.append((RATIO, [_ratio_text(row.vs_best) for row in rows]))
+    if ranking in comparison.metrics:
+        columns.append((ranking, shown_cells(comparison, ranking)))
+    if any(row.vs_best for row in rows):
+        columns.append((RATIO, [_ratio_text(row.vs_best) if row.vs_best else None for row in rows]))
     columns.append((RUNS, [row.status if " " in row.status else len(row.jobs) for row in rows]))
-    columns += [each for each in measured if each[0].name != ranking.name]
+    columns += [(one, shown_cells(comparison, one)) for one in comparison.metrics if one != ranking]
     better = f", {ranking.better} is better" if ranking.better else ""
     title = f"{counted(len(rows), 'row')}, ranked by {ranking.name}{better}."
     constant = f"All with {' '.join(comparison.constant)}" if comparison.constant else ""
@@ -112,42 +101,10 @@ def shown_cells(comparison: Comparison, column: Metric) -> list[Shown | None]:
     cells = [row.cells.get(column.name) for row in comparison.ranked]
     texts = iter(column_texts([cell.median for cell in cells if cell]))
     marked = tells_apart(comparison, column.name)
-
-    def shown_cell(cell: Cell, text: str) -> Shown:
-        return Shown(cell, text, _range(cell, text), cell.verdict if marked else "")
-
-    return [shown_cell(cell, next(texts)) if cell else None for cell in cells]
-
-
-def column_texts(values: Sequence[float]) -> list[str]:
-    """Return the numbers of a column in three or four digits, and those that look equal but are not in more."""
-    finite = sorted({value for value in values if math.isfinite(value)})
-    whole = all(value == round(value) and _size(value) < _LONG for value in finite)
-    digits = dict.fromkeys(finite, _LONG if whole else _FEWEST)
-    for most in range(_FEWEST, _MOST):
-        unclear = {value for value in finite if _grown(value, digits[value])}
-        for pair in itertools.pairwise(finite):
-            same = len({_text(value, digits[value]) for value in pair}) == 1
-            unclear |= set(pair) if same and not math.isclose(*pair, rel_tol=_ROUNDING) else set()
-        more = finite if unclear and most == _FEWEST else unclear
-        digits |= {value: digits[value] + 1 for value in more}
-    return [_text(value, digits.get(value, _FEWEST)) for value in values]
-
-
-def _grown(value: float, digits: int) -> bool:
-    """Whether rounding makes a number as large as the next power of ten: 0.9999 is not 1."""
-    return _size(float(_text(value, digits).replace(",", ""))) > _size(value)
-
-
-def _size(value: float) -> int:
-    """The power of ten of the first digit."""
-    return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
-
-
-def _text(value: float, digits: int) -> str:
-    if not math.isfinite(value) or not -4 <= _size(value) < _LONG:
-        return f"{value:.{digits}g}"
-    return f"{value + 0.0:,.{max(0, digits - 1 - _size(value)) if value and digits < _LONG else 0}f}"
+    return [
+        Shown(cell, text := next(texts), _range(cell, text), cell.verdict if marked else "") if cell else None
+        for cell in cells
+    ]
 
 
 def _range(cell: Cell, text: str) -> str:
@@ -157,9 +114,8 @@ def _range(cell: Cell, text: str) -> str:
     return f"{low}{' to ' if '-' in low + high else _TO}{high}" if low != high else ""
 
 
-def _ratio_text(ratio: float | None) -> str | None:
-    """Return such as ``1.37x``, with a sign of multiplication."""
-    return None if ratio is None else f"{f'{ratio:.2f}' if ratio < 10 else shown(ratio)}{_TIMES}"
+def _ratio_text(ratio: float) -> str:
+    return f"{f'{ratio:.2f}' if ratio < 10 else shown(ratio)}{_TIMES}"
 
 
 def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
@@ -177,20 +133,19 @@ def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
     if comparison.equal:
         each = (f"{metric(name).head} {shown(value)}" for name, value in comparison.equal.items())
         lines.append(f"The same in all rows: {', '.join(each)}.")
-    lines += [f"{'; '.join(legend)}." if (legend := list(_legend(comparison, rows))) else ""]
+    if legend := "; ".join(_legend(comparison, rows)):
+        lines.append(f"{legend}.")
     lines += [_AGAIN] if any(row.again for row in rows) else []
     lines += [f"{row_name(row)}: {line}." for row in rows for line in (row.note, *_far_off(comparison, row)) if line]
-    lines += [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
-    return [line for line in lines if line]
+    return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
 
 
 def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """A legend of the marks and the ranges in the cells of ``rows``."""
-    cells = [row.cells[one.name] for one in comparison.metrics for row in rows if one.name in row.cells]
-    marked = [one.name for one in comparison.metrics if tells_apart(comparison, one.name)]
-    verdicts = {row.cells[name].verdict for name in marked for row in rows if name in row.cells}
+    cells = [(one.name, row.cells[one.name]) for one in comparison.metrics for row in rows if one.name in row.cells]
+    verdicts = {cell.verdict for name, cell in cells if tells_apart(comparison, name)}
     yield from (text for name, text in _LEGEND.items() if name in verdicts)
-    sizes = sorted({len(cell.values) > 5 for cell in cells if cell.low < cell.high})
+    sizes = sorted({len(cell.values) > 5 for _, cell in cells if cell.low < cell.high})
     if sizes:
         more = ", of more than 5 runs the middle half" if len(sizes) > 1 else ""
         yield f"a{_TO}b {RANGES[sizes[0]]}{more}"
@@ -199,9 +154,9 @@ def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[s
 def _far_off(comparison: Comparison, row: ComparisonRow) -> Iterator[str]:
     for one in comparison.metrics:
         if (cell := row.cells.get(one.name)) and (jobs := cell.outliers):
-            are = "is" if len(jobs) == 1 else "are"
-            jobs_text = f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
-            yield f"{counted(len(jobs), 'run')} of {len(cell.values)} {are} far off in {one.head}: {jobs_text}"
+            are, noun = ("is", "job") if len(jobs) == 1 else ("are", "jobs")
+            far_off = f"{counted(len(jobs), 'run')} of {len(cell.values)} {are} far off in {one.head}"
+            yield f"{far_off}: {noun} {', '.join(jobs)}"
 
 
 def row_name(row: ComparisonRow) -> str:
@@ -226,23 +181,21 @@ def first_line(error: str) -> str:
 def option_table(comparison: Comparison) -> Table | None:
     """Return the ranking metric by each value of each option of a grid; ``None`` if that shows nothing."""
     options = options_of(comparison)
-    known = [(one, value) for one in options for value in one.medians]
-    if not known:
-        return None
-    texts = column_texts([one.medians[value] for one, value in known])
+    texts = iter(column_texts([median for one in options for median in one.medians.values()]))
     rows: list[tuple[Value, ...]] = []
-    for (one, value), text in zip(known, texts, strict=True):
-        best = next(iter(one.medians.values()))
-        worse = one.medians[value] / best - 1 if best > 0 else math.nan
-        against = "best" if not worse else f"{worse:+.0%}".replace("%", " %") if math.isfinite(worse) else None
-        given = _UNSET if value is None else parameter_text(value)
-        rows.append((one.name if value == next(iter(one.medians)) else "", given, text, against, one.runs[value]))
     notes = ["Medians over all combinations of the other options, without a test of chance."]
     for one in options:
+        for at, (value, median) in enumerate(one.medians.items()):
+            best = next(iter(one.medians.values()))
+            worse = median / best - 1 if best > 0 else math.nan
+            against = "best" if not worse else f"{worse:+.0%}".replace("%", " %") if math.isfinite(worse) else None
+            given = "not given" if value is None else parameter_text(value)
+            rows.append(("" if at else one.name, given, next(texts), against, one.runs[value]))
         if one.counting < one.others or not one.medians:
-            ran = f"{one.counting} of {one.others}" if one.medians else "no"
-            has = "has" if ran == "no" else "have"
-            notes.append(f"{one.name} is not balanced: {ran} combinations of the others {has} every value and count.")
+            ran, have = (f"{one.counting} of {one.others}", "have") if one.medians else ("no", "has")
+            notes.append(f"{one.name} is not balanced: {ran} combinations of the others {have} every value and count.")
+    if not rows:
+        return None
     heads = ("option", "value", comparison.ranking.head, "against best", "runs")
     return Table("By option", heads, tuple(rows), " ".join(notes))
 
@@ -273,14 +226,12 @@ def terminal(comparison: Comparison) -> None:
         _paragraph(line)
     if options := option_table(comparison):
         output.echo()
-        texts = [[_folded(_NONE if value is None else str(value)) for value in row] for row in options.rows]
-        output.table(options.title, [str(head) for head in options.columns], texts)
+        output.table(options.title, list(map(str, options.columns)), [list(map(_folded, row)) for row in options.rows])
         _paragraph(options.caption)
     for warning in comparison.warnings:
         _paragraph(f"Beware: {warning}", "yellow", indent="")
-    found = answer(comparison)
     output.echo()
-    _paragraph(found.headline, "bold", indent="")
+    _paragraph((found := answer(comparison)).headline, "bold", indent="")
     _paragraph(" ".join(found.evidence), indent="")
 
 
@@ -294,57 +245,48 @@ def _paragraph(text: str, style: str = "", indent: str = " " * _INDENT) -> None:
 def _column(comparison: Comparison, head: str | Metric, values: Sequence[Value]) -> list[str]:
     """The head and the texts of a column: numbers flush right, the ranking metric with its ranges; texts folded."""
     if isinstance(head, str):
-        return [_folded(text) for text in (head, *(_NONE if value is None else str(value) for value in values))]
+        return [_folded(text) for text in (head, *values)]
     cells = [
-        (value.text, MARKS.get(value.verdict, ""), value.range)
-        if isinstance(value, Shown)
-        else (_NONE if value is None else str(value), "", "")
-        for value in values
+        (each.text, each.verdict, each.range) if isinstance(each, Shown) else (_folded(each), "", "") for each in values
     ]
-    wide, marks = max(len(text) for text, *_ in cells), max(len(mark) for _, mark, _ in cells)
-    lines = [f"{text:>{wide}}{mark:{marks}}" for text, mark, _ in cells]
+    wide, marks = max(len(text) for text, *_ in cells), any(mark in MARKS for _, mark, _ in cells)
+    lines = [f"{text:>{wide}}{MARKS.get(mark, ' ') if marks else ''}" for text, mark, _ in cells]
     if head.name == comparison.ranking.name:
         lines = [f"{line} ({ends})" if ends else line for line, (_, _, ends) in zip(lines, cells, strict=True)]
     tie = f"\n{ALL_TIE}" if head.name in comparison.undecided else ""
     return [shortened(head.head, FOLDED).replace(" ", "\n", 1) + tie, *lines]
 
 
-def _folded(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, FOLDED))
+def _folded(value: Value) -> str:
+    return "-" if value is None else "\n".join(textwrap.wrap(str(value), FOLDED))
 
 
 def _width(columns: Sequence[Sequence[str]]) -> int:
     widest = [max(len(part) for text in column for part in text.splitlines() or [""]) for column in columns]
-    return _INDENT + sum(widest) + _GAP * (len(columns) - 1)
+    return sum(_INDENT + wide for wide in widest)
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return CSV with a head: the verdict, each parameter as given, and the raw numbers of all metrics.
+    """Return CSV with a head: verdict, parameters, the raw numbers of all metrics, and what is known of the row.
 
-    Of a metric there are ``NAME.median, NAME.low, NAME.high, NAME.n``: the range as in the table, and the number of
-    runs. At the end are ``status, error, note, overrides, directories``: overrides separated by blanks, directories as
-    a JSON list. Unknown values are empty.
+    ``NAME.low`` and ``NAME.high`` are the range as in the table; directories are a JSON list; unknown values are empty.
     """
-    ranking = comparison.ranking
-    names = [one.name for one in comparison.metrics] + list(comparison.equal)
-    names.sort(key=lambda name: name != ranking.name)
-    first = [f"{name}.{what}" for name in names for what in ("median", "low", "high", "n")]
-    first[4:4] = ["vs_best", "runs"]
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
+    names = [*(one.name for one in comparison.metrics), *comparison.equal]
+    names.sort(key=lambda name: name != comparison.ranking.name)
+    numbers = [f"{name}.{what}" for name in names for what in ("median", "low", "high", "n")]
+    numbers[4:4] = ["vs_best", "runs"]
     last = ("status", "error", "note", "overrides", "directories")
-    writer.writerow(["verdict", *comparison.parameters, "versions", *first, *last])
+    lines: list[Sequence[Any]] = [("verdict", *comparison.parameters, "versions", *numbers, *last)]
     for row in comparison.ranked:
-        cells = [row.cells.get(name) for name in names]
-        raw = [
-            each
-            for one in cells
-            for each in ((one.median, one.low, one.high, len(one.values)) if one else (None, None, None, 0))
-        ]
+        raw: list[Any] = []
+        for cell in map(row.cells.get, names):
+            raw += (cell.median, cell.low, cell.high, len(cell.values)) if cell else (None, None, None, 0)
         raw[4:4] = [row.vs_best, len(row.jobs)]
-        overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
+        overrides = " ".join([*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())])
         directories = json.dumps([str(job.directory) for job in row.jobs])
-        given = [row.parameters.get(name) for name in comparison.parameters]
-        about = (row.status, first_line(row.error), row.note, " ".join(overrides), directories)
-        writer.writerow([verdict(comparison, row), *given, row.versions, *raw, *about])
+        given = map(row.parameters.get, comparison.parameters)
+        about = (row.status, first_line(row.error), row.note, overrides, directories)
+        lines.append((verdict(comparison, row), *given, row.versions, *raw, *about))
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(lines)
     return stream.getvalue()

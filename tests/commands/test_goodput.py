@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagereg.sweep.goodput import failures, goodput, starts
+from stagereg.commands.goodput import failures, goodput, starts
 from stagereg.sweep.run import RankRecord, Run, Span, Started
 
 KILLED = "its process was killed"
