@@ -7,6 +7,7 @@ every byte. No trial shows that a storage is fast, or that it reads what an earl
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import pickle
 import resource
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import MANIFEST, step_name
+from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.storage.digests import digest
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.open_store import open_store
@@ -43,6 +45,7 @@ _RARE = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.fl
 _PLACES = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
 _LARGE = 1_200_000  # elements of 4 bytes: more than any buffer has
 _MOST_BYTES = 1 << 16  # size of a file at which the disk is full
+_FAILURE = Failure(timeout=datetime.timedelta(seconds=15))  # shorter than a trial, so the save reports where it hangs
 
 
 class StorageContract(Contract):
@@ -289,7 +292,7 @@ def _sharded() -> dict[str, Any]:
 
 
 def _save(storage: Storage, folder: str, *states: dict[str, Any]) -> None:
-    with _quiet(), Checkpointer(folder, storage=storage, keep=9, resume="never") as saving:
+    with _quiet(), Checkpointer(folder, storage=storage, keep=9, resume="never", failure=_FAILURE) as saving:
         for step, state in enumerate(states, 1):
             saving.save(step, state)
             saving.wait()
