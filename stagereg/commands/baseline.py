@@ -77,6 +77,11 @@ def changes(
     Raises:
         ConfigError: if the two have no combination in common.
     """
+    if before.get("metric") == now["metric"] and before.get("better", now["better"]) != now["better"]:
+        raise ConfigError(
+            f"By {now['metric']}, {before['better']} is better in {names[0]} and {now['better']} in {names[1]}. Make the "
+            "baseline again with the right --direction, or give --direction here."
+        )
     then, current = _rows(before, names[0]), _rows(now, names[1])
     if not then.keys() & current.keys():
         raise ConfigError(f"No combination of {names[1]} is in {names[0]}{_difference([*then], [*current])}.")

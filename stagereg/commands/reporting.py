@@ -166,9 +166,13 @@ def _plain_source(source: Source) -> dict[str, Any]:
 
 def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]) -> list[Change]:
     path, direction = Path(asked.baseline), "maximize" if document["better"] == "higher" else "minimize"
-    before = (
-        _plain(compared([Source.of(path)], document["metric"], direction)) if path.is_dir() else baseline.read(path)
-    )
+    before: baseline.Document
+    if path.is_dir():
+        source = Source.of(path)
+        own = source.metric == document["metric"]  # then in the direction of the sweep
+        before = _plain(compared([source], document["metric"], None if own else direction))
+    else:
+        before = baseline.read(path)
     least = document["matters"] if asked.fail_if is None else asked.fail_if
     return baseline.changes(before, document, least, (str(path), str(directory)))
 

@@ -29,21 +29,23 @@ import stagereg.record as record
 from stagereg._version import __version__
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, StageregError
-from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, raw, split
+from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, parsed, raw, split
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.number_text import counted
 from stagereg.output import echo
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import directed, lacking, least_difference, usual
-from stagereg.sweep.plan import PLAN
+from stagereg.sweep.plan import PLAN, held
 from stagereg.sweep.result import JobResult, is_completed, jobs_in
+from stagereg.sweep.reuse import as_saved, fingerprint, flat
 from stagereg.sweep.run import Run
 from stagereg.sweep.selection import Source, compared
 
 log = logging.getLogger(__name__)
 
 _SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")
+_in_use = contextlib.ExitStack()  # has the lock of the directory of a sweep, until the process ends
 _CLOCKS_S = 1.0  # seconds by which a job's ranks may seem to begin before the job
 
 
@@ -65,6 +67,8 @@ class Compare(Callback):
         # nothing of the command line; a rank of torchrun's has none.
         command = CommandLine.of_this_process()
         self._start = [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
+        self._sweeps_by_config = not parsed(sys.argv[1:]).multirun  # used of a sweep: hydra.mode=MULTIRUN in a config
+        self._config = ""
         self._begin()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -77,6 +81,7 @@ class Compare(Callback):
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         record.latest.clear()
         self._begin()
+        self._config = _known("config", lambda: fingerprint(flat(as_saved(config))), "")
 
     def _begin(self) -> None:
         self._began = record.now()
@@ -112,13 +117,15 @@ class Compare(Callback):
 
         directory = _directory(config)
         try:
-            comparison = compared([Source.of(directory)], self._metric or "", self._direction, self._matters)
+            source = Source.of(directory)
+            comparison = compared([source], self._metric or "", self._direction, self._matters)
             terminal(comparison)
             written = render.write(comparison, directory)
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
             _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
-        if any(job.status != "completed" for row in comparison.rows for job in row.jobs):
+        incomplete = source.progress is not None and source.progress.completed < source.progress.planned
+        if incomplete or any(job.status != "completed" for row in comparison.rows for job in row.jobs):
             sys.exit(1)
 
     def _check(self, config: DictConfig) -> None:
@@ -133,6 +140,7 @@ class Compare(Callback):
                 f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_} chooses its jobs by "
                 "itself, so leave sweep.repeats at 1 with it"
             )
+        _in_use.enter_context(held(directory))
         if used := jobs_in(directory):
             raise ConfigError(
                 f"{directory} holds {counted(len(used), 'job')} of an earlier sweep, and {sweeper._target_} numbers "
@@ -166,6 +174,7 @@ class Compare(Callback):
             versions=_known("versions", _versions, {}),
             environment=_known("environment", lambda: _environment(run), {}) | {"load": list(self._load)},
             command=self._command(hydra, overrides),
+            config=self._config,
             resumed=resumed,
         )
 
@@ -187,6 +196,7 @@ class Compare(Callback):
             return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(key(override))]
+        own += ["hydra.mode=RUN"] * (self._sweeps_by_config and hydra.mode == RunMode.MULTIRUN)
         job = [override for override in overrides if key(override) not in SWEEP_KEYS]
         return shlex.join([*self._start, *job, *own]) if self._start else ""
 

@@ -240,7 +240,7 @@ def _unsteady(rows: Sequence[ComparisonRow], name: str, matters: float) -> float
 def _against_best(rows: Sequence[ComparisonRow], ranking: Metric) -> list[ComparisonRow]:
     best = next((row.cells[ranking.name].median for row in rows if row.verdict(ranking.name) == "best"), 0.0)
     cells = [row.cells.get(ranking.name) for row in rows]
-    ratios = [cell.median / best if cell and best and cell.median / best > 0 else None for cell in cells]
+    ratios = [cell.median / best if cell and min(best, cell.median) > 0 else None for cell in cells]
     return [replace(row, vs_best=ratio) for row, ratio in zip(rows, ratios, strict=True)]
 
 

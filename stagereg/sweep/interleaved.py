@@ -28,9 +28,10 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity, gives_resume, raw
+from stagereg.number_text import counted
 from stagereg.sweep.plan import Plan, PlannedJob, SweepError, command_to_continue, held
 from stagereg.sweep.result import RESULT, is_completed, jobs_in
-from stagereg.sweep.reuse import Reuse, expect_own, flat
+from stagereg.sweep.reuse import Reuse, as_saved, expect_own, flat
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ _SHARED = {
     "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, and one overwrite the result of the other. Leave "
     "out hydra.sweep.subdir: then each job has a directory of its own.",
     "checkpoint.dir": "jobs {} and {} would both have checkpoint.dir={dir}, and one resume from the other. Leave out "
-    "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH. Or say that it is meant, with "
-    "checkpoint.resume=auto.",
+    "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH. If that is meant, add "
+    "checkpoint.resume=auto to the command.",
 }
 _KEPT = "Job %d was completed before, its result is kept; to run it again, delete %s"
-_CHANGED = "The config has changed since %d jobs in %s ran, such as %s: this sweep runs them again as new jobs."
+_CHANGED = "The config or the program has changed since %s in %s ran, such as %s. They run again as new jobs."
 
 
 class InterleavedSweeper(BasicSweeper):
@@ -110,12 +111,18 @@ class InterleavedSweeper(BasicSweeper):
         config: Any = self.config
         context: Any = self.hydra_context
         root = Path(str(config.hydra.sweep.dir))
-        reuse, before, taken, planned = Reuse(root), HydraConfig.instance().cfg, dict[tuple[str, str], int](), []
+        reuse, before, taken, planned = (
+            Reuse(root),
+            HydraConfig.instance().cfg,
+            dict[tuple[str, str], int](),
+            list[PlannedJob](),
+        )
         try:
             for overrides in jobs:
                 job = context.config_loader.load_sweep_config(config, list(overrides))
+                _expect_one_comparison(config, job, overrides)
                 identity = Identity.of(overrides)
-                found = reuse.find(identity, str(job.hydra.job.name), flat(_as_saved(job)))
+                found = reuse.find(identity, str(job.hydra.job.name), flat(as_saved(job)))
                 number = reuse.number(found)
                 places = _directories(job, number)
                 output = Path(places["hydra.sweep.subdir"])
@@ -128,13 +135,14 @@ class InterleavedSweeper(BasicSweeper):
                 for place in places.items():
                     if taken.setdefault(place, number) != number:
                         raise SweepError(_SHARED[place[0]].format(taken[place], number, dir=place[1]))
-                inside = os.path.relpath(output, root)
-                directory = os.path.abspath(output) if inside.startswith("..") else inside
+                directory = os.path.relpath(output, root)
+                if _comparison(config):
+                    _expect_found(root, directory, [each.directory for each in planned])
                 planned.append(PlannedJob(number, directory, tuple(overrides), kept))
         finally:
             HydraConfig.instance().cfg = before
         if reuse.changed:
-            log.info(_CHANGED, len(reuse.changed), root, reuse.changed[0])
+            log.info(_CHANGED, counted(len(reuse.changed), "job"), root, reuse.changed[0])
         metric, direction, matters = (_comparison(config).get(key) for key in ("metric", "direction", "matters"))
         command = command_to_continue(str(config.hydra.sweep.dir))
         plan = Plan(root, tuple(planned), command, time.time(), metric, direction, matters)
@@ -186,6 +194,7 @@ class ContainedTask:
         with contextlib.suppress(Exception):  # a file system that is slow to show the plan stops no job
             if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
                 log.info(plan.position(hydra.job.num))
+        before = os.getcwd()
         try:
             return self.__wrapped__(cfg)
         except SystemExit as left:
@@ -194,6 +203,8 @@ class ContainedTask:
             if left.code:
                 raise LaunchError(f"left by sys.exit({left.code!r})") from None
             return None
+        finally:
+            os.chdir(before)  # Hydra finds the directory of the next job from here
 
 
 class _Numbered:
@@ -226,9 +237,31 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
     return {key: str(place) for key, place in found.items() if place}
 
 
-def _as_saved(job: DictConfig) -> Any:
-    task = OmegaConf.masked_copy(job, [key for key in job if key != "hydra"])  # type: ignore[misc]
-    return OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(task)), resolve=False)
+def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> None:
+    """Refuse a job whose config would compare the sweep in another way, as an option of a config group may."""
+    for key in ("sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeats"):
+        own, its = (OmegaConf.select(each, key, throw_on_resolution_failure=False) for each in (config, job))
+        if own != its:
+            raise SweepError(
+                f"{' '.join(overrides)} sets {key}={its}, and the sweep has {key}={own}: one value goes for the whole "
+                f"sweep. Give it on the command line: {key}={its}."
+            )
+
+
+def _expect_found(root: Path, directory: str, others: Sequence[str]) -> None:
+    """Refuse an output directory in which no report would find the job."""
+    parts = Path(directory).parts
+    if not parts or any(part.startswith(".") for part in parts):
+        raise SweepError(
+            f"hydra.sweep.subdir puts a job into {root / directory}, where `stagereg report` does not find it. Choose "
+            f"a folder below {root} whose name does not begin with a dot."
+        )
+    for other in others:
+        if directory != other and parts[: len(Path(other).parts)] in (parts, Path(other).parts)[1:]:
+            raise SweepError(
+                f"hydra.sweep.subdir puts one job into {root / other} and one below it, into {root / directory}, where "
+                "`stagereg report` does not find it. Choose folders of which none is in another."
+            )
 
 
 def _comparison(config: Any) -> Any:

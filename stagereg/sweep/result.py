@@ -49,6 +49,7 @@ class JobResult:
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
     environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
     command: str = ""  # the command line that runs this job alone; empty if unknown
+    config: str = ""  # fingerprint of its config, see `stagereg.sweep.reuse`; empty if unknown
     resumed: int | None = None  # the step that it resumed from; `None` if it began at the beginning
 
     def write(self) -> Path:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from stagereg.launch.command_line import SWEEP_KEYS, Identity
 from stagereg.sweep.plan import SweepError
 from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in, yaml_of
+
+_VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
 
 class Reuse:
@@ -36,7 +43,7 @@ class Reuse:
         differences = []
         for job in self._found[identity]:
             program = job.job.get("name", name)
-            difference = f"of {program}" if program != name else _difference(job.directory / CONFIG, config)
+            difference = f"of {program}" if program != name else _difference(job, config)
             if not difference and job.status == "unfinished" and (job.directory / RESULT).exists():
                 again = f"Delete {job.directory} to run that job again, or take another hydra.sweep.dir."
                 raise SweepError(f"{job.error} {again}")  # the result cannot be read
@@ -75,15 +82,30 @@ def flat(node: Any, key: str = "") -> dict[str, str]:
     return {k: v for name, value in items for k, v in flat(value, f"{key}.{name}".lstrip(".")).items()}
 
 
-def _difference(file: Path, config: Mapping[str, str]) -> str:
+def as_saved(config: DictConfig) -> Any:
+    """Return the config of a job as Hydra saves it."""
+    task = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])  # type: ignore[misc]
+    return OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(task)), resolve=False)
+
+
+def fingerprint(config: Mapping[str, str]) -> str:
+    """Return a short text, the same for flat configs of the same values, with their environment variables."""
+    named = {name: os.environ.get(name) for text in config.values() for name in _VARIABLE.findall(text)}
+    return hashlib.sha256(json.dumps([config, named], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _difference(job: JobResult, config: Mapping[str, str]) -> str:
     """Return one difference between the config that a job ran with and another one; empty if there is none."""
-    if not file.exists():
-        return ""
-    if (content := yaml_of(file)) is None:
+    file = job.directory / CONFIG
+    if not file.exists() and not job.config:
+        return "(its config is not known)"
+    if file.exists() and (content := yaml_of(file)) is None:
         return f"(its {file.name} cannot be read)"
-    before = flat(content)
-    changed = (key for key in (*before, *config) if before.get(key) != config.get(key))
-    return next((f"({k} was {before.get(k, 'absent')}, and is {config.get(k, 'absent')} now)" for k in changed), "")
+    before = flat(content) if file.exists() else config
+    for key in (*before, *config):
+        if before.get(key) != config.get(key):
+            return f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
+    return "(or an environment variable in it)" if job.config not in ("", fingerprint(config)) else ""
 
 
 def _number(job: JobResult) -> int:

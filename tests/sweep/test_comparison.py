@@ -62,7 +62,7 @@ class TestRows:
     def test_each_row_has_its_ratio_to_the_best(self) -> None:
         rows = compare(stalls(a=[4.0], b=[2.0], again=[3.0])).rows
         assert [row.vs_best for row in rows] == [2.0, 1.5, 1.0]
-        assert [row.vs_best for row in compare(stalls(a=[0.0], b=[-2.0])).rows] == [None, 1.0]
+        assert [row.vs_best for row in compare(stalls(a=[-1.0], b=[-2.0])).rows] == [None, None]
 
     def test_the_a_a_row_is_below_its_twin_wherever_that_is_ranked(self) -> None:
         ranked = compare(stalls(a=[4.0], b=[2.0], c=[3.0], again=[1.0])).ranked

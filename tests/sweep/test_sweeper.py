@@ -91,8 +91,8 @@ def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: 
         (
             "checkpoint.dir=one",
             "jobs 0 and 1 would both have checkpoint.dir=one, and one resume from the other. Leave out checkpoint.dir: "
-            "then each job has its own, below hydra.sweep.dir=PATH. Or say that it is meant, with "
-            "checkpoint.resume=auto.",
+            "then each job has its own, below hydra.sweep.dir=PATH. If that is meant, add "
+            "checkpoint.resume=auto to the command.",
         ),
         pytest.param(
             "hydra.sweep.subdir=x",

@@ -45,7 +45,7 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
     raise CheckpointError(
         f"job {own['job']} of this sweep would resume from the checkpoints of job {noted.get('job')}"
         f"{'' if here else ' of ' + str(noted.get('sweep'))}{of}. Give each job a directory of its own, as "
-        "checkpoint.dir is by default; or say that it is meant, with checkpoint.resume=auto."
+        "checkpoint.dir is by default. If that is meant, add checkpoint.resume=auto to the command."
     )
 
 
