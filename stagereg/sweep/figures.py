@@ -143,8 +143,10 @@ def _of_checkpoints(run: Run) -> dict[str, float]:
 
 
 def _of_training(run: Run) -> dict[str, float]:
-    every = [(each, record) for each in run.attempts for record in each.ranks]
-    parts = {rank: [part for part in every if part[1].rank == rank] for rank in {record.rank for _, record in every}}
+    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # records of each rank, by attempt
+    for each in run.attempts:
+        for record in each.ranks:
+            parts[record.rank].append((each, record))
     if not (most := max(len({step for _, record in own for step, _ in record.steps}) for own in parts.values())):
         return {}
     found: dict[str, float] = {"steps": most}

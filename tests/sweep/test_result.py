@@ -50,6 +50,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
     result(tmp_path, returned=1).write()
 
     def full(path: Path, content: bytes) -> None:
+        path.open("wb").close()
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)

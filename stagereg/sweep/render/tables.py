@@ -143,7 +143,8 @@ def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
 def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """A legend of the marks and the ranges in the cells of ``rows``."""
     cells = [(one.name, row.cells[one.name]) for one in comparison.metrics for row in rows if one.name in row.cells]
-    verdicts = {cell.verdict for name, cell in cells if tells_apart(comparison, name)}
+    marked = {one.name for one in comparison.metrics if tells_apart(comparison, one.name)}
+    verdicts = {cell.verdict for name, cell in cells if name in marked}
     yield from (text for name, text in _LEGEND.items() if name in verdicts)
     sizes = sorted({len(cell.values) > 5 for _, cell in cells if cell.low < cell.high})
     if sizes:
