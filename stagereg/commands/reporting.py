@@ -170,9 +170,11 @@ def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]
     if path.is_dir():
         source = Source.of(path)
         own = source.metric == document["metric"]  # then in the direction of the sweep
-        before = _plain(compared([source], document["metric"], None if own else direction))
+        before = _plain(compared([source], document["metric"], None if own and not asked.direction else direction))
     else:
         before = baseline.read(path)
+    if asked.direction:
+        before = {**before, "better": document["better"]}
     least = document["matters"] if asked.fail_if is None else asked.fail_if
     return baseline.changes(before, document, least, (str(path), str(directory)))
 

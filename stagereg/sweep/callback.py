@@ -140,6 +140,7 @@ class Compare(Callback):
                 f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_} chooses its jobs by "
                 "itself, so leave sweep.repeats at 1 with it"
             )
+        _in_use.close()
         _in_use.enter_context(held(directory))
         if used := jobs_in(directory):
             raise ConfigError(
@@ -164,7 +165,7 @@ class Compare(Callback):
             status="completed" if text is None else "failed",
             error=text,
             overrides=overrides,
-            job={key: OmegaConf.select(hydra.job, key) for key in ("num", "id", "name")},
+            job={key: OmegaConf.select(hydra.job, key) for key in ("num", "id", "name")} | {"config": self._config},
             repeat=repeat,
             again=again,
             started=self._began,
@@ -174,7 +175,6 @@ class Compare(Callback):
             versions=_known("versions", _versions, {}),
             environment=_known("environment", lambda: _environment(run), {}) | {"load": list(self._load)},
             command=self._command(hydra, overrides),
-            config=self._config,
             resumed=resumed,
         )
 

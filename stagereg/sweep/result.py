@@ -39,7 +39,8 @@ class JobResult:
     status: str = "completed"  # or `"failed"`, or `"unfinished"`: killed half-way, preempted, or still running
     error: str | None = None  # why it failed, or `None`
     overrides: tuple[str, ...] = ()  # of the task, as they were given; without those that only distinguish repeats
-    job: dict[str, Any] = field(default_factory=dict)  # Hydra's `num` (`None` outside of a sweep), `id` and `name`
+    # Hydra's `num` (`None` outside of a sweep), `id` and `name`; as `config` the fingerprint of its config
+    job: dict[str, Any] = field(default_factory=dict)
     repeat: int = 0  # which run of its combination this is, from 0 on
     again: bool = False  # whether it runs the first combination once more, as if it were another one
     started: float = 0.0  # seconds since the epoch
@@ -49,7 +50,6 @@ class JobResult:
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
     environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
     command: str = ""  # the command line that runs this job alone; empty if unknown
-    config: str = ""  # fingerprint of its config, see `stagereg.sweep.reuse`; empty if unknown
     resumed: int | None = None  # the step that it resumed from; `None` if it began at the beginning
 
     def write(self) -> Path:

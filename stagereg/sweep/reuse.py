@@ -97,7 +97,8 @@ def fingerprint(config: Mapping[str, str]) -> str:
 def _difference(job: JobResult, config: Mapping[str, str]) -> str:
     """Return one difference between the config that a job ran with and another one; empty if there is none."""
     file = job.directory / CONFIG
-    if not file.exists() and not job.config:
+    own = job.job.get("config")
+    if not file.exists() and not own:
         return "(its config is not known)"
     if file.exists() and (content := yaml_of(file)) is None:
         return f"(its {file.name} cannot be read)"
@@ -105,7 +106,7 @@ def _difference(job: JobResult, config: Mapping[str, str]) -> str:
     for key in (*before, *config):
         if before.get(key) != config.get(key):
             return f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
-    return "(or an environment variable in it)" if job.config not in ("", fingerprint(config)) else ""
+    return "(or an environment variable in it)" if own and own != fingerprint(config) else ""
 
 
 def _number(job: JobResult) -> int:

@@ -24,8 +24,14 @@ def document(rows: Mapping[str, Sequence[float] | str], better: str = "lower", *
     return {"kind": "sweep", "metric": "stall_ms", "better": better, "rows": found}
 
 
+def test_sweeps_that_are_ranked_in_opposite_directions_are_not_compared() -> None:
+    now, before = document({"a=1": OLD}, "higher"), document({"a=1": OLD}, "lower")
+    with pytest.raises(ConfigError, match="By stall_ms, lower is better in the baseline and higher in now"):
+        changes(before, now, 0.05)
+
+
 def only(now: Sequence[float] | str, before: Sequence[float] | str = OLD, better: str = "lower") -> Change:
-    (change,) = changes(document({"a=1": before}), document({"a=1": now}, better), 0.05)
+    (change,) = changes(document({"a=1": before}, better), document({"a=1": now}, better), 0.05)
     return change
 
 
