@@ -29,6 +29,7 @@ from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.installed import normalized
 from stagereg.registry import Entry
+from stagereg.spec import with_article
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import (
     Contract,
@@ -139,13 +140,13 @@ class _Cases:
         self._contracts += [(contract.__name__, contract) for contract in contracts]
 
     def component(self, entry: Entry, contract: str | type[Contract]) -> None:
-        section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
-        promise = f"It can be imported, has what a {kind} has to have, and its signature makes a config."
+        section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind
+        promise = f"It can be imported, has what {with_article(kind)} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
-        promise = f"It keeps what a {kind} promises."
+        promise = f"It keeps what {with_article(kind)} promises."
         if entry.kind not in _KINDS or entry.load() is NoTier:
-            why = f"there is no contract of a {kind}" if entry.kind not in _KINDS else "it keeps nothing"
+            why = f"there is no contract of {with_article(kind)}" if entry.kind not in _KINDS else "it keeps nothing"
             self.write(section, "contract", promise, "skipped", why)
             return
         if contract:

@@ -19,6 +19,7 @@ from pathlib import Path
 import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.errors import ConfigError
+from stagereg.spec import with_article
 
 _MODULES = {
     "stager": ("stager", "stager_contract"),
@@ -127,7 +128,7 @@ def _problem(kind: str, name: str) -> str:
     if kind == _PROGRAM:
         return ""
     if name in registry.names(kind):
-        return f"is a {kind} already: {registry.find(kind, name).origin}"
+        return f"is {with_article(kind)} already: {registry.find(kind, name).origin}"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in (*_RESERVED, *_MODULES, *_MODULES[kind]):
         return "cannot name a Python package and an option of Hydra"
     found = importlib.util.find_spec(name)

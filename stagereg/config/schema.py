@@ -31,10 +31,7 @@ from stagereg.config.resolved_tree import Call, NodePath, is_missing
 from stagereg.config.texts import value_type, written
 from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
-from stagereg.spec import refuse_unknown
-
-HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
-"""What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
+from stagereg.spec import HYDRA_KEYS, refuse_unknown
 
 _SEQUENCES = (list, tuple, Sequence)
 _MAPPINGS = (dict, Mapping)

@@ -24,7 +24,7 @@ from stagereg.config.plugins import NAMED
 from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import options
 from stagereg.errors import ConfigError, nearest
-from stagereg.spec import find_group
+from stagereg.spec import find_group, with_article
 
 KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "notice_s")
 """The keys of the config ``stagereg``."""
@@ -163,6 +163,8 @@ def _unknown_option(error: MissingConfigException) -> str:
     group, _, name = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options)
     others = [kind for kind in registry.kinds() if kind != group and name in registry.names(kind)]
-    where = f" {name} is a {others[0]}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
-    own = f". {NAMED}" if group in registry.kinds() else ""
-    return f"there is no {group}={name}.{where or nearest(name, options)} There is: {', '.join(options)}{own}"
+    where = f" {name} is {with_article(others[0])}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
+    hint = where or nearest(name, options)
+    if group in registry.kinds():
+        return f"{registry.REGISTRY.unknown(group, name, options, hint)}\n{NAMED}"
+    return f"there is no {group}={name}.{hint} There is: {', '.join(options)}"
