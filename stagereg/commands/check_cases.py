@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.checkpoint.store.keep import KeepRule
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
@@ -35,6 +36,7 @@ from stagereg.testing import (
     Contract,
     JoinableContract,
     JoinHookContract,
+    KeepContract,
     OnCommitContract,
     StagerContract,
     TierContract,
@@ -45,6 +47,7 @@ _KINDS = {
     "join_hook": JoinHookContract,
     "joinable": JoinableContract,
     "on_commit": OnCommitContract,
+    "keep": KeepContract,
     "tier": TierContract,
 }
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
@@ -73,6 +76,14 @@ class ConfiguredContract(StagerContract):
 
     def make(self) -> AsyncStager:
         made: AsyncStager = _made("stager")
+        return made
+
+
+class ConfiguredKeepContract(KeepContract):
+    """The contract of a retention rule that has none of its own: it is built from its defaults."""
+
+    def make(self) -> KeepRule:
+        made: KeepRule = _made("keep")
         return made
 
 
@@ -234,6 +245,9 @@ def _configured(entry: Entry) -> type[Contract] | str:
         if entry.kind == "stager":
             instantiate({"_target_": entry.path}).close()
             return ConfiguredContract
+        if entry.kind == "keep":
+            instantiate({"_target_": entry.path})
+            return ConfiguredKeepContract
         if entry.kind == "tier":
             with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
                 tier = instantiate({"_target_": entry.path, "dir": folder})
@@ -243,14 +257,15 @@ def _configured(entry: Entry) -> type[Contract] | str:
                     return ConfiguredMemoryTierContract
             return ConfiguredTierContract
     except Exception as error:
-        options = "options" if entry.kind == "stager" else "options but a folder"
+        options = "options but a folder" if entry.kind == "tier" else "options"
         return f"it cannot be built without {options}: {summarize_exception(error, __file__)}"
     return "only its author knows how to try it"
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
     """The contract of a component: the one with its name in it, or the only one of the only component of a kind."""
-    fitting = [contract for contract in contracts if _is_contract(contract, _KINDS.get(entry.kind, Contract))]
+    base = _KINDS.get(entry.kind)
+    fitting = [contract for contract in contracts if base is not None and _is_contract(contract, base)]
     name = entry.name.replace("_", "").replace("-", "").lower()
     named = [contract for contract in fitting if name in contract.__name__.lower()]
     alone = len(fitting) == 1 and sum(other.kind == entry.kind for other in entries) == 1

@@ -26,6 +26,7 @@ _MODULES = {
     "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),
     "join_hook": ("timed", "training", "timed_contract"),
     "on_commit": ("after_commit", "after_commit_contract"),
+    "keep": ("retention", "retention_contract"),
     "tier": ("tier", "tier_contract"),
 }
 """The modules of the example that each kind needs."""
@@ -35,6 +36,7 @@ _TESTS = {
     "joinable": ("test_average", "test_join"),
     "join_hook": ("test_timed",),
     "on_commit": ("test_after_commit",),
+    "keep": ("test_retention",),
     "tier": ("test_tier",),
 }
 _NAMES = {
@@ -42,6 +44,7 @@ _NAMES = {
     "joinable": ("ema", "Ema"),
     "join_hook": ("ddp_timed", "TimedDdp"),
     "on_commit": ("journal", "Journal"),
+    "keep": ("thinned", "Thinned"),
     "tier": ("local_ssd", "LocalSsd"),
 }
 """The name of the example's component, and how the names of its classes begin."""
@@ -49,6 +52,7 @@ _CHOSEN = {
     "joinable": "+joinable@join.joinables.mine",
     "join_hook": "join_hook@join.joinables.model.hook",
     "on_commit": "+on_commit@checkpoint.on_commit.mine",
+    "keep": "checkpoint/keep",
 }
 _RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join")
 """What Hydra reads as something else than a text, and what the example has under the same name."""

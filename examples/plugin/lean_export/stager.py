@@ -10,11 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.memory import Pool
-from stagereg.kernel.state_dict import flatten
-from stagereg.stagers.async_stager import StateDict
-from stagereg.stagers.host import HostStager
+from stagereg.plugin import HostCopier, HostStager, Pool, StateDict, flatten
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
