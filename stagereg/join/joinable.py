@@ -115,10 +115,12 @@ class Joinable(ABC):
         return False
 
     def make_hook(self, default: Callable[[Any], JoinHook] | None = None) -> JoinHook:
-        """Return the hook of this joinable: of :attr:`hook` if that was chosen, else of ``default`` or :attr:`own_hook`.
+        """Return the hook of this joinable: of :attr:`hook` if that was chosen, else of ``default``.
+
+        ``default`` may be left out: it is :attr:`own_hook` then.
 
         Raises:
-            JoinError: what was chosen makes no hook.
+            JoinError: what was chosen makes no hook, or there is no hook.
         """
         make = self.hook or default or self.own_hook
         if make is None:

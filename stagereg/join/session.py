@@ -57,7 +57,6 @@ class JoinSession:
         self.joinables, self.terms, self._models = joinables, terms, models
         self.peers = Peers(wire, timeout_s, lambda: self.steps)
         self.hooks: Sequence[Any] = ()
-        self.own_hooks: Sequence[Any] = ()
         self.loop: Loop | None = None
         self._loops: list[Loop] = []
         self._suspended = False
@@ -94,6 +93,11 @@ class JoinSession:
     def shadowed(self) -> int:
         """How many of them came while this rank had no data."""
         return self._followed + sum(each.shadowed for each in self._memberships)
+
+    @property
+    def _own_hooks(self) -> list[Any]:
+        """The hooks that are stagereg's ``JoinHook``: they have more methods than torch's."""
+        return [hook for hook in self.hooks if hasattr(hook, "before_step") and hasattr(hook, "on_exhausted")]
 
     @property
     def _memberships(self) -> list[Membership]:
@@ -230,7 +234,7 @@ class JoinSession:
         if self.peers.responder is not None:
             self.peers.responder.start()
         self.peers.progress = self.peers.progress.begun(self.steps)
-        for hook in self.own_hooks:
+        for hook in self._own_hooks:
             hook.before_step()
         for hook in self.hooks:
             hook.main_hook()
@@ -252,7 +256,7 @@ class JoinSession:
             )
         if (order := self.order) is not None:
             self._leave_step(order)
-        for hook in self.own_hooks:
+        for hook in self._own_hooks:
             hook.on_exhausted()
         if self.loop is not None:
             was_last = self.loop.leave()

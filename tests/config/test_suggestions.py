@@ -75,6 +75,11 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         ("every=10", "the config takes no 'every'. Write checkpoint.every=10. It takes: "),
         ("newest=5", "the config takes no 'newest'. Write checkpoint.keep.newest=5. It takes: "),
         ("files=5", "the config takes no 'files'. Write data.files=5. It takes: "),
+        (
+            "join_hook@join.joinables.model.hook=ddp",
+            "no default of the config is join_hook@join.joinables.model.hook, so nothing is replaced. To add it write "
+            "+join_hook@join.joinables.model.hook=ddp, with +",
+        ),
         ("stager=half", "No stager named 'half'.\nThere is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
         ("stager=null", "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"),
