@@ -50,6 +50,7 @@ _KINDS = {
     "keep": KeepContract,
     "tier": TierContract,
 }
+_KEEPS = "It keeps what {} promises."
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
 
@@ -144,8 +145,14 @@ class _Cases:
                 f"{name} registers no plugin and has no contract.\n"
                 'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
             )
+        tried = [e for e in entries if e.kind == "joinable" and _matching(e, entries, contracts)]
         for entry in entries:
             own = _matching(entry, entries, contracts)
+            owner = next((e.name for e in tried if _own_hook(e) is entry.component is not None), "")
+            if owner and own is None:
+                section, promise = f"{entry.kind}/{entry.name}  {entry.origin}", _KEEPS.format("a join_hook")
+                self.write(section, "contract", promise, "skipped", f"the contract of joinable/{owner} tries it")
+                continue
             contracts = [contract for contract in contracts if contract is not own]
             self.component(entry, own or "")
         self._contracts += [(contract.__name__, contract) for contract in contracts]
@@ -155,7 +162,7 @@ class _Cases:
         promise = f"It can be imported, has what {with_article(kind)} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
-        promise = f"It keeps what {with_article(kind)} promises."
+        promise = _KEEPS.format(with_article(kind))
         if entry.kind not in _KINDS or entry.load() is NoTier:
             why = f"there is no contract of {with_article(kind)}" if entry.kind not in _KINDS else "it keeps nothing"
             self.write(section, "contract", promise, "skipped", why)
@@ -222,6 +229,11 @@ class _Cases:
         assert isinstance(item, pytest.Function)
         number = int(item.nodeid.split("::")[1].removeprefix("Test"))
         return self._contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
+
+
+def _own_hook(entry: Entry) -> Any:
+    """The default hook of a decorated joinable."""
+    return getattr(entry.component, "own_hook", None)
 
 
 def _loaded(entry: Entry) -> str:

@@ -97,7 +97,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseException) -> str:
     """Return a line on a key of the component that makes a hook or another part: it is not chosen, or lacks the key."""
     where = parent._get_full_key(None)
-    entry = registry.find_target(str(parent._get_node("_target_")))
+    entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
     if entry is None:
         named = f"+{kind}@{where}=NAME {error.full_key}={_given(error)}"
         return f"{where} has no options before a {kind} is chosen. Write {named}, with one of: {_names(kind)}"
