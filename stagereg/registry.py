@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
@@ -225,11 +225,10 @@ class Registry:
         self._installed()
         return list(self._unreadable)
 
-    def unknown(self, kind: str, name: str, known: Iterable[str], hint: str) -> str:
-        """Return the message for a name that no component has; ``hint`` follows the first sentence."""
-        found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])  # those of that name first
-        unread = "".join(f"\nstagereg cannot list what {who} announces: {why}" for who, why in found[:3])
-        return f"No {kind} named {name!r}.{hint}\nThere is: {', '.join(known) or '-'}{unread}"
+    def unlisted(self, name: str) -> str:
+        """Return lines on what packages announce and cannot be listed, what may be ``name`` first; empty without."""
+        found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])
+        return "".join(f"\nstagereg cannot list what {who} announces: {why}" for who, why in found[:3])
 
     def find(self, kind: str, name: str) -> Entry:
         """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
@@ -241,7 +240,8 @@ class Registry:
             found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
             known = self.names(kind)
-            raise UnknownNameError(self.unknown(kind, name, known, nearest(name, [*qualified, *known])))
+            near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
+            raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
             raise RegistryError(
                 f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"

@@ -186,5 +186,6 @@ def _unknown_option(error: MissingConfigException) -> str:
     where = f" {name} is {with_article(others[0])}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
     hint = where or nearest(name, options)
     if group in registry.kinds():
-        return f"{registry.REGISTRY.unknown(group, name, options, hint)}\n{NAMED}"
+        unlisted = registry.REGISTRY.unlisted(name)
+        return f"No {group} named {name!r}.{hint}\nThere is: {', '.join(options)}{unlisted}\n{NAMED}"
     return f"there is no {group}={name}.{hint} There is: {', '.join(options)}"

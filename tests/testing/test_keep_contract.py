@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.testing import KeepContract
+
+PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
 
 Rule = Callable[[list[Checkpoint], Mapping[str, Mapping[str, float]]], Any]
 
@@ -163,3 +167,12 @@ def test_a_wrong_rule_is_found(promise: str, contract: type[Rated]) -> None:
 
 def test_each_promise_has_a_rule_that_breaks_it() -> None:
     assert WRONG.keys() == KeepContract.promises().keys()
+
+
+def test_the_rule_on_the_page_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"## Retention rules\n.*?```python\n(.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "example_of_a_rule.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    contract = importlib.import_module("example_of_a_rule").TestEveryTenth
+    outcomes = [contract.outcome(name) for name in KeepContract.promises() if name != "test_rank_0_alone"]
+    assert [(each.kept, each.seen) for each in outcomes] == [(True, "")] * len(outcomes)
