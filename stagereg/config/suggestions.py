@@ -28,6 +28,10 @@ from stagereg.spec import find_group, with_article
 
 KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "notice_s")
 """The keys of the config ``stagereg``."""
+_NOT_A_DEFAULT = re.compile(
+    r"Could not override '([\w@./]+)'.*\n(?:Did you mean to override (\S+)\?\n)?"
+    r"To append to your default list use (\+\S+)"
+)
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
 """How an option of a kind is chosen, where that is not by the name of the kind alone."""
 
@@ -46,8 +50,9 @@ def explain(error: BaseException | None) -> str:
             r"Multiple values for ([\w@.]+)\. To override a value use 'override \1: (.*)'", str(error)
         ):
             line = f"{found[1]} is chosen already. Write {found[1]}={found[2]}, without +"
-        elif found := re.match(r"Could not override '([\w@./]+)'\. No match .*\n.* use (\+\S+)", str(error)):
-            line = f"no default of the config is {found[1]}, so nothing is replaced. To add it write {found[2]}, with +"
+        elif found := _NOT_A_DEFAULT.match(str(error)):
+            near = f" Did you mean {found[2]}?" if found[2] else ""
+            line = f"no default of the config is {found[1]}, so nothing is replaced.{near} To add it write {found[3]}"
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
             line = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
             off = [hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv]

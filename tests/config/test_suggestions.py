@@ -78,7 +78,12 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         (
             "join_hook@join.joinables.model.hook=ddp",
             "no default of the config is join_hook@join.joinables.model.hook, so nothing is replaced. To add it write "
-            "+join_hook@join.joinables.model.hook=ddp, with +",
+            "+join_hook@join.joinables.model.hook=ddp",
+        ),
+        (
+            "data@other=even",
+            "no default of the config is data@other, so nothing is replaced. Did you mean data? To add it write "
+            "+data@other=even",
         ),
         ("stager=half", "No stager named 'half'.\nThere is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
