@@ -20,9 +20,9 @@ from typing import Any
 _WIDTH = 120  # columns of a line where there is no terminal
 _LEAST = 30  # columns that the last column of a table gets, however few are left
 _COLOURS = {
-    **dict.fromkeys(("ok", "good", "kept"), "green"),
+    **dict.fromkeys(("ok", "good", "kept", "better"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "no checksums", "unfinished"), "yellow"),
-    **dict.fromkeys(("broken", "corrupt", "failed"), "bold red"),
+    **dict.fromkeys(("broken", "corrupt", "failed", "worse"), "bold red"),
     **{"missing": "dim", "best": "bold green", "tie": "cyan"},
 }
 """Styles of verdicts on a terminal; any other text is plain."""
@@ -80,8 +80,17 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
 
 
 def as_json(data: Any) -> None:
-    """Print ``data`` as one JSON document; what JSON has no type for is printed as its text."""
-    print(json.dumps(data, indent=1, default=str, allow_nan=False))
+    """Print ``data`` as one JSON document; what JSON has no type for is printed as its text, also NaN and infinity."""
+    print(json.dumps(json_numbers(data), indent=1, default=str, allow_nan=False))
+
+
+def json_numbers(data: Any) -> Any:
+    """Return ``data`` with the texts ``nan``, ``inf`` and ``-inf`` in the place of numbers that JSON does not have."""
+    if isinstance(data, dict):
+        return {key: json_numbers(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [json_numbers(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@ from stagereg.checkpoint.format.manifest import Checkpoint as Checkpoint
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint as CommittedCheckpoint
 from stagereg.checkpoint.save.on_commit import OnCommit as OnCommit
 from stagereg.checkpoint.storage.files import FileStorage as FileStorage
+from stagereg.checkpoint.storage.packed import PackedStorage as PackedStorage
 from stagereg.checkpoint.storage.protocol import Storage as Storage
 from stagereg.checkpoint.store.keep import Keep as Keep
 from stagereg.checkpoint.store.keep import KeepRule as KeepRule

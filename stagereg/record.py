@@ -78,6 +78,10 @@ class LogListener(Protocol):
         """Take the values of a step. On the thread that logs; must neither raise nor wait."""
 
 
+_LATEST = ("resumed", "step", "stall")
+latest: dict[str, Mapping[str, Any]] = {}
+"""The latest events of this process that show whether it has taken a step, also where it records nothing. Global as the
+recorder is; a sweep whose jobs run in one process clears it."""
 # Global as the recorder is.
 _listeners: weakref.WeakSet[LogListener] = weakref.WeakSet()
 
@@ -133,6 +137,8 @@ def recording(directory: Path, rank: int, world_size: int, run: str = "", **fact
 
 def emit(event: str, /, **fields: Any) -> None:
     """Record an event if this process records; any thread, never raises. What JSON cannot have is written as text."""
+    if event in _LATEST and (event != "resumed" or not latest):
+        latest[event] = fields
     recorder = _recorder
     if recorder is not None:
         recorder.write(_line({"event": event} | fields | {"event": event, "t": now(), "run": recorder.run}))

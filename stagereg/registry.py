@@ -159,6 +159,7 @@ class Registry:
         The component is checked against the protocol of ``kind`` here: a class at once, a factory function by its
         return annotation if that is a class, otherwise by what it returns each time it builds. A module that is
         reloaded, or a notebook cell that is run again, replaces its own component; the log has a line at level INFO.
+        A stager may change the values and dtypes of a state dict, never its structure, which each save compares.
 
         Args:
             kind: ``"stager"``, ``"storage"``, ``"joinable"``, ``"join_hook"``, ``"on_commit"``, ``"keep"`` or

@@ -19,11 +19,10 @@ import torch.distributed as dist
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
-import stagereg.launch.first_step as first_step
-import stagereg.launch.phases as phases
 import stagereg.record as record
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import DirectoryLock
+from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -43,6 +42,7 @@ from stagereg.checkpoint.tiering import Tiering, notes_of
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
+from stagereg.launch import first_step, phases
 from stagereg.launch.command_line import is_program
 from stagereg.launch.rank import is_consequence
 from stagereg.option_text import constructed
@@ -167,7 +167,7 @@ class Checkpointer:
                 self._hold.acquire_on_all()
             phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
-            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule)
+            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule, read_back)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
             self._begin(replicas, process_group, components)
 
@@ -345,6 +345,8 @@ class Checkpointer:
         self.restored = path_or_url(restored.path)
         trains = self._hold.acquired or is_program(restored.manifest.command)  # else it may be an evaluation
         self._resumed = step if source is None and trains else None
+        if self._resumed is not None and self.resume in choosing.RESUME:
+            record.emit("resumed", step=step, dir=str(self.dir))
         self._target.schedule.restored(step)
         self._tiering.restored(step, restored.path)
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew

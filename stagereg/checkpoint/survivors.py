@@ -171,7 +171,7 @@ class Survivors:
                 made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
 
     def _write(self, made: _Try, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
-        copy = StagedCopy(_on_host(captured), names=captured.keys())
+        copy = StagedCopy(_on_host(captured))
         copy.settled.set()
         target = _SurvivorsTarget(self._target, _RanksLeft(made), made, lost, self._whole)
         save = PendingSave(made.step, target, until=made.told.until, copy=copy)

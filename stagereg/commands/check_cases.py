@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.keep import KeepRule
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.commands.checking import CONTRACTS
@@ -39,7 +40,9 @@ from stagereg.testing import (
     KeepContract,
     OnCommitContract,
     StagerContract,
+    StorageContract,
     TierContract,
+    ranks,
 )
 
 _KINDS = {
@@ -48,6 +51,7 @@ _KINDS = {
     "joinable": JoinableContract,
     "on_commit": OnCommitContract,
     "keep": KeepContract,
+    "storage": StorageContract,
     "tier": TierContract,
 }
 _KEEPS = "It keeps what {} promises."
@@ -88,6 +92,14 @@ class ConfiguredKeepContract(KeepContract):
         return made
 
 
+class ConfiguredStorageContract(StorageContract):
+    """The contract of a storage that has none of its own: it is built from its defaults."""
+
+    def make(self) -> Storage:
+        made: Storage = _made("storage")
+        return made
+
+
 class ConfiguredTierContract(TierContract):
     """The contract of a tier that has none of its own: it is built from its folder and the options of every tier."""
 
@@ -116,7 +128,10 @@ class _Cases:
         self._contracts: list[tuple[str, type[Contract]]] = []  # with their sections
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
-        row = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
+        case = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
+        self._append(case)
+
+    def _append(self, row: dict[str, Any]) -> None:
         with (self._folder / "events").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -192,6 +207,7 @@ class _Cases:
         if not self._contracts:
             return
         os.environ.pop("PYTEST_ADDOPTS", None)
+        ranks.before_wait = lambda limit_s: self._append({"limit_s": limit_s})  # which the parent grants
         file = self._folder / "contracts"
         file.touch()
         options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider"]
@@ -260,6 +276,9 @@ def _configured(entry: Entry) -> type[Contract] | str:
         if entry.kind == "keep":
             instantiate({"_target_": entry.path})
             return ConfiguredKeepContract
+        if entry.kind == "storage":
+            instantiate({"_target_": entry.path})
+            return ConfiguredStorageContract
         if entry.kind == "tier":
             with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
                 tier = instantiate({"_target_": entry.path, "dir": folder})

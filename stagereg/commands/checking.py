@@ -43,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
     parser = output.add_command(commands, "check", help_, run)
     parser.add_argument("target", help=_TARGET)
-    output.add_timeout(parser, "that each promise may take")
+    output.add_timeout(parser, "that each promise may take, besides the waits that its contract limits")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -81,18 +81,19 @@ def _tried(target: str, limit_s: float) -> list[Case]:
         events = Path(folder, "events")
         events.touch()
 
-        def progress() -> int:
-            lines = events.read_text().rpartition("\n")[0].splitlines()
-            output.progress(f"{target}: {json.loads(lines[-1])['promise']}" if lines else target)
-            return len(lines)
+        def progress() -> tuple[int, float]:
+            rows = [json.loads(line) for line in events.read_text().rpartition("\n")[0].splitlines()]
+            promises = [row["promise"] for row in rows if "promise" in row]
+            output.progress(f"{target}: {promises[-1]}" if promises else target)
+            return len(rows), rows[-1].get("limit_s", 0.0) if rows else 0.0
 
         refusal, failure = call_in_child(
             "stagereg.commands.check_cases:run", folder, target, limit_s=limit_s, start_s=_START_S, progress=progress
         )
         if refusal:
             raise ConfigError(refusal)
-        rows = map(json.loads, events.read_text().splitlines())
-        cases: dict[tuple[str, str], Case] = {(row["section"], row["name"]): row for row in rows}
+        rows = [json.loads(line) for line in events.read_text().splitlines()]
+        cases: dict[tuple[str, str], Case] = {(row["section"], row["name"]): row for row in rows if "name" in row}
     if failure:
         running = [case for case in cases.values() if case["verdict"] == "running"]
         promise = "It leaves the process that uses it alone."

@@ -29,7 +29,11 @@ _GRACE_S = 2.0  # seconds that a process that hangs gets to dump its stack
 
 
 def call_in_child(
-    function: str, *arguments: str, limit_s: float, start_s: float = 0.0, progress: Callable[[], object] = lambda: None
+    function: str,
+    *arguments: str,
+    limit_s: float,
+    start_s: float = 0.0,
+    progress: Callable[[], tuple[object, float]] = lambda: (None, 0.0),
 ) -> tuple[Any, str]:
     """Call ``"package.module:name"``; return what it returned, as JSON has it, or ``None`` and how it ended, and where.
 
@@ -38,7 +42,8 @@ def call_in_child(
     Args:
         limit_s: seconds that it may take.
         start_s: seconds in place of ``limit_s`` until the first progress, if they are more.
-        progress: asked several times a second; each time what it returns has changed, the seconds begin anew.
+        progress: asked several times a second; each time what it returns has changed, the seconds begin anew, with as
+            many more as are second in it.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
@@ -53,10 +58,10 @@ def call_in_child(
                 start_new_session=True,
             )
         try:
-            seen, deadline = progress(), time.monotonic() + max(limit_s, start_s)
-            while process.poll() is None and time.monotonic() < deadline:
+            seen, began, allowed_s = progress(), time.monotonic(), max(limit_s, start_s)
+            while process.poll() is None and time.monotonic() < began + allowed_s:
                 if (now := progress()) != seen:
-                    seen, deadline = now, time.monotonic() + limit_s
+                    seen, began, allowed_s = now, time.monotonic(), limit_s + now[1]
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
             code = process.poll()
@@ -71,7 +76,7 @@ def call_in_child(
         if code == 0 and value.exists():
             result, failure = json.loads(value.read_text())
             return result, failure
-        return None, _ending(code, limit_s, printed.read_text(errors="replace"))
+        return None, _ending(code, allowed_s, printed.read_text(errors="replace"))
 
 
 def _ending(code: int | None, limit_s: float, printed: str) -> str:

@@ -7,51 +7,88 @@ not make the report fail.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import stagereg.commands.baseline as baseline
 import stagereg.launch.phases as phases
 import stagereg.output as output
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
+from stagereg.commands.baseline import Change
 from stagereg.errors import ConfigError
+from stagereg.launch.command_line import by_key
 from stagereg.sweep.answer import answer
-from stagereg.sweep.comparison import Comparison, compare
+from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.goodput import Goodput, failures, goodput, starts
-from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
+from stagereg.sweep.metric import counted, in_order, labelled, metric, percent, quantity, shown
 from stagereg.sweep.render.tables import Table, Value
-from stagereg.sweep.result import JobResult, kind_of, results
-from stagereg.sweep.run import Run, Started
+from stagereg.sweep.result import JobResult, kind_of
+from stagereg.sweep.run import RankRecord, Run, Started
+from stagereg.sweep.selection import compared
 
 _FIRST, _LAST = 7, 7
 """Rows that a terminal shows of a table that has many."""
+_FAILURES = 4  # failures that the headline of a run lists; of more it has the last
+_STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
+
+
+_CODES = (
+    "Exit codes: 0; 2 if the report cannot be made. With --fail-if: 0 if each combination of the baseline was compared "
+    "and none is worse, 1 if one is worse, 2 if one could not be compared."
+)
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "show a run or a sweep again: tables, and of a sweep pictures and an HTML page"
-    parser = output.add_command(commands, "report", help_, run, "With --json it writes files only with --output.")
-    parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
-    parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
-    parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
-    parser.add_argument(
-        "--output", default="", metavar="DIR", help="where the files of a sweep go; its directory if not given"
+    parser = output.add_command(
+        commands, "report", help_, run, f"With --json it writes files only with --output. {_CODES}"
     )
+    parser.add_argument(
+        "directories",
+        nargs="+",
+        metavar="directory",
+        help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir); the jobs of several are compared together",
+    )
+    parser.add_argument("--metric", default="", help="figure that ranks a sweep; by default its own metric")
+    parser.add_argument("--direction", choices=("minimize", "maximize"), help="by default the sweep's, or the metric's")
+    where = "where the files of a sweep go; its directory if not given, and nowhere for several directories"
+    parser.add_argument("--output", default="", metavar="DIR", help=where)
+    what = (
+        "compare each combination with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
+    )
+    parser.add_argument("--baseline", default="", metavar="PATH", help=what)
+    fails = "exit with code 1 if a median is worse by more than that, and a rank-sum test of 4 runs or more tells so"
+    parser.add_argument("--fail-if", type=_limit, metavar="worse:5%", help=fails)
+
+
+def _limit(text: str) -> float:
+    try:
+        return baseline.limit(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report, and write the files of a sweep; return 0, also where what is reported on has failed."""
-    directory = Path(asked.directory)
-    if kind_of(directory) == "sweep":
-        _report_sweep(asked, directory)
-        return 0
-    if asked.metric or asked.direction or asked.output:
-        raise ConfigError(f"--metric, --direction and --output are for a sweep, and {directory} is a single run.")
-    report = RunReport(directory)
+    """Print the report, and write the files of a sweep; return 0, also if what is reported on has failed."""
+    directories = [Path(each) for each in asked.directories]
+    if asked.fail_if is not None and not asked.baseline:
+        raise ConfigError(
+            "--fail-if needs a sweep to compare with: add --baseline PATH, the directory of a sweep or a file that "
+            "`stagereg report DIR --json > baseline.json` has written."
+        )
+    if len(directories) > 1 or kind_of(directories[0]) == "sweep":
+        return _report_sweep(asked, directories)
+    if asked.metric or asked.direction or asked.output or asked.baseline:
+        raise ConfigError(
+            f"--metric, --direction, --output and --baseline are for a sweep, and {directories[0]} is a single run."
+        )
+    report = RunReport(directories[0])
     if asked.json:
         output.as_json(report.plain())
     else:
@@ -59,43 +96,81 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _report_sweep(asked: argparse.Namespace, directory: Path) -> None:
-    jobs = results(directory)
-    own, its_direction = _ranking(jobs)
-    comparison = compare(jobs, asked.metric or own, asked.direction or (None if asked.metric else its_direction))
+def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int:
+    if asked.baseline and len(directories) > 1:
+        raise ConfigError("--baseline is compared with one sweep: name one directory.")
+    comparison, sweeps = compared(directories, asked.metric, asked.direction)
+    document = _plain(comparison) | {"sweeps": sweeps}
+    judged = _judged(asked, directories[0], document) if asked.baseline else []
     if not asked.json:
         tables.terminal(comparison)
-    target = Path(asked.output or directory)
+        if judged:
+            _show(judged, document)
+    target = Path(asked.output or directories[0])
     try:
-        files = render.write(comparison, target) if asked.output or not asked.json else []
+        files = _written(asked, directories, comparison, target)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.") from error
     if asked.json:
-        output.as_json({**_plain(comparison), "files": files})
-    else:
+        more = {"baseline": [dataclasses.asdict(each) for each in judged]} if asked.baseline else {}
+        output.as_json({**document, "files": files, **more})
+    elif files:
         output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
+    if asked.fail_if is None:
+        return 0
+    sentence = baseline.verdict(judged, asked.fail_if)
+    print(f"\n{sentence}", file=sys.stderr if asked.json else sys.stdout)
+    return int(any(each.verdict == "worse" for each in judged))
+
+
+def _written(
+    asked: argparse.Namespace, directories: Sequence[Path], comparison: Comparison, target: Path
+) -> Sequence[Path]:
+    """Write the files, again if a job has ended meanwhile: a sweep that ended has written newer ones there."""
+    if not asked.output and (asked.json or len(directories) > 1):
+        return ()
+    while True:
+        files = render.write(comparison, target)
+        newer, _ = compared(directories, asked.metric, asked.direction)
+        if _states(newer) == _states(comparison):
+            return files
+        comparison = newer
+
+
+def _states(comparison: Comparison) -> list[tuple[Path, str]]:
+    return [(job.directory, job.status) for row in comparison.rows for job in row.jobs]
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:
-    rows = []
+    found, rows = answer(comparison), []
     for row in comparison.rows:
-        jobs = [job.directory for job in row.jobs]
-        rows.append(dataclasses.asdict(row) | {"status": row.status, "jobs": jobs})
+        more = {"status": row.status, "label": row.label, "combination": by_key(row.jobs[0].overrides)}
+        rows.append(dataclasses.asdict(row) | more | {"jobs": [job.directory for job in row.jobs]})
     ranking = {"metric": comparison.ranking.name, "better": comparison.ranking.better}
-    return dataclasses.asdict(comparison) | {"kind": "sweep", "answer": answer(comparison).text, "rows": rows} | ranking
+    said = dataclasses.asdict(found) | {"answer": found.text, "undecided": sorted(comparison.undecided)}
+    return dataclasses.asdict(comparison) | {"kind": "sweep", "rows": rows} | ranking | said
 
 
-def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
-    """What the sweep was ranked by when it ran, by the config of the first job that has it, else what makes sense."""
-    from omegaconf import OmegaConf
+def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]) -> list[Change]:
+    path, direction = Path(asked.baseline), "maximize" if document["better"] == "higher" else "minimize"
+    before = _plain(compared([path], document["metric"], direction)[0]) if path.is_dir() else baseline.read(path)
+    least = document["matters"] if asked.fail_if is None else asked.fail_if
+    return baseline.changes(before, document, least, (str(path), str(directory)))
 
-    for job in jobs:
-        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
-            config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
-            if chosen := OmegaConf.select(config, "sweep.metric"):
-                return str(chosen), OmegaConf.select(config, "sweep.direction")
-    return usual(set().union(*(job.figures for job in jobs))), None
+
+def _show(judged: Sequence[Change], document: dict[str, Any]) -> None:
+    def text(value: float | None) -> str:
+        return "-" if value is None else shown(value)
+
+    rows = []
+    for each in judged:
+        change = "-" if each.change is None else f"{'+' if each.change > 0 else ''}{percent(each.change)}"
+        rows.append((each.combination, text(each.before), text(each.now), change, text(each.chance), each.verdict))
+    heads = ("combination", "baseline", "now", "change", "chance", "verdict")
+    name = document["metric"]
+    output.echo()
+    output.table(f"{name} against the baseline, {document['better']} is better", heads, rows, verdict="verdict")
 
 
 class RunReport:
@@ -109,7 +184,7 @@ class RunReport:
             self._run = Run(directory, ())
             unread = [f"There are no records: {error}"]
         self._warnings = [*_warnings(self._job, self._run), *unread]
-        self._saved = saved(self._run)
+        self._saved = saved(self._run) if self._run.ranks else []
         self._starts, self._failures, self._goodput = starts(self._run), failures(self._run), goodput(self._run)
         self._tables = [_time_of(self._goodput)] if self._goodput is not None else []
         self._tables += [_starts(self._starts)] if self._starts else []
@@ -118,6 +193,8 @@ class RunReport:
 
     def plain(self) -> dict[str, Any]:
         found: dict[str, Any] = {
+            "headline": self._headline(),
+            "attempts": len(self._run.attempts),
             "checkpoints": [dataclasses.asdict(one) for one in self._saved],
             "starts": [dataclasses.asdict(one) for one in self._starts],
         }
@@ -127,13 +204,14 @@ class RunReport:
 
     def show(self) -> None:
         """Print it; of many checkpoints the first and the last ones."""
-        output.echo(f"{self._job.directory}: {self._answer()}", "bold")
+        output.echo(f"{self._job.directory}: {self._headline()}", "bold")
         for line in self._warnings:
             output.echo(line, "yellow")
         if found := self._job.figures:
             output.echo()
             labels = [labelled(name, found[name]) for name in in_order(found)]
-            output.table("Figures", (), [(head, quantity(value, unit)) for head, value, unit in labels])
+            of = f" of {counted(len(self._run.attempts), 'attempt')}" if self._run.earlier else ""
+            output.table(f"Figures{of}", (), [(head, quantity(value, unit)) for head, value, unit in labels])
         for table in self._tables:
             rows = [tuple(map(_cell, row)) for row in table.rows]
             if len(rows) > _FIRST + _LAST + 1:
@@ -142,19 +220,32 @@ class RunReport:
             columns = tuple(map(str, table.columns))
             output.table(table.title, columns, rows, verdict="state" if "state" in columns else "")
 
-    def _answer(self) -> str:
-        text, run, found = self._job.status.capitalize(), self._run, self._job.figures
-        if run.ranks:
-            text += f": {counted(found.get('steps', 0), 'step')} on {counted(run.world_size, 'rank')}"
-            text += f" in {shown(run.seconds)} s"
-        if self._failures and self._goodput is not None:
-            text += f". After {counted(len(self._failures), 'failure')} it was started again"
-            text += f": {self._goodput.share:.1%} of {shown(self._goodput.seconds)} s in all was training"
+    def _headline(self) -> str:
+        run, life, found, status = self._run, self._goodput, self._job.figures, self._job.status
+        if not run.ranks:
+            return f"{status.capitalize()}."
+        text = f"{_STATUS.get(status, status)} {counted(found.get('steps', 0), 'step')} on "
+        text += f"{counted(run.world_size, 'rank')} in "
+        if run.earlier and life is not None:
+            text += f"{shown(life.seconds)} s, {percent(life.share)} of it training."
+        else:
+            text += f"{shown(run.seconds)} s."
+        if several := self._failures:
+            after = [f"after step {at}" if (at := each.restored + each.again) else "before step 1" for each in several]
+            resumed = [f"from step {each.restored}" if each.restored else "from the beginning" for each in several]
+            many = len(several) > _FAILURES
+            text += f" Failed {counted(len(several), 'time')}, last {after[-1]}" if many else f" Failed {_and(after)}"
+            text += f", resumed {resumed[-1] if many else _and(resumed)}."
         if found.get("checkpoints"):
-            text += f". {counted(found['checkpoints'], 'checkpoint')}"
+            text += f" {counted(found['checkpoints'], 'checkpoint')}"
             if "stall_ms" in found:
                 text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
-        return f"{text}."
+            text += "."
+        return text
+
+
+def _and(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
@@ -168,10 +259,11 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
             f"Left out: {counted(recorded.others, 'other run')} in this directory. This is the run that began last; "
             "hydra.run.dir=PATH gives each run a directory of its own."
         )
-    for step, steps, why in (each for rank in recorded.ranks for each in rank.fallbacks):
+    records = [record for attempt in recorded.attempts for record in attempt.ranks]
+    for step, steps, why in (each for record in records for each in record.fallbacks):
         text = f"It resumed from step {step}, since a newer checkpoint was skipped ({tables.first_line(why)})"
         yield f"{text}: {counted(steps, 'step')} lost."
-    yield from _stragglers(recorded)
+    yield from _stragglers(records)
     if recorded.damaged:
         yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
     if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
@@ -205,8 +297,8 @@ def _restarts(every: Sequence[Started]) -> Table:
     return Table("Restarts", ("restart", "first step", "done again", "read from", "after"), rows, note)
 
 
-def _stragglers(recorded: Run) -> Iterator[str]:
-    told = [each for rank in recorded.ranks for each in rank.stragglers]
+def _stragglers(records: Sequence[RankRecord]) -> Iterator[str]:
+    told = [each for record in records for each in record.stragglers]
     for at, (rank, machine, since, slow, wait_s, step_s) in enumerate(told):
         if slow:
             until = next((step for other, _, step, still, *_ in told[at:] if other == rank and not still), None)
@@ -216,9 +308,21 @@ def _stragglers(recorded: Run) -> Iterator[str]:
 
 
 def _checkpoints(every: Sequence[Saved]) -> Table:
-    heads = ("step", "saved at s", "stall ms", "staging ms", "writing ms", "complete after ms", "MiB", "state")
+    several = any(one.restart for one in every)
+    heads = (
+        *(["restart"] if several else []),
+        "step",
+        "saved at s",
+        "stall ms",
+        "staging ms",
+        "writing ms",
+        "complete after ms",
+        "MiB",
+        "state",
+    )
     rows = tuple(
         (
+            *([one.restart] if several else []),
             one.step,
             one.start,
             _ms(one.stall_s),
@@ -234,7 +338,7 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 def _cell(value: Value) -> str:

@@ -27,6 +27,7 @@ _MODULES = {
     "join_hook": ("timed", "training", "timed_contract"),
     "on_commit": ("after_commit", "after_commit_contract"),
     "keep": ("retention", "retention_contract"),
+    "storage": ("storage", "storage_contract"),
     "tier": ("tier", "tier_contract"),
 }
 """The modules of the example that each kind needs."""
@@ -37,6 +38,7 @@ _TESTS = {
     "join_hook": ("test_timed",),
     "on_commit": ("test_after_commit",),
     "keep": ("test_retention",),
+    "storage": ("test_storage",),
     "tier": ("test_tier",),
 }
 _NAMES = {
@@ -45,6 +47,7 @@ _NAMES = {
     "join_hook": ("ddp_timed", "TimedDdp"),
     "on_commit": ("journal", "Journal"),
     "keep": ("thinned", "Thinned"),
+    "storage": ("zipped", "Zipped"),
     "tier": ("local_ssd", "LocalSsd"),
 }
 """The name of the example's component, and how the names of its classes begin."""
@@ -54,7 +57,7 @@ _CHOSEN = {
     "on_commit": "+on_commit@checkpoint.on_commit.mine",
     "keep": "checkpoint/keep",
 }
-_RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join")
+_RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join", "packed")
 """What Hydra reads as something else than a text, and what the example has under the same name."""
 _README = """# {distribution}
 

@@ -37,7 +37,8 @@ class AsyncStager(Protocol):
     2. *In flight.* Memory handed out stays as it is until the last tensor of the copy is gone, whoever held it.
     3. *Fidelity.* The copy has the source's structure, objects with tensors included, dtypes, strides, shared storage,
        placements and attributes; lazy conjugation is carried out; a view costs its own bytes. Strides go where they
-       would cost more: a view with large holes, such as a column of a big matrix, is packed.
+       would cost more: a view with large holes, such as a column of a big matrix, is packed. On purpose a stager may
+       change values and dtypes, never the structure: keys, containers, shapes, types. A ``Checkpointer`` refuses that.
     4. *Change.* Keys, shapes and dtypes may differ from call to call. What cannot be staged is an error with its path.
     5. *End.* ``close()`` frees everything, twice is harmless, and use after it is an error. Errors of background work
        surface at the next call and at ``close()``.

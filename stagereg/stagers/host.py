@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from stagereg.errors import RegistryError
 from stagereg.kernel.copier import HostCopier
 from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.stagers.memory_map import map_memory
 
 
 class HostStager(AsyncStager):
@@ -46,6 +50,40 @@ class HostStager(AsyncStager):
         """
         copied: StateDict = self._copier.copy(state_dict)
         return copied
+
+    @staticmethod
+    def map_memory(
+        state_dict: StateDict,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        where: Callable[[torch.Tensor, str], bool] | None = None,
+    ) -> StateDict:
+        """Return ``state_dict`` with other values or dtypes in some tensors, for ``stage`` of the base class to copy.
+
+        A stager that rounds the state of an optimizer::
+
+            class RoundingStager(BlockingStager):
+                def stage(self, state_dict):
+                    rounded = self.map_memory(state_dict, lambda x: x.bfloat16().to(x.dtype),
+                                              where=lambda x, path: path.startswith("optimizer."))
+                    return super().stage(rounded)
+
+        Shapes, strides, shared memory, ``DTensor``, ``ShardedTensor`` and attributes stay as they are, and so does the
+        source. Only tensors of floating point with a dimension are changed: a count of steps has none. Other wrappers,
+        sparse and quantized tensors, and attributes of tensors are not changed.
+
+        Args:
+            state_dict: the argument of ``stage``.
+            function: takes the elements of some memory as a tensor of one dimension, and returns a new tensor of as
+                many elements, of any dtype. It works element by element, as there may be others between those of views.
+            where: takes a tensor and its dotted name, ``"optimizer.state.0.exp_avg"``, and returns whether to change
+                the tensor; ``None`` changes all. If it refuses one of several tensors over the same memory, all of them
+                stay as they are.
+
+        Raises:
+            StagingError: an entry cannot be staged; or the function has written into its argument, or returned a tensor
+                of another shape.
+        """
+        return map_memory(state_dict, function, where)
 
     def expect_release(self) -> None:
         self._copier.pool.readers_release = True

@@ -172,4 +172,5 @@ def _unranked(comparison: Comparison, best: ComparisonRow) -> list[str]:
     if not better:
         return []
     row = min(better, key=lambda row: sign * row.cells[name].median)
-    return [f"{_label(row, best)} ({_value(comparison, row)}) is not ranked: {row.status if row.error else row.note}."]
+    why = row.status if row.error else row.note or f"{name} is not finite in all runs"
+    return [f"{_label(row, best)} ({_value(comparison, row)}) is not ranked: {why}."]

@@ -29,16 +29,16 @@ import stagereg.record as record
 from stagereg._version import __version__
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, StageregError
-from stagereg.launch.command_line import CommandLine, raw
+from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, raw, split
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
-from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
-from stagereg.sweep.interleaved import ContainedTask
-from stagereg.sweep.metric import directed, least_difference, usual
-from stagereg.sweep.result import KEYS, JobResult, completed_before, results, split
+from stagereg.sweep.metric import counted, directed, lacking, least_difference, usual
+from stagereg.sweep.plan import PLAN
+from stagereg.sweep.result import JobResult, is_completed, jobs_in
 from stagereg.sweep.run import Run
+from stagereg.sweep.selection import compared
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,6 @@ class Compare(Callback):
         self._matters = matters
         # Workers of a launcher get a copy of this and know nothing of the command line.
         self._start = _started_as()
-        self._kept: JobResult | None = None
         self._begin()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -76,8 +75,8 @@ class Compare(Callback):
             _stop(error)
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
+        record.latest.clear()
         self._begin()
-        self._kept = completed_before(config.hydra) if isinstance(task_function, ContainedTask) else None
 
     def _begin(self) -> None:
         self._began = record.now()
@@ -95,16 +94,17 @@ class Compare(Callback):
         value = job_return._return_value
         found: dict[str, float] = {}
         try:
-            result = self._kept or self._result(config, None if failed else value, value if failed else None)
-            found = result.figures
-            if not self._kept:
-                result.write()
+            result = self._result(config, None if failed else value, value if failed else None)
+            failed, found = result.status == "failed", result.figures
+            if config.hydra.mode == RunMode.MULTIRUN and is_completed(result.directory):
+                raise ConfigError(f"another process has completed it, in {result.directory}, and that result is kept")
+            result.write()
         except Exception as error:
             log.error("The result of this job could not be written: %s", _one_text(error))
         if config.hydra.mode != RunMode.MULTIRUN:
             return
         if failed:
-            text = _one_text(value)
+            text = _one_text(value) if isinstance(value, Exception) else str(result.error)
             log.error("This job failed, the sweep goes on:%s%s", "\n" if "\n" in text else " ", text)
         job_return.status = JobStatus.COMPLETED
         job_return.return_value = self._for_sweeper(failed, value, found)
@@ -114,17 +114,15 @@ class Compare(Callback):
         import stagereg.sweep.render as render
         from stagereg.sweep.render.tables import terminal
 
-        directory = Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
+        directory = _directory(config)
         try:
-            jobs = results(directory)
-            metric = self._metric or usual(set().union(*(job.figures for job in jobs)))
-            comparison = compare(jobs, metric, self._direction, self._matters)
+            comparison, _ = compared([directory], self._metric or "", self._direction, self._matters)
             terminal(comparison)
             written = render.write(comparison, directory)
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
             _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
-        if any(job.status != "completed" for job in jobs):
+        if any(job.status != "completed" for row in comparison.rows for job in row.jobs):
             sys.exit(1)
 
     def _check(self, config: DictConfig) -> None:
@@ -138,15 +136,34 @@ class Compare(Callback):
                 "itself, so leave sweep.repeats at 1 with it"
             )
 
+        if "repeats" in sweeper:
+            return
+        directory = _directory(config)
+        if used := jobs_in(directory):
+            raise ConfigError(
+                f"{directory} holds {counted(len(used), 'job')} of an earlier sweep, and {sweeper._target_} numbers "
+                "its jobs from 0: they would resume from other jobs, and overwrite their results. Take another "
+                "hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved."
+            )
+        (directory / PLAN).unlink(missing_ok=True)  # the plan of a sweep whose jobs were deleted
+
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra
         directory = Path(hydra.runtime.output_dir)
         overrides, repeat, again = split(raw(hydra.overrides.task))
         run = _known("records", lambda: _run(directory, self._began), None)
+        resumed, stepped, checkpoints = _resumed(run, self._began)
+        text = None if error is None else _error_text(error)
+        if idle := error is None and resumed is not None and not stepped:
+            own = Path(checkpoints).is_relative_to(directory)
+            text = (
+                f"no step was taken: it resumed from step {resumed}, and none was left. To run it again, delete "
+                f"{directory if own else checkpoints}."
+            )
         return JobResult(
             directory=directory,
-            status="completed" if error is None else "failed",
-            error=None if error is None else _error_text(error),
+            status="completed" if text is None else "failed",
+            error=text,
             overrides=overrides,
             job={key: OmegaConf.select(hydra.job, key) for key in ("num", "id", "name")},
             repeat=repeat,
@@ -154,25 +171,32 @@ class Compare(Callback):
             started=self._began,
             seconds=record.now() - self._began,
             returned=returned,
-            figures=_known("figures", lambda: figures(run, returned), {}),
+            figures={} if idle else _known("figures", lambda: figures(run, returned), {}),
             versions=_known("versions", _versions, {}),
             environment=_known("environment", lambda: _environment(run), {}) | {"load": list(self._load)},
             command=self._command(hydra, overrides),
+            resumed=resumed,
         )
 
     def _for_sweeper(self, failed: bool, value: Any, found: dict[str, float]) -> Any:
-        if not failed:
-            if self._metric is None:
-                return value
-            if self._metric in found:
-                return found[self._metric]
-            log.warning("%s is not known of this job, so it cannot be ranked", self._metric)
-        return math.nan
+        name = self._metric or usual(found)
+        figure = found.get(name, math.nan)
+        if not failed and self._metric is not None and name not in found:
+            log.warning(lacking("This job cannot be ranked, since it has no", name, found))
+        elif not failed and name in found and not math.isfinite(figure):
+            log.warning("%s is %g, so this job cannot be ranked", name, figure)
+        if self._metric is None and not failed:
+            return value
+        return figure if not failed and math.isfinite(figure) else math.nan
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
         own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
-        job = [override for override in overrides if _key(override) not in KEYS]
+        job = [override for override in overrides if _key(override) not in SWEEP_KEYS]
         return shlex.join([*self._start, *job, *own]) if self._start else ""
+
+
+def _directory(config: DictConfig) -> Path:
+    return Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
 
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
@@ -201,6 +225,21 @@ def _run(directory: Path, began: float) -> Run | None:
     except ConfigError:
         return None
     return run if run.began >= began - _CLOCKS_S else None
+
+
+def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
+    """The step that a job resumed from, whether it took a step since it began, and its directory of checkpoints.
+
+    A job without records is one of this process.
+    """
+    if run is None:
+        found = record.latest.get("resumed", {})
+        return found.get("step"), bool(record.latest.keys() - {"resumed"}), found.get("dir", "")
+    attempts = [each.ranks[0] for each in run.attempts if each.ranks[0].first >= began - _CLOCKS_S]
+    step, checkpoints, _ = next((each.resumed for each in reversed(attempts) if each.resumed), (None, "", 0.0))
+    last = max((at for each in attempts for at, _ in each.steps), default=0)  # of stagereg.log, if there are no others
+    stepped = last > (step or 0) or any(each.started or each.stalls for each in attempts)
+    return step, stepped, checkpoints
 
 
 def _versions() -> dict[str, str]:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stagereg.errors import ConfigError, few_of
+from stagereg.launch.command_line import by_key
 from stagereg.sweep.cell import Cell, ties
 from stagereg.sweep.metric import Metric, columns, counted, directed, least_difference, percent
 from stagereg.sweep.rank_sum import p_value
-from stagereg.sweep.result import KEYS, JobResult
+from stagereg.sweep.result import JobResult
 
 _OVERLAP_S = 1.0  # seconds that two jobs may run beside each other: one is ending while the next begins
 _NAMED = 3
@@ -95,7 +96,7 @@ class Comparison:
         name, sign = self.ranking.name, self.ranking.sign
 
         def position(row: ComparisonRow) -> tuple[int, float]:
-            if name in row.cells and not math.isnan(median := row.cells[name].median):
+            if name in row.cells and math.isfinite(median := row.cells[name].median):
                 return 0, sign * median
             return (1 if row.cells else 2), 0.0
 
@@ -148,7 +149,7 @@ def compare(
     return Comparison(
         directory=Path(os.path.commonpath([job.directory.parent for job in jobs]) or "."),
         parameters=parameters,
-        constant=tuple(each for each in jobs[0].overrides if _by_key([each]).keys() - set(parameters)),
+        constant=tuple(each for each in jobs[0].overrides if by_key([each]).keys() - set(parameters)),
         metrics=tuple(metrics),
         rows=tuple(rows),
         repeats=1 + max(job.repeat for job in jobs),
@@ -167,19 +168,12 @@ def parameter_text(value: str) -> str:
     except ValueError:
         return value
     text = f"{number:.{_DIGITS}g}"
-    return text if len(text) < len(value) and len(value) > _DIGITS else value
-
-
-def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides by what they change, if that is the program; of two for one key, Hydra takes the last."""
-    parts = (override.partition("=") for override in overrides)
-    keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
-    return {key: value for key, value in keys.items() if key not in KEYS}
+    return text if "." in value and len(text) < len(value) > _DIGITS else value
 
 
 def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
     """The keys in which jobs differ, as they were first named; of jobs whose overrides are known."""
-    known = [keys for job in jobs if (keys := _by_key(job.overrides)) or job.status == "completed"]
+    known = [keys for job in jobs if (keys := by_key(job.overrides)) or job.status == "completed"]
     names = dict.fromkeys(key for keys in known for key in keys)
     return tuple(name for name in names if len({keys.get(name) for keys in known}) > 1)
 
@@ -193,7 +187,7 @@ def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
         # A job that was killed before it could record its versions is taken to have those of the others.
         versions = job.versions if "stagereg" in job.versions else known[0]
         text = ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in differ)
-        groups[frozenset(_by_key(job.overrides).items()), text].append(job)
+        groups[frozenset(by_key(job.overrides).items()), text].append(job)
     for (_, text), group in groups.items():
         for again in (False, True):
             if part := [job for job in group if job.again == again]:
@@ -203,7 +197,7 @@ def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
 def _row(
     jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, metrics: Sequence[Metric], ranking: Metric
 ) -> ComparisonRow:
-    keys = _by_key(jobs[0].overrides)
+    keys = by_key(jobs[0].overrides)
     completed = [job for job in jobs if job.status == "completed"]
     known = {one.name: [job for job in completed if one.name in job.figures] for one in metrics}
     broken = sorted((job for job in jobs if job.status != "completed"), key=lambda job: job.status != "failed")
@@ -278,7 +272,7 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"{counted(lost, 'checkpoint')} could not be saved"
     for job in completed:
         if job.resumed is not None:
-            yield f"job {job.directory.name} resumed from step {job.resumed}: its figures are of the steps after it"
+            yield f"job {job.directory.name} resumed from step {job.resumed}"
 
 
 def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking: Metric) -> Iterator[str]:

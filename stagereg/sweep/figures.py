@@ -1,8 +1,8 @@
 """The figures of one run and its checkpoints, from what its ranks have recorded.
 
-Each figure is there if it is known, and finite; the metrics among them are defined with their names, in
-:mod:`stagereg.sweep.metric`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
-only where they are of one machine, and so of one clock.
+Each figure is there if it is known; the loss of a run that diverged is NaN or infinite. The metrics among them are
+defined with their names, in :mod:`stagereg.sweep.metric`. All attempts of a run count. A checkpoint takes as long as
+its slowest rank. Times of different ranks are compared only where they are of one machine, and so of one clock.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Saved:
     write_s: float | None  # how long the slowest rank's writing took, seconds
     nbytes: int  # staged by all ranks
     written: int  # bytes of its files
-    # `"complete"`; `"lost"`, with `error`; `"not complete"`: the run ended before
+    # `"complete"`; `"lost"`, with `error`; `"not complete"`: the attempt ended before
     state: Literal["complete", "lost", "not complete"]
     error: str = ""
+    restart: int = 0  # the attempt that saved it, 0 for the first one
 
 
 def saved(run: Run) -> list[Saved]:
@@ -46,6 +47,11 @@ def saved(run: Run) -> list[Saved]:
 
     Steps that went to the tier alone are left out.
     """
+    began = run.attempts[0].began
+    return [one for number, each in enumerate(run.attempts) for one in _saved(each, number, began)]
+
+
+def _saved(run: Run, number: int, began: float) -> list[Saved]:
     stalls = _by_checkpoint([span for span in rank.stalls if not span.near] for rank in run.ranks)
     stages = _by_checkpoint([span for span in rank.stages if not span.near] for rank in run.ranks)
     writes = _by_checkpoint(rank.writes for rank in run.ranks)
@@ -56,8 +62,8 @@ def saved(run: Run) -> list[Saved]:
         every.append(
             Saved(
                 step=key[0],
-                start=min((span.start for span in spans), default=run.began) - run.began,
-                end=max((span.end for span in spans), default=run.began) - run.began,
+                start=min((span.start for span in spans), default=run.began) - began,
+                end=max((span.end for span in spans), default=run.began) - began,
                 stall_s=_longest(stalls[key]),
                 stage_s=_longest(stages[key]),
                 write_s=_longest(writes[key]),
@@ -65,6 +71,7 @@ def saved(run: Run) -> list[Saved]:
                 written=sum(span.nbytes for span in writes[key]),
                 state="complete" if writes[key] else "lost" if key in errors else "not complete",
                 error="" if writes[key] else errors.get(key, ""),
+                restart=number,
             )
         )
     return sorted(every, key=lambda one: (one.start, one.step))
@@ -90,14 +97,14 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
 
     The metrics have the names of :data:`stagereg.sweep.metric.METRICS`; besides, in seconds and bytes: ``steps``;
     ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
-    last with its stall, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of the rank that has most;
-    ``state_bytes``, of one checkpoint on all ranks; ``write_s``, the median. ``returned`` is a loss, or a dict of
-    numbers, which become ``returned.KEY``.
+    last with its stall, summed over the attempts, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of
+    the rank that has most; ``state_bytes``, of one checkpoint on all ranks; ``write_s``, the median. ``returned`` is a
+    loss, or a dict of numbers, which become ``returned.KEY``; these may be NaN or infinite.
     """
     found = _returned(run, returned)
     if run is not None:
         found |= {**_of_checkpoints(run), **_of_training(run), **_of_ending(run)}
-    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+    return {name: float(value) for name, value in found.items()}
 
 
 def number(value: Any) -> float | None:
@@ -116,13 +123,15 @@ def _real(value: Any) -> float | None:
 
 
 def _returned(run: Run | None, returned: Any) -> dict[str, float]:
-    """What the task has returned, or if that has no loss, not even NaN, the loss that rank 0 has logged last."""
+    """What the task has returned, or if that has no loss, the loss that rank 0 has logged last: NaN if not finite."""
     by_name = returned if isinstance(returned, Mapping) else {"loss": returned}
-    first = run.ranks[0] if run is not None and run.ranks[0].rank == 0 else RankRecord(0)
-    logged = [values["loss"] for _, _, values in first.logs if "loss" in values]
+    first = [record for each in (run.attempts if run else ()) for record in each.ranks if record.rank == 0]
+    logged = [values["loss"] for record in first for _, _, values in record.logs if "loss" in values]
     found = {f"{RETURNED}{key}": _real(value) for key, value in by_name.items() if key != "loss"}
     own = _real(by_name.get("loss"))
-    found["loss"] = logged[-1] if own is None and logged else own
+    if own is None and logged:
+        own = math.nan if logged[-1] is None else logged[-1]
+    found["loss"] = own
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -141,57 +150,69 @@ def _of_checkpoints(run: Run) -> dict[str, float]:
     found: dict[str, float] = {name: statistics.median(values) for name, values in medians.items() if values}
     if stalls or writes:
         found["checkpoints"] = len(writes)
-    if lost := max(len(record.lost) for record in run.ranks):
+    if lost := sum(max(len(record.lost) for record in each.ranks) for each in run.attempts):
         found["lost_checkpoints"] = lost
     return found
 
 
 def _of_training(run: Run) -> dict[str, float]:
-    if not (most := max(len(record.steps) for record in run.ranks)):
+    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # records of each rank, by attempt
+    for each in run.attempts:
+        for record in each.ranks:
+            parts[record.rank].append((each, record))
+    if not (most := max(len({step for _, record in own for step, _ in record.steps}) for own in parts.values())):
         return {}
     found: dict[str, float] = {"steps": most}
-    ranks = [_of_rank(run, record) for record in run.ranks if len(record.steps) > 1]
-    ranks = [rank for rank in ranks if rank["train_s"] > 0]
+    ranks = [rank for own in parts.values() if (rank := _of_rank(own))["train_s"] > 0]
     if not ranks:
         return found
-    saves = any(record.stalls for record in run.ranks)
+    saves = any(record.stalls for own in parts.values() for _, record in own)
     for name in ("train_s", "step_s", *(["lost_s"] if saves else [])):
         if all(name in rank for rank in ranks):
             found[name] = max(rank[name] for rank in ranks)
     if "lost_s" in found:
         found["lost_percent"] = 100 * max(rank["lost_s"] / rank["train_s"] for rank in ranks)
-    if (samples := _samples(run)) is not None:
-        found["samples_per_s"] = samples / found["train_s"]
+    samples, seconds = _samples(run)
+    if samples is not None and seconds > 0:
+        found["samples_per_s"] = samples / seconds
     return found
 
 
-def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
-    """A rank's time from its first step to its last: in all, lost to checkpoints, and of an undisturbed step."""
-    host = record.start.get("host")
-    same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
-    held = Covered(record.stalls)
-    staged = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes, *each.transfers)]
-    busy = Covered([*record.stalls, *staged])
+def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
+    """A rank's time from the first to the last step of each attempt: all, lost to checkpoints, an undisturbed step."""
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
-    for (step, began), (following, ended) in itertools.pairwise(record.steps):
-        count = max(1, following - step)
-        stalled = held.within(began, ended)
-        took = ended - began - stalled
-        if busy.within(began, ended) - stalled > _TOUCHED_S:
-            disturbed.append((took, count))
-        else:
-            undisturbed.append(took / count)
-    first, last = record.steps[0][1], record.steps[-1][1]
-    # The save of the last step comes after it, and is training time too.
-    held_after = held.within(last, math.inf)
-    found = {"train_s": last - first + held_after}
+    stalls_s = 0.0
+    for run, record in parts:
+        host = record.start.get("host")
+        same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
+        held = Covered(record.stalls)
+        staged = [span for each in same for span in (*each.stages, *each.writes, *each.tier_writes, *each.transfers)]
+        busy = Covered([*record.stalls, *staged])
+        for (step, began), (following, ended) in itertools.pairwise(record.steps):
+            count = max(1, following - step)
+            stalled = held.within(began, ended)
+            took = ended - began - stalled
+            if busy.within(began, ended) - stalled > _TOUCHED_S:
+                disturbed.append((took, count))
+            else:
+                undisturbed.append(took / count)
+        if len(record.steps) > 1:
+            stalls_s += held.within(record.steps[0][1], math.inf)
+    found = {"train_s": sum(_trained_s(record) for _, record in parts)}
     if len(undisturbed) >= _LEAST_UNDISTURBED:
         usual = found["step_s"] = statistics.median(undisturbed)
         # Steps vary: the sum lets the quick ones make up for the slow ones, so that chance alone adds little.
-        slower = max(0.0, sum(took - count * usual for took, count in disturbed))
-        found["lost_s"] = held.within(first, last) + held_after + slower
+        found["lost_s"] = stalls_s + max(0.0, sum(took - count * usual for took, count in disturbed))
     return found
+
+
+def _trained_s(record: RankRecord) -> float:
+    """Seconds of an attempt from the first step to the last one, with the save of the last, which comes after it."""
+    if len(record.steps) < 2:
+        return 0.0
+    first, last = record.steps[0][1], record.steps[-1][1]
+    return last - first + Covered(record.stalls).within(last, math.inf)
 
 
 class Covered:
@@ -218,25 +239,32 @@ class Covered:
         return 0.0 if at < 0 else self._before[at] + min(moment, self._ends[at]) - self._starts[at]
 
 
-def _samples(run: Run) -> float | None:
-    """Samples seen on all ranks in the steps after the first, which is where training time begins."""
-    if any("samples" in values for record in run.ranks for _, _, values in record.logs):
-        trained = [record for record in run.ranks if record.steps]
-        logged = [(values, step > record.steps[0][0]) for record in trained for step, _, values in record.logs]
-        return sum(values.get("samples") or 0.0 for values, counts in logged if counts)
+def _samples(run: Run) -> tuple[float | None, float]:
+    """Samples seen on all ranks in the steps after the first one of each attempt, and in how many seconds.
+
+    A join counts its samples when it ends, so those of attempts that failed are incomplete: only the last one counts.
+    """
+    logged = [each for each in run.attempts if any("samples" in log for one in each.ranks for _, _, log in one.logs)]
+    seconds = sum(max(map(_trained_s, each.ranks)) for each in logged or [run])
+    if logged:
+        trained = [record for each in logged for record in each.ranks if record.steps]
+        values = [log for record in trained for step, _, log in record.logs if step > record.steps[0][0]]
+        return sum(each.get("samples") or 0.0 for each in values), seconds
     joins = [record.join for record in run.ranks if record.join is not None]
     if not any("samples" in join for join in joins):
-        return None
+        return None, seconds
     # All batches are taken to be of one size, to leave out the first.
-    return sum(join.get("samples", 0) * (1 - 1 / join["steps"]) for join in joins if join.get("steps"))
+    return sum(join.get("samples", 0) * (1 - 1 / join["steps"]) for join in joins if join.get("steps")), seconds
 
 
 def _of_ending(run: Run) -> dict[str, float]:
     found: dict[str, float] = {}
-    peaks = [number((record.end or {}).get("peak_rss")) for record in run.ranks]
-    known = [peak for peak in peaks if peak is not None]
-    if len(known) == run.world_size:
-        found["peak_host_gib"] = sum(known) / _GIB
-    if any(record.join is not None for record in run.ranks):
-        found["shadowed_steps"] = sum((record.join or {}).get("shadowed", 0) for record in run.ranks)
+    peaks = [[number((record.end or {}).get("peak_rss")) for record in each.ranks] for each in run.attempts]
+    known = [[peak for peak in several if peak is not None] for several in peaks]
+    sums = [sum(several) for each, several in zip(run.attempts, known, strict=True) if len(several) == each.world_size]
+    if sums:
+        found["peak_host_gib"] = max(sums) / _GIB
+    joins = [record.join for each in run.attempts for record in each.ranks if record.join is not None]
+    if joins:
+        found["shadowed_steps"] = sum(join.get("shadowed", 0) for join in joins)
     return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from stagereg.launch.phases import PHASES
 from stagereg.sweep.figures import Covered
-from stagereg.sweep.run import Run, Started
+from stagereg.sweep.run import RankRecord, Run, Started
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class Goodput:
 
 def goodput(run: Run) -> Goodput | None:
     """Return where the time of ``run`` went; ``None`` if rank 0 has recorded no step."""
-    if not any(record.steps for record in run.attempts):
+    attempts = _of_rank_0(run)
+    if not any(record.steps for record in attempts):
         return None
     parts, restarts = defaultdict[str, float](float), dict.fromkeys(PHASES, 0.0)
     reached = -math.inf
-    for record in run.attempts:
+    for record in attempts:
         held = Covered(record.stalls)
         for (step, began), (following, ended) in itertools.pairwise(record.steps):
             reached = max(reached, step)
@@ -54,7 +55,7 @@ def goodput(run: Run) -> Goodput | None:
             parts["saves"] += stalled
             parts["training" if following > reached else "again"] += ended - began - stalled
         reached = max([reached, *(step for step, _ in record.steps[-1:])])
-    first, last = run.attempts[0], run.attempts[-1]
+    first, last = attempts[0], attempts[-1]
     if last.steps:  # of others this is in a phase of the next start
         parts["saves"] += Covered(last.stalls).within(last.steps[-1][1], math.inf)
     began = first.first if first.started is None else first.started.since
@@ -68,9 +69,13 @@ def goodput(run: Run) -> Goodput | None:
 
 def starts(run: Run) -> list[Started]:
     """Return how the attempts of ``run`` have come to their first steps, as far as they did."""
-    return [record.started for record in run.attempts if record.started is not None]
+    return [record.started for record in _of_rank_0(run) if record.started is not None]
 
 
 def failures(run: Run) -> list[Started]:
     """Return those of :func:`starts` that followed a failure."""
     return [start for start in starts(run) if start.why]
+
+
+def _of_rank_0(run: Run) -> list[RankRecord]:
+    return [record for each in run.attempts for record in each.ranks if record.rank == 0]

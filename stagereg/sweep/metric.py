@@ -121,6 +121,13 @@ def usual(known: Collection[str]) -> str:
     return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
 
 
+def lacking(who: str, name: str, known: Iterable[str]) -> str:
+    """Return a message: ``who`` has no figure of that name, the nearest name, and the figures that exist."""
+    names, key = [one.name for one in columns(set(known))], name.removeprefix(RETURNED)
+    near = [each for each in names if nearest(key, [each.removeprefix(RETURNED)])]
+    return f"{who} {name}.{nearest(name, near)} Figures there are: {', '.join(names) or 'none'}."
+
+
 def columns(names: Collection[str]) -> list[Metric]:
     """Return the metrics among these figures, in order; what tasks return has no better side by itself."""
     returned = (metric(name) for name in sorted(names) if name.startswith(RETURNED))

@@ -12,28 +12,26 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from stagereg.errors import ConfigError
-from stagereg.launch.command_line import raw
+from stagereg.launch.command_line import Identity, by_key, split
+from stagereg.output import json_numbers
 from stagereg.record import file_name, plain
-from stagereg.sweep.figures import figures, number
+from stagereg.sweep.figures import figures
 from stagereg.sweep.run import Run
 
-KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeat", "sweep.again")
-"""What goes for a sweep and not for what its jobs do."""
 RESULT = "result.json"
 FORMAT = 1
 CONFIG = Path(".hydra", "config.yaml")  # what a job was configured with, as Hydra leaves it in the job's directory
-_OVERRIDES = Path(".hydra", "overrides.yaml")
+OVERRIDES = Path(".hydra", "overrides.yaml")  # as Hydra leaves them
 _SWEEP = "multirun.yaml"  # file that Hydra's sweepers leave in the directory of a sweep
-_MARKS = (file_name(0), RESULT, str(_OVERRIDES))  # files that make a folder a job's
+_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # files that make a folder a job's
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
 """Errors by which a rank ends that are not its job's fault."""
-_MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class JobResult:
     started: float = 0.0  # seconds since the epoch
     seconds: float = 0.0  # how long it took
     returned: Any = None  # what the task returned, as JSON has it
-    figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`; all finite
+    figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
     environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
     command: str = ""  # the command line that runs this job alone; empty if unknown
@@ -61,6 +59,7 @@ class JobResult:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""
         path = self.directory / RESULT
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
+        fields["figures"] = json_numbers(self.figures)
         text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{RESULT}.tmp")
@@ -74,8 +73,8 @@ class JobResult:
             content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
             if content.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            known = content["figures"].items()
-            content["figures"] = {name: value for name, value in known if number(value) is not None}  # null was NaN
+            known = content["figures"].items()  # NaN and infinity are texts; null is what NaN was once
+            content["figures"] = {name: math.nan if value is None else float(value) for name, value in known}
             content["overrides"] = tuple(content["overrides"])
             return cls(path.parent, **content)
         except OSError as error:
@@ -95,9 +94,14 @@ class JobResult:
             return cls.read(directory)
         except ConfigError as error:
             trouble = str(error) if (directory / RESULT).exists() else ""
-        if not trouble and not _is_job(directory):
+        if not trouble and not is_job(directory):
             raise ConfigError(_nothing_in(directory))
         return _without_result(directory, trouble)
+
+    @property
+    def identity(self) -> Identity:
+        """What tells this job from the others of a sweep, whatever its number is."""
+        return Identity(frozenset(by_key(self.overrides).items()), self.repeat, self.again)
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -112,44 +116,27 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
 
     A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
     """
-    root = Path(sweep_dir)
-    found = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
-    jobs = [JobResult.of_directory(path) for path in found if _is_job(path)]
-    if not jobs:
+    if not (jobs := jobs_in(root := Path(sweep_dir))):
         raise ConfigError(_nothing_in(root))
+    return jobs
+
+
+def jobs_in(root: Path) -> list[JobResult]:
+    """As :func:`results`, but an empty list if there are none."""
+    found = _folders(root, lambda path: is_job(path) or (path != root and (path / _SWEEP).is_file()))
+    jobs = [JobResult.of_directory(path) for path in found if is_job(path)]
     return sorted(jobs, key=lambda job: job.order)
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
     """Return which of the two ``directory`` is; the error has what was looked for."""
-    if _is_job(directory):
+    if is_job(directory):
         return "run"
     if _is_sweep(directory):
         return "sweep"
     if not directory.exists():
         raise ConfigError(f"There is no directory {directory}.")
     raise ConfigError(_nothing_in(directory))
-
-
-def split(overrides: Sequence[str]) -> tuple[tuple[str, ...], int, bool]:
-    """Part overrides into those of the combination, and which repeat of it this is and whether it is the A/A job."""
-    marks = [_MARK.fullmatch(override) for override in overrides]
-    kept = tuple(override for override, mark in zip(overrides, marks, strict=True) if mark is None)
-    found = {mark[1]: mark[2] for mark in marks if mark is not None}
-    repeat = found.get("repeat", "")
-    return kept, int(repeat) if repeat.isdecimal() else 0, found.get("again", "").lower() == "true"
-
-
-def completed_before(hydra: Any) -> JobResult | None:
-    """Return the result of the same job in an earlier run of its sweep, if it was completed."""
-    if hydra.mode.name != "MULTIRUN":
-        return None
-    with contextlib.suppress(ConfigError):
-        found = JobResult.read(hydra.runtime.output_dir)
-        own = split(raw(hydra.overrides.task))
-        if found.status == "completed" and (found.overrides, found.repeat, found.again) == own:
-            return found
-    return None
 
 
 def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
@@ -162,26 +149,34 @@ def _folders(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     return found
 
 
-def _is_job(path: Path) -> bool:
+def is_completed(directory: Path | str) -> bool:
+    """Whether a directory has the result of a completed job."""
+    with contextlib.suppress(ConfigError):
+        return JobResult.read(directory).status == "completed"
+    return False
+
+
+def is_job(path: Path) -> bool:
+    """Whether a folder is that of a job."""
     return not (path / _SWEEP).is_file() and any((path / name).is_file() for name in _MARKS)
 
 
 def _is_sweep(path: Path) -> bool:
     """Whether the jobs of one sweep lie below: by Hydra's file, or they are numbered as a sweep's are."""
     numbered = (one for one in path.glob("[0-9]*") if one.name.isdecimal())
-    return (path / _SWEEP).is_file() or any(map(_is_job, numbered))
+    return (path / _SWEEP).is_file() or any(map(is_job, numbered))
 
 
 def _nothing_in(path: Path) -> str:
     return (
-        f"{path} holds no job: there is no folder with {RESULT}, {_OVERRIDES} or {file_name(0)}, neither it nor any "
+        f"{path} holds no job: there is no folder with {RESULT}, {OVERRIDES} or {file_name(0)}, neither it nor any "
         "below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
     )
 
 
 def _without_result(directory: Path, trouble: str) -> JobResult:
-    overrides, repeat, again = split([str(each) for each in _of(list, _yaml(directory / _OVERRIDES))])
-    hydra = _of(dict, _of(dict, _yaml(directory / ".hydra" / "hydra.yaml")).get("hydra"))
+    overrides, repeat, again = split([str(each) for each in _of(list, yaml_of(directory / OVERRIDES))])
+    hydra = _of(dict, _of(dict, yaml_of(directory / ".hydra" / "hydra.yaml")).get("hydra"))
     job = {name: value for name, value in _of(dict, hydra.get("job")).items() if name in ("num", "id", "name")}
     known: dict[str, Any] = {"overrides": overrides, "job": job, "repeat": repeat, "again": again}
     try:
@@ -196,7 +191,7 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     return JobResult(directory, status, trouble or ending, **known)
 
 
-def _yaml(path: Path) -> Any:
+def yaml_of(path: Path) -> Any:
     """The content of a file of Hydra's, with nothing interpolated; ``None`` if it cannot be read."""
     from omegaconf import OmegaConf
 

@@ -2,7 +2,7 @@
 
 A torn last line, of a killed process, is left out; a damaged line elsewhere is left out and counted. A rank without an
 ``end`` was killed or is running. If several programs have recorded in one directory, the run is the one that began
-last; of rank 0 also its earlier attempts count.
+last, with its earlier attempts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Started:
     source: str = ""  # the checkpoint that it went on from; empty for none
     origin: str = ""  # the kind of it: "tier", "store", or "survivors"
     again: int = 0  # steps that had been taken before
+    restored: int = 0  # the step that it resumed from; 0 for none
     checkpoints: str = ""  # the directory that the run saves to
 
     @property
@@ -87,6 +88,7 @@ class RankRecord:
     # seconds, status, error, peak memory; `None` for a rank that was killed or is still running
     end: dict[str, Any] | None = None
     started: Started | None = None  # on rank 0, once it took a step
+    resumed: tuple[int, str, float] | None = None  # the step that it resumed from, the directory of checkpoints, when
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
@@ -95,12 +97,11 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what each of its ranks has recorded, and where."""
+    """One run: the records of its ranks, and their directory. The properties describe its last attempt."""
 
     directory: Path  # the run's output directory
     ranks: tuple[RankRecord, ...]  # the records there are, sorted by rank
-    # what rank 0 has recorded of each attempt since one completed; the last is of this run
-    attempts: tuple[RankRecord, ...] = ()
+    earlier: tuple[Run, ...] = ()  # its earlier attempts since one completed
     others: int = 0  # other runs that have recorded in the directory
 
     @classmethod
@@ -121,13 +122,18 @@ class Run:
         if not every:
             raise ConfigError(f"{directory} holds no run: what is in {found[min(found)]} is not of stagereg.")
         last = [each for each in every if each.rank == every[0].rank][-1]
-        own = {each.rank: each for each in every if each.attempt == last.attempt}.values()
-        size = last.start.get("world_size", math.inf) if last.rank == 0 else math.inf
-        # Files of ranks beyond that are of an earlier run in the same directory.
-        ranks = tuple(record for record in own if record.rank < size)
-        attempts = _of_one_run(recordings[0]) if last.rank == 0 else ()
-        others = {run_of(each.attempt) for each in every} - {run_of(each.attempt) for each in (last, *attempts)}
-        return cls(directory, ranks, attempts, len(others))
+        attempts = _of_one_run(recordings[0]) if last.rank == 0 else (last,)
+        others = {run_of(each.attempt) for each in every} - {run_of(each.attempt) for each in attempts}
+        runs = []
+        for at, record in enumerate(attempts):
+            later = sum(each.attempt == record.attempt for each in attempts[at + 1 :])
+            runs.append(cls(directory, _of_attempt(record, later, recordings)))
+        return replace(runs[-1], earlier=tuple(runs[:-1]), others=len(others))
+
+    @property
+    def attempts(self) -> tuple[Run, ...]:
+        """All attempts, in order; the last one is this."""
+        return (*self.earlier, self)
 
     @property
     def world_size(self) -> int:
@@ -178,8 +184,8 @@ class Run:
 
     @property
     def damaged(self) -> int:
-        """How many lines of all ranks could not be read, torn last ones aside."""
-        return sum(record.damaged for record in self.ranks)
+        """How many lines of all ranks and attempts could not be read, torn last ones aside."""
+        return sum(record.damaged for each in self.attempts for record in each.ranks)
 
 
 def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
@@ -189,6 +195,15 @@ def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
     ends = [(record.end or {}).get("status") == "completed" for record in own[:-1]]
     first = max((at + 1 for at, completed in enumerate(ends) if completed), default=0)
     return tuple(own[first:])
+
+
+def _of_attempt(record: RankRecord, later: int, recordings: Sequence[Sequence[RankRecord]]) -> tuple[RankRecord, ...]:
+    """Return the records of an attempt, one of each rank; ``later`` attempts of the run have the same name."""
+    named = [[each for each in several if each.attempt == record.attempt] for several in recordings]
+    # Files of ranks beyond its size are of another attempt in the same directory.
+    size = record.start.get("world_size", math.inf) if record.rank == 0 else math.inf
+    own = (several[-1 - later] for several in named if len(several) > later)
+    return tuple(each for each in own if each.rank < size)
 
 
 def _saves_to(record: RankRecord) -> str:
@@ -255,6 +270,7 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
         join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
         end=events["end"][-1] if events["end"] else None,
         started=next(iter(events["restart"] or events["begin"]), None),
+        resumed=next((each for each in events["resumed"] if not steps or each[2] <= steps[0][1]), None),
         damaged=lines.damaged,
         first=times[0],
         last=times[1],
@@ -293,8 +309,10 @@ def _span(event: Mapping[str, Any]) -> Span:
 def _started(event: Mapping[str, Any]) -> Started:
     phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
     number, again = (int(event.get(name, 0)) for name in ("number", "again"))
+    restored = int(event.get("restored", _step(event) - 1))
     why, source, origin, checkpoints = (str(event.get(name, "")) for name in ("why", "source", "origin", "dir"))
-    return Started(_step(event), _number(event, "since"), phases, number, why, source, origin, again, checkpoints)
+    since = _number(event, "since")
+    return Started(_step(event), since, phases, number, why, source, origin, again, restored, checkpoints)
 
 
 def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:
@@ -325,6 +343,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "copy": _span,
     "begin": _started,
     "restart": _started,
+    "resumed": lambda event: (_step(event), str(event.get("dir", "")), float(event["t"])),
     "straggler": _straggler,
     "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": lambda event: {name: _number(event, name) for name in _JOINED if event.get(name) is not None},

@@ -3,9 +3,9 @@
 ``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
 or hung, and where.
 
-``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract`` and
-``TierContract`` are to be inherited: their methods try the promises of a kind of component on the author's own one,
-under pytest or without it (``Contract``, ``Outcome``).
+``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract``,
+``StorageContract`` and ``TierContract`` are to be inherited: their methods try the promises of a kind of component on
+the author's own one, under pytest or without it (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stagereg.testing.keep_contract import KeepContract
     from stagereg.testing.on_commit_contract import OnCommitContract
     from stagereg.testing.stager import StagerContract
+    from stagereg.testing.storage_contract import StorageContract
     from stagereg.testing.tier_contract import TierContract
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Outcome",
     "RankFailure",
     "StagerContract",
+    "StorageContract",
     "TierContract",
     "run_ranks",
 ]
@@ -44,6 +46,7 @@ def __getattr__(name: str) -> Any:
         "StagerContract": "stager",
         "OnCommitContract": "on_commit_contract",
         "KeepContract": "keep_contract",
+        "StorageContract": "storage_contract",
         "TierContract": "tier_contract",
     }
     return getattr(importlib.import_module(f"stagereg.testing.{modules.get(name, 'join')}"), name)

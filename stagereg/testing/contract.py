@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from stagereg.crash_report import summarize, summarize_exception
 from stagereg.errors import BrokenPromiseError
+from stagereg.testing import ranks
 from stagereg.testing.ranks import RankFailure, run_ranks
 
 T = TypeVar("T")
@@ -105,6 +106,7 @@ class Contract:
             except BaseException as error:
                 futures[0].set_exception(error)
 
+        ranks.before_wait(limit_s)
         thread = threading.Thread(target=attempt, name="stagereg-contract", daemon=True)
         thread.start()
         thread.join(limit_s)

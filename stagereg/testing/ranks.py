@@ -43,6 +43,8 @@ _PG_EXTRA_S = 60.0
 """Seconds by which the process group's time-out is longer than the harness's, so that the harness reports."""
 _LINGER_S = 2.0
 """Seconds the other ranks get to report their errors once one has failed, and hung ranks to dump their stacks."""
+before_wait: Callable[[float], object] = lambda seconds: None  # noqa: E731
+"""Called with the seconds of each wait of a contract that ends by itself, before it: ``stagereg check`` adds them."""
 
 
 class RankFailure(StageregError, RuntimeError):
@@ -98,6 +100,7 @@ def run_ranks(
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    before_wait(timeout_s)
     shipment = pack(fn, tuple(args), dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="stagereg-ranks-") as folder:
         # On a free port; it lives here, so no rank's end takes it from the others.
@@ -154,7 +157,7 @@ class _Rank:
             return ""
         code = self.process.exitcode or 0
         died = f"died of {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
-        return "\n  ".join([f"{died} before it returned", *self.lines("output")[-10:], *self.lines("stacks")[:20]])
+        return "\n  ".join([f"{died} before it returned", *self.lines("output")[-10:], *self.lines("stacks")[:60]])
 
 
 def _start(job: Assignment) -> _Rank:

@@ -1,20 +1,25 @@
 """One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
 
-All scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. If a rank
-hangs or dies in that call, each requested scenario runs alone. To find what a join leaves behind, a walk from the
-joinables compares their attributes and hooks, and of other objects also the values of simple attributes.
+All scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. The first
+that hangs, or kills a rank, ends that call; each scenario that has no result yet then runs alone when it is requested.
+To find what a join leaves behind, a walk from the joinables compares their attributes and hooks, and of other objects
+also the values of simple attributes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import re
+import tempfile
+import time
 import types
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from stagereg.crash_report import innermost_frame, summarize, summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
+from stagereg.join.broken import is_lost_connection
 from stagereg.join.context import Join
 from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
@@ -34,6 +40,8 @@ from stagereg.testing.worker import limited, new_group
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
 _STARTING_S = 30.0
+_HURRIED_S = 6.0
+"""Seconds that a loop gets at least, when another one of the contract has hung."""
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
@@ -71,6 +79,7 @@ class Observation:
     kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
     traces: list[str] = field(default_factory=list)  # what was left behind, one text each
     sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
+    hung: bool = False  # it took half of its time, as where stagereg's Join has waited in vain
 
 
 @dataclass(frozen=True)
@@ -107,58 +116,89 @@ def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float
 # -- where it is asked for
 
 _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakref.WeakKeyDictionary()
+_hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts of which a scenario has hung
 
 
 def played(contract: Any, scenario: Scenario, others: Sequence[Scenario]) -> ScenarioResult:
     """Return how a scenario of a contract went, which is run once: with ``others``, as long as none hangs or dies."""
     known = _played.setdefault(contract, {})
     if not known and others:
-        with contextlib.suppress(RankFailure):
-            known.update(_run(contract, tuple(dict.fromkeys([*others, scenario]))))
+        known.update(_run(contract, tuple(dict.fromkeys([*others, scenario])), contract.timeout_s))
     if scenario not in known:
-        try:
-            known.update(_run(contract, (scenario,)))
-        except RankFailure as failure:
-            seen = tuple(failure.returned.get(rank, [None])[0] for rank in range(contract.world_size))
-            known[scenario] = ScenarioResult(seen, _in_short(failure))
+        known.update(_run(contract, (scenario,), _limit_s(contract)))
     return known[scenario]
 
 
-def _run(contract: Any, todo: tuple[Scenario, ...]) -> dict[Scenario, ScenarioResult]:
-    """How each went, all of which came to their end. Raises ``RankFailure``."""
-    limit_s = 3 * contract.timeout_s * len(todo) + _STARTING_S
-    of_ranks = run_ranks(run_scenarios, contract.world_size, args=(contract, todo), timeout_s=limit_s)
-    return {each: ScenarioResult(seen) for each, seen in zip(todo, zip(*of_ranks, strict=True), strict=True)}
+def _limit_s(contract: Any) -> float:
+    """Seconds for one more scenario: a third of the contract's when one has hung, for many may hang for one reason."""
+    limit_s: float = contract.timeout_s
+    return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
+
+
+def _run(contract: Any, todo: tuple[Scenario, ...], limit_s: float) -> dict[Scenario, ScenarioResult]:
+    """How each went of which all ranks came to the end; a single one is among them in any case."""
+    size, failure = contract.world_size, ""
+    with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
+        try:
+            args = contract, todo, limit_s, folder
+            run_ranks(run_scenarios, size, args=args, timeout_s=3 * limit_s + _STARTING_S)
+        except RankFailure as error:
+            failure = _in_short(error)
+        files = [[_file(folder, number, rank) for rank in range(size)] for number in range(len(todo))]
+        seen = [tuple(pickle.loads(each.read_bytes()) if each.exists() else None for each in row) for row in files]
+    if "hung in" in failure or any(each and each.hung for row in seen for each in row):
+        _hung.add(contract)
+    if len(todo) == 1:
+        return {todo[0]: ScenarioResult(seen[0], failure)}
+    return {each: ScenarioResult(row) for each, row in zip(todo, seen, strict=True) if None not in row}
+
+
+def _file(folder: str, number: int, rank: int) -> Path:
+    return Path(folder, f"{number}-{rank}")
 
 
 def _in_short(failure: RankFailure) -> str:
-    lines = []
+    lines, advice = [], ""
     for rank, text in {**failure.hung, **failure.failed}.items():
         hung = rank in failure.hung or re.search(r"Timeout \(\d+:", text)
-        lines.append(f"rank {rank} hung in {innermost_frame(text)}" if hung else f"rank {rank}: {summarize(text)}")
-    return "; ".join(lines)
+        line = f"rank {rank} hung in {innermost_frame(text)}" if hung else f"rank {rank}: {summarize(text)}"
+        if other := re.search(r"(\d+) vs (\d+)\. Received data", text):
+            sizes = f"received {other[1]} bytes of another rank's collective where its own has {other[2]}"
+            line = f"rank {rank} {sizes}, in {innermost_frame(text)}"
+        if hung or other:
+            advice = ". All ranks must run the same collectives in the same order; main_hook() runs those of a step"
+        lines.append(line)
+    return "; ".join(lines) + advice
 
 
 # -- on the ranks
 
 
-def run_scenarios(rank: int, world_size: int, contract: Any, todo: Sequence[Scenario]) -> list[Observation]:
-    """Play all; the process ends when one takes too long."""
-    seen = []
+def run_scenarios(
+    rank: int, world_size: int, contract: Any, todo: Sequence[Scenario], limit_s: float, folder: str
+) -> None:
+    """Play all, and write what was observed to files; the process ends when one takes too long."""
     for number, each in enumerate(todo):
         if number:
-            with limited(2 * contract.timeout_s):  # others may still be at the last one
+            with limited(2 * limit_s):  # others may still be at the last one
                 new_group()
-        with limited(contract.timeout_s):
-            seen.append(_Play(contract(), each, rank).run())
-    return seen
+        began = time.monotonic()
+        with limited(limit_s):
+            seen = _Play(contract(), each, rank, limit_s).run()
+        seen.hung = time.monotonic() - began > limit_s / 2
+        file = _file(folder, number, rank)
+        file.with_suffix(".part").write_bytes(pickle.dumps(seen))
+        file.with_suffix(".part").rename(file)
+        if seen.hung and len(todo) > 1:
+            raise InjectedError("the others are played alone, with less time")
 
 
 class _Play:
-    def __init__(self, contract: Any, scenario: Scenario, rank: int) -> None:
+    def __init__(self, contract: Any, scenario: Scenario, rank: int, limit_s: float) -> None:
         self._contract = contract
         self._what = scenario
         self._rank = rank
+        self._limit_s = limit_s
         self._seen = Observation()
         self._in_join = False
         self._taken = 0
@@ -169,7 +209,8 @@ class _Play:
             self._play()
         except Exception as error:
             self._seen.error = summarize_exception(error)
-            self._seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
+            other = "peer" if is_lost_connection(error) else "other"
+            self._seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), other)
         return self._seen
 
     def _play(self) -> None:
@@ -231,7 +272,7 @@ class _Play:
         if what.torchs[self._rank % 2]:
             theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(self._joinables, what.enable, what.throw, **theirs)
-        options.setdefault("timeout", self._contract.timeout_s / 2)
+        options.setdefault("timeout", self._limit_s / 2)
         if what.mode != "own":
             options["mode"] = what.mode
         if options.get("mode") in ("planned", "auto"):

@@ -14,22 +14,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from stagereg.errors import RegistryError, StageregError
-from stagereg.machine import memory
+from stagereg.errors import RegistryError, StageregError, StagingError
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, StateDict, WatchesOptimizers
+from stagereg.stagers.guard import written_by
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
 _LARGE = 36 * 2**20  # bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once
+_Training: TypeAlias = tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]
+_HELD = 12  # copies: more than stagers keep memory for
 
 
 @dataclass
@@ -60,14 +62,12 @@ class StagerContract(StagerFidelity):
 
     def test_later_writes_do_not_show(self) -> None:
         """Writes to the source after staging do not show in the copy, whatever the size of the tensor."""
-        small, large, inner, last = self.ones(1000), self.ones(2**20), self.ones(3, 3), self.ones(5)
-        state: StateDict = {"small": small, "large": large, "nested": [{"w": inner}, last]}
-        with self.kept(self.opened(), state, "after in-place writes to the source"):
-            for x in (small, large, inner, last):
-                x.fill_(7)
-        with self.kept(self.opened(), state, "after writes to the source's storage"):
-            for x in (small, large, inner, last):
-                x.untyped_storage().fill_(1)  # type: ignore[attr-defined]
+        stager, state = self.opened(), self.sized()
+        with self.kept(stager, state, "after in-place writes to the source"):
+            self.fill(state, 1)
+        with self.kept(stager, state, "after writes to the source's storage"):
+            for x in tree_leaves(state):
+                x.untyped_storage().fill_(1)
 
     def test_writes_that_no_version_counter_sees_are_staged(self) -> None:
         """Writes that do not move torch's version counter (.data, numpy, collectives) are in the next copy."""
@@ -85,10 +85,42 @@ class StagerContract(StagerFidelity):
 
     def test_a_training_loop_is_staged_as_it_was(self) -> None:
         """The copy of a model and its optimizer is what they were, while training goes on."""
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
-        model.to(self.device)
-        optimizer = torch.optim.AdamW(model.parameters())
         stager = self.opened()
+        model, optimizer, train = self._training(stager)
+        for step in range(3):
+            train()
+            state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "step": step}
+            with self.kept(stager, state, "after one more step of training"):
+                train()
+
+    def test_a_future_does_not_hold_up_training(self) -> None:
+        """A future is of the state as it was when stage() returned, or fails, unless stage() is to be synchronized."""
+        stager = self.opened()
+        model, optimizer, train = self._training(stager, 2**18)
+        train()
+        ways: list[Callable[[], object]] = [optimizer.step, *[lambda: _write(optimizer)] * 2]
+        for way in ways:  # it is a race, so more than once
+            train()
+            state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+            noted, staged = self.noted(state), stager.stage(state)
+            if not isinstance(staged, Future) or stager.should_synchronize_after_execute:
+                return
+            way()  # a Checkpointer does not wait before training continues
+            try:
+                copied = staged.result()
+            except StagingError:  # not silent, and only an optimizer announces what it writes
+                if way == optimizer.step:
+                    raise
+                continue
+            if wrong := difference(copied, noted, self.expected):
+                advice = "Copy before stage() returns, or let should_synchronize_after_execute be True"
+                self.broken(f"written before its future was done, {wrong}. {advice}")
+
+    def _training(self, stager: AsyncStager, width: int = 2**16) -> _Training:
+        """Return a model with layers small and large, its optimizer, and one step of training."""
+        layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, width)
+        model = torch.nn.Sequential(*layers).to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters())
         if isinstance(stager, WatchesOptimizers):
             stager.watch(optimizer)
 
@@ -97,11 +129,7 @@ class StagerContract(StagerFidelity):
             model(torch.randn(4, 8, dtype=torch.get_default_dtype(), device=self.device)).sum().backward()
             optimizer.step()
 
-        for step in range(3):
-            train()
-            state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "step": step}
-            with self.kept(stager, state, "after one more step of training"):
-                train()
+        return model, optimizer, train
 
     def test_values_that_are_no_tensors_are_copied(self) -> None:
         """Lists, dicts, sets, buffers and objects in the state dict are copied, not shared with the source."""
@@ -138,56 +166,49 @@ class StagerContract(StagerFidelity):
 
     def test_held_copies_stay_as_they_are(self) -> None:
         """However many copies, or slices of them, are held: the next stage comes back and does not overwrite them."""
-        stager, source, held = self.opened(), {"w": self.ones(1000), "b": self.ones(7)}, []
-        for step in range(4):
-            for x in source.values():
-                x.fill_(step)
-            held.append((self.noted(source), self.settled(stager, source)))
-        for noted, copied in held:
-            self.agree(copied, noted, "with other copies made while it was held")
-        single = {"w": self.ones(1000)}
-        noted = self.noted({"slice": single["w"][100:200]})
-        part = {"slice": self.settled(stager, single)["w"][100:200]}
+        stager, source, held = self.opened(), self.sized(), []
+        for step in range(_HELD):
+            held.append(self.settled(stager, self.fill(source, step)))
+        for step, copied in enumerate(held):
+            self._unchanged(copied, self.sized(step), f"of {_HELD} copies that were held, copy {step + 1}")
+        held.clear()
+        parts = [_halves(self.settled(stager, self.fill(source, step))) for step in range(3)]
         gc.collect(1)
-        single["w"].fill_(2)
-        later = self.settled(stager, single)
-        self.agree(part, noted, "after the copy was dropped but for a slice, and another one made")
+        later = [self.settled(stager, self.fill(source, step)) for step in range(3, 6)]
+        for step, part in enumerate(parts):
+            self._unchanged(part, _halves(self.sized(step)), "a copy of which slices were held, and nothing else,")
         del later
 
     def test_copies_outlive_stagers(self) -> None:
         """What a stager hands out is touched neither by another one nor by the end of either."""
-        source = {"w": self.ones(2**16)}
-        noted = self.noted(source)
+        source = self.sized()
         copied = self.settled(self.opened(), source)
-        source["w"].fill_(2)
-        self.settled(self.opened(), source)
+        self.settled(self.opened(), self.fill(source, 1))
         self.close()
         gc.collect(1)
-        # Would land in memory that was freed too early.
-        fresh = [torch.full((2**16,), 9.0, dtype=torch.float32, device="cpu") for _ in range(4)]
-        self.agree(copied, noted, "after another stager was used, and both were closed")
+        fresh = [self.sized(2) for _ in range(4)]  # would take memory that was freed too early
+        self.agree(copied, self.sized(), "after another stager was used, and both were closed")
         del fresh
 
     def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
         """If it has release(): a released copy is empty and not waited for; its tensors stay while they are held."""
-        stager, source, held = self.opened(), {"x": self.ones(1000)}, []
+        stager, source, held = self.opened(), self.sized(), []
         if not isinstance(stager, ReleasesCopies):
             return
         stager.expect_release()
-        for step in range(3):
-            source["x"].fill_(step)
-            noted = self.noted(source)
-            copied = self.settled(stager, source)
-            held.append((noted, dict(copied)))
+        for step in range(_HELD):
+            copied = self.settled(stager, self.fill(source, step))
+            held.append(tree_map(lambda x: x, copied))
             stager.release(copied)
             if copied:
-                self.broken(f"after release(), the copy still has the entries {list(copied)}")
-        for noted, tensors in held:
-            self.agree(tensors, noted, "after its release, with its tensors held and other copies made")
+                self.broken(f"after release(), the copy still has {len(copied)} entries; release() must empty the dict")
+        for step, tensors in enumerate(held):
+            what = f"of {_HELD} copies that were released, copy {step + 1}, whose tensors were held,"
+            self._unchanged(tensors, self.sized(step), what)
 
     def test_memory_is_given_back(self) -> None:
         """The memory of dropped copies is freed or used again; after close() only that of held copies is kept."""
-        itemsize = self.expected(self.ones(1)).element_size()  # of the copy, whatever the stager makes of the dtype
+        itemsize = self.expected(self.ones(1), "w").element_size()  # of the copy, whatever its dtype
         stager, source = self.opened(), {"w": self.ones(_LARGE // itemsize)}
 
         def stage_often() -> None:
@@ -200,8 +221,8 @@ class StagerContract(StagerFidelity):
             self.settled(stager, source)
             stager.close()
 
-        self._grows_at_most(3 * _LARGE, stage_often, f"6 copies of {_LARGE >> 20} MiB, each dropped at once")
-        self._grows_at_most(_LARGE // 2, stage_and_close, f"a dropped copy of {_LARGE >> 20} MiB and close()")
+        self.grows_at_most(3 * _LARGE, stage_often, f"6 copies of {_LARGE >> 20} MiB, each dropped at once")
+        self.grows_at_most(_LARGE // 2, stage_and_close, f"a dropped copy of {_LARGE >> 20} MiB and close()")
 
     # Change
 
@@ -213,7 +234,9 @@ class StagerContract(StagerFidelity):
         shapes = [(6,), (1,), (), (3, 2), (2, 3), (1, 6), (12,), (6,)]
         sized = [{"w": self.counted(torch.Size(shape).numel()).view(shape)} for shape in shapes]
         dtypes = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8, torch.float32]
-        for states in (keys, sized, [{"w": self.counted(6).to(dtype)} for dtype in dtypes]):
+        m = self.counted(9).view(3, 3)
+        views: list[StateDict] = [{"w": w} for w in (m, m.view(torch.int32), m.t(), m[:1], m[1:2], m[:, :1])]
+        for states in (keys, sized, views, [{"w": self.counted(6).to(dtype)} for dtype in dtypes]):
             stager = self.opened()
             for state in states + states[::-1]:
                 self.faithful(stager, state, "staged after something else")
@@ -248,8 +271,8 @@ class StagerContract(StagerFidelity):
 
     def test_an_error_leaves_the_stager_usable(self) -> None:
         """After an error the stager goes on, and earlier copies stay as they are."""
-        stager, state = self.opened(), {"w": self.ones(1000)}
-        bad: StateDict = {"w": self.ones(1000) * 2, "bad": threading.Lock()}
+        stager, state = self.opened(), self.sized()
+        bad: StateDict = {**self.sized(1), "bad": threading.Lock()}
         with self.kept(stager, state, "after an error, in an earlier copy"):
             for _ in range(3):
                 self._error_of(stager, bad)
@@ -268,10 +291,14 @@ class StagerContract(StagerFidelity):
     def test_errors_that_nobody_looked_at_surface(self) -> None:
         """An error of background work that nobody asked for is raised by the next call, or by close()."""
         stager = self.opened()
+        model, optimizer, train = self._training(stager)
+        train()
         try:
             staged = stager.stage({"w": self.ones(3), "bad": threading.Lock()})
-        except Exception:
-            return
+        except Exception:  # a write while it copies is what it may find later
+            train()
+            staged = stager.stage(dict(model.state_dict()))
+            _write(optimizer)
         if not isinstance(staged, Future):
             return
         wait([staged], self.timeout_s)
@@ -308,7 +335,7 @@ class StagerContract(StagerFidelity):
         """What stage() returns is complete, or a future is; torch's async_save writes it late and load() reads it."""
         stager, w, x = self.opened(), self.counted(1000), self.counted(12)
         state: StateDict = {"w": w, "nested": {"x": x}}
-        wanted = {"w": self.expected(w).cpu().clone(), "nested": {"x": self.expected(x).cpu().clone()}}
+        wanted = {"w": self.expected(w, "w").cpu().clone(), "nested": {"x": self.expected(x, "nested.x").cpu().clone()}}
         got = tree_map(torch.zeros_like, wanted)
         noted, staged = self.noted(state), stager.stage(state)
         if isinstance(staged, Future):
@@ -339,6 +366,11 @@ class StagerContract(StagerFidelity):
 
     # What the promises have in common
 
+    def _unchanged(self, copied: Any, noted: Any, what: str) -> None:
+        if wrong := difference(copied, noted, self.expected):
+            advice = "The stager may write memory again only when no tensor over it is left."
+            self.broken(f"{what} has changed: {wrong}. {advice}")
+
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
         """What staging ``state`` raises: at once, in its future, when it is waited for, or later."""
         try:
@@ -348,18 +380,17 @@ class StagerContract(StagerFidelity):
             return error
         return None
 
-    def _grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
-        """Measure the process, and what is too much once more: a stager takes it again, and the others do not."""
-        for _ in range(2):
-            self.settled(self.opened(), {"w": self.ones(10)})
-            gc.collect()
-            before = memory("VmRSS")
-            use()
-            gc.collect()
-            grown = memory("VmRSS") - before
-            if grown <= limit:
-                return
-        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
+
+def _write(optimizer: torch.optim.Optimizer) -> None:
+    """Write what an optimizer writes, unannounced; what lies last first, as a copy is likely to come to it last."""
+    with torch.no_grad():
+        for x in sorted(written_by(optimizer), key=torch.Tensor.data_ptr, reverse=True):
+            x.add_(1)
+
+
+def _halves(state: StateDict) -> Any:
+    """Return a view of the second half of each tensor."""
+    return tree_map(lambda x: x.view(-1)[x.numel() // 2 :], state)
 
 
 def _shown(error: Exception | None) -> str:

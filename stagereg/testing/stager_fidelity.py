@@ -72,13 +72,20 @@ class StagerFidelity(StagerTrial):
 
     def test_a_view_costs_its_own_bytes(self) -> None:
         """The copy of a view takes the view's bytes, not those of its storage; an expanded tensor is not inflated."""
-        whole, limit = self.counted(2**21), 2**16
-        for x in (whole[10:20], whole.view(-1, 1024)[3], whole[5].expand(2**18)):
+        whole, limit = self.counted(2**23), 2**16
+        rows = whole.view(-1, 1024)
+        for x in (whole[10:20], rows[3], rows[:, 3], whole[5].expand(2**18)):
             copied = self.settled(self.opened(), {"view": x})["view"]
             taken = copied.untyped_storage().nbytes()
             if taken > limit:
                 self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
-            self.agree(copied.clone(), x.clone(), f"of a view of {tuple(x.shape)}")  # which have the strides they like
+            # Clones have the strides they like.
+            self.agree({"view": copied.clone()}, {"view": x.clone()}, f"of a view of {tuple(x.shape)}")
+
+        held: list[Any] = []
+        last = {"view": whole[-10:]}
+        what = f"a copy of the last 10 elements of a tensor of {whole.nbytes >> 20} MiB"
+        self.grows_at_most(whole.nbytes // 2, lambda: held.append(self.settled(self.opened(), last)), what)
 
     def test_lazy_flips_are_carried_out(self) -> None:
         """A view that is conjugated or negated when it is read has its values in memory in the copy."""

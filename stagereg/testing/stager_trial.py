@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,14 +17,18 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from stagereg.machine import memory
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
 
-_MEANT = "; if it changes that on purpose, its contract says so: expected(tensor) returns what the copy is to be"
+_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # of float32: around a page, 64 KiB and 4 MiB
+
+_MEANT = "; if it changes that on purpose, its contract says so: expected(tensor, path) returns the copy to be"
 
 
 class StagerTrial(Contract):
@@ -41,8 +46,11 @@ class StagerTrial(Contract):
         """Return a fresh stager. Called once or more for each promise; the contract closes what it gets."""
         raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a fresh stager")
 
-    def expected(self, tensor: Tensor) -> Tensor:
-        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values."""
+    def expected(self, tensor: Tensor, path: str) -> Tensor:
+        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values.
+
+        ``path`` is its dotted name in the state dict: ``"optimizer.state.0.exp_avg"``.
+        """
         return tensor
 
     def opened(self) -> AsyncStager:
@@ -94,6 +102,31 @@ class StagerTrial(Contract):
     def counted(self, n: int) -> Tensor:
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
+    def grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
+        """Measure by how much ``use`` makes the process grow; twice if that is too much, for others allocate too."""
+        for _ in range(2):
+            self.settled(self.opened(), {"w": self.ones(10)})
+            gc.collect()
+            before = memory("VmRSS")
+            use()
+            gc.collect()
+            grown = memory("VmRSS") - before
+            if grown <= limit:
+                return
+        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
+
+    def sized(self, value: int = 0) -> StateDict:
+        """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled as :meth:`fill` does."""
+        flat, inner = ({f"{4 * n} bytes": self.ones(n) for n in _SIZES} for _ in range(2))
+        return self.fill({**flat, "0-d": self.ones(), "nested": [{"inner": inner}, self.ones()]}, value)
+
+    def fill(self, state: StateDict, value: int) -> StateDict:
+        """Fill the tensors of ``state`` with numbers of their own, which are others for each ``value``; return it."""
+        tensors = tree_leaves(state)
+        for i, x in enumerate(tensors):
+            x.fill_(value * len(tensors) + i)
+        return state
+
     @functools.cached_property
     def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
         return []
@@ -123,9 +156,23 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
         # The filters are the process's, so they are changed where they come back even if the trial does not.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.within(lambda: tried(self))
+            with _frozen():
+                self.within(lambda: tried(self))
 
     return attempt
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Let ``gc.collect()``, which a stager may call whenever it waits, visit only what a trial has made."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Outcome:
@@ -133,22 +180,28 @@ def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Out
 
 
 def difference(
-    copied: Any, source: Any, expected: Callable[[Tensor], Tensor] = lambda tensor: tensor, where: str = "copy"
+    copied: Any,
+    source: Any,
+    expected: Callable[[Tensor, str], Tensor] = lambda tensor, path: tensor,
+    where: str = "copy",
+    path: tuple[object, ...] = (),
 ) -> str | None:
     """Return the first difference between a copy and its source, with its path; ``None`` if there is none.
 
-    ``expected`` makes of a source tensor what its copy is to be; its strides count where the shape is another one.
+    ``expected`` makes of a source tensor and its dotted name what its copy is to be; its strides count where the shape
+    is another one.
     """
     if type(copied) is not type(source):
         return f"{where} is a {type(copied).__name__}, and the source a {type(source).__name__}"
     if isinstance(source, Tensor):
-        return _tensor_difference(copied, source, expected(source.detach()).detach().cpu(), where)
+        tensor = expected(source.detach(), ".".join(map(str, path)))
+        return _tensor_difference(copied, source, tensor.detach().cpu(), where)
     if not isinstance(source, (dict, list, tuple)):
         return None if copied == source else f"{where} is {copied!r}, not {source!r}"
     keys, wanted = (list(x) if isinstance(x, dict) else list(range(len(x))) for x in (copied, source))
     if keys != wanted:
         return f"the keys of the {where} are {keys}, not {wanted}"
-    found = (difference(copied[key], source[key], expected, f"{where}[{key!r}]") for key in keys)
+    found = (difference(copied[key], source[key], expected, f"{where}[{key!r}]", (*path, key)) for key in keys)
     return next((each for each in found if each), None)
 
 
@@ -161,9 +214,9 @@ def _tensor_difference(copied: Tensor, source: Tensor, wanted: Tensor, where: st
             return f"{where} has the {what} {is_}, not {was}{_MEANT if what in ('dtype', 'shape') else ''}"
     # Not contiguous(), which leaves odd strides alone where there is one element.
     have, want = (x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in (copied, wanted))
-    wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
-    if not len(wrong):
+    if torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
         return None
+    wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
     at = int(wrong[0])
     numbers = f"element {at} is {have[at].item()}, not {want[at].item()}"
     return f"{len(wrong)} of {copied.numel()} elements of {where} are wrong: {numbers}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import stagereg.commands.checking as checking
+from stagereg.commands.child import call_in_child
 from stagereg.errors import RegistryError
 
 from ..support.programs import await_gone
@@ -135,6 +138,38 @@ def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, mon
     assert result["counts"] == {"kept": 2, "broken": 4, "skipped": 2}
     assert not result["kept"]
     assert await_gone(*map(int, (tmp_path / "pids").read_text().split()))
+
+
+def test_a_child_gets_the_time_that_it_asks_for() -> None:
+    def called(more_s: float) -> object:
+        progress = itertools.chain([(0, 0.0)], itertools.repeat((1, more_s)))
+        call = "platform:python_version"
+        return call_in_child(call, limit_s=0.01, start_s=60.0, progress=lambda: next(progress))[0]
+
+    assert called(600.0) == platform.python_version()
+    assert called(0.0) is None
+
+
+WAITING = """
+import threading
+from stagereg.testing import Contract
+
+class Waiting(Contract):
+    def test_waits(self):
+        '''It comes back.'''
+        self.within(threading.Event().wait, 9.0)
+
+    def test_after(self):
+        '''It is tried after that.'''
+"""
+
+
+@pytest.mark.slow
+def test_a_wait_that_the_contract_ends_outlasts_the_limit(tmp_path: Path, check: Check) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    found = rows(check(tmp_path / "waiting.py", "--timeout", "5", code=1))
+    assert "it did not come back within 9 s; it is at " in found["test_waits"][1]
+    assert found["test_after"] == ("kept", "")
 
 
 @pytest.mark.slow

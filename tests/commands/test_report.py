@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ..support.samples import BEGAN, FAILING, Sample, failed, rank_file, sweep, write_events, write_run
+import stagereg.sweep.render as render
+from stagereg.sweep.comparison import Comparison
+from stagereg.sweep.plan import Plan, PlannedJob, held
+from stagereg.sweep.result import JobResult, results
+
+from ..support.samples import (
+    BEGAN,
+    CONSTANT,
+    FAILING,
+    Sample,
+    failed,
+    figures,
+    jobs,
+    rank_file,
+    result,
+    sweep,
+    write_events,
+    write_hydra,
+    write_run,
+)
 from .conftest import Command
 
 
@@ -34,8 +56,10 @@ def test_a_run_is_reported_and_left_as_it_is(here: Path, report: Command) -> Non
     write_run(here / "run")
     before = sorted(here.rglob("*"))
     seen = report("run").out
-    assert "run: Completed: 40 steps on 2 ranks" in seen
-    assert "4 checkpoints, each held training for 2.1 ms (median)" in seen
+    assert (
+        "run: Completed 40 steps on 2 ranks in 0.44 s. 4 checkpoints, each held training for 2.1 ms (median)." in seen
+    )
+    assert "Failed" not in seen
     rows = [line.split() for line in seen.splitlines()]
     assert ["10", "0.1", "2.1", "5", "20", "25", "128", "complete"] in rows
     assert ["stall_ms", "2.1", "ms"] in rows
@@ -53,7 +77,7 @@ def test_restarts_are_reported_by_phase_with_the_share_that_was_training(here: P
     restart = {"event": "restart", "t": BEGAN + 10, "step": 1, "number": 1, "why": "lost <rank 1>\nin", "again": 39}
     write_events(file, [restart | {"since": since, "phases": phases, "source": "/dev/shm/x", "origin": "tier"}])
     seen = report("run").out
-    assert "Completed: 40 steps on 1 rank in 0.44 s. After 1 failure it was started again: 3.8% of 10.4 s" in seen
+    assert "Completed 40 steps on 1 rank in 10.4 s, 3.8 % of it training. Failed after step 39, resumed from" in seen
     rows = [" ".join(line.split()) for line in seen.splitlines()]
     assert "again 0.399 3.82 steps that had been taken before" in rows
     assert "restarts: restored 6 57.5 until the model was built and restored" in rows
@@ -64,12 +88,46 @@ def test_restarts_are_reported_by_phase_with_the_share_that_was_training(here: P
     assert told["goodput"]["share"] == pytest.approx(0.038, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("failures", "text"),
+    [
+        ([(10, 2)], "Failed after step 12, resumed from step 10."),
+        ([(10, 2), (30, 2)], "Failed after step 12 and after step 32, resumed from step 10 and from step 30."),
+        ([(0, 0), (0, 5)], "Failed before step 1 and after step 5, resumed from the beginning and from the beginning."),
+        ([(10 * at, 3) for at in range(1, 7)], "Failed 6 times, last after step 63, resumed from step 60."),
+    ],
+)
+def test_a_run_with_restarts_is_reported_with_all_attempts(
+    here: Path, report: Command, failures: list[tuple[int, int]], text: str
+) -> None:
+    for number, (restored, again) in enumerate([(0, 0), *failures]):
+        began = BEGAN + 10 * number
+        why = {"event": "restart", "t": began, "step": restored + 1, "since": began - 5, "phases": {"started": 5.0}}
+        why |= {"number": number, "why": "lost", "restored": restored, "again": again}
+        sample = Sample(steps=20, began=began, killed=number < len(failures))
+        for rank in range(2):
+            events = [*sample.events(rank), *([why] if number and not rank else [])]
+            write_events(rank_file(here / "run", rank), [{**event, "run": f"a.{number}"} for event in events])
+    attempts = len(failures) + 1
+    seen = report("run").out
+    # Of the attempts that were killed, the second checkpoint was being written.
+    assert f"{text} {attempts + 1} checkpoints, each held training for 2.1 ms (median)." in seen
+    assert f"Figures of {attempts} attempts" in seen
+    rows = [line.split() for line in seen.splitlines()]
+    assert ["restart", "step", "saved", "at", "s"] in [row[:5] for row in rows]
+    assert [str(attempts - 1), "20"] in [row[:2] for row in rows]
+    told = report("run", "--json").json
+    assert (told["attempts"], text in told["headline"]) == (attempts, True)
+    saves = [(number, step) for number in range(attempts) for step in (10, 20)]
+    assert [(one["restart"], one["step"]) for one in told["checkpoints"]] == saves
+
+
 def test_other_runs_in_the_directory_are_left_out_and_counted(here: Path, report: Command) -> None:
     for number, steps in enumerate((30, 20, 40)):
         run = Sample(ranks=1, steps=steps, began=BEGAN + 100 * number)
         write_events(rank_file(here / "run", 0), [{**event, "run": f"r{number}.0"} for event in run.events(0)])
     seen = report("run").out
-    assert "run: Completed: 40 steps on 1 rank" in seen
+    assert "run: Completed 40 steps on 1 rank" in seen
     assert "Left out: 2 other runs in this directory. This is the run that began last;" in seen
     assert "other run" in report("run", "--json").json["warnings"][0]
 
@@ -77,7 +135,7 @@ def test_other_runs_in_the_directory_are_left_out_and_counted(here: Path, report
 def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command, no_matplotlib: None) -> None:
     sweep(here / "sweep")
     seen = report("sweep", "--output", "elsewhere").out
-    assert "Best by stall_ms: stager=pinned_cached" in seen
+    assert "Not decided: planned or counted." in seen
     assert "the loss is not finite" in seen
     assert {"compare.csv", "report.html"} <= set(os.listdir("elsewhere"))
     assert "report.html" not in os.listdir("sweep")
@@ -92,6 +150,9 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, report
     by_status = {row["parameters"]["stager"]: row for row in seen["rows"]}
     assert by_status["missing"]["status"] in ("failed", "unfinished")
     assert by_status["pinned_cached"]["cells"]["stall_ms"]["verdict"] in ("best", "tie")
+    assert by_status["blocking"]["combination"].keys() == {"train.steps", "nproc", "stager", "join.mode"}
+    assert seen["answer"] == " ".join((seen["headline"], *seen["evidence"]))
+    assert seen["command"].startswith("python train.py")
     seen = report("run", "--json").json
     assert (seen["kind"], seen["status"]) == ("run", "unfinished")
     assert seen["figures"]["checkpoints"] == 3
@@ -106,11 +167,156 @@ def test_a_sweep_is_ranked_by_its_own_metric_by_default(here: Path, report: Comm
     seen = report("sweep", "--json").json
     assert (seen["metric"], seen["better"]) == ("samples_per_s", "lower")
     seen = report("sweep", "--json", "--metric", "samples_per_s").json
-    assert (seen["metric"], seen["better"]) == ("samples_per_s", "higher")
+    assert (seen["metric"], seen["better"]) == ("samples_per_s", "lower"), "the sweep's own direction"
+    seen = report("sweep", "--json", "--metric", "stall_ms").json
+    assert (seen["metric"], seen["better"]) == ("stall_ms", "lower")
     seen = report("sweep", "--json", "--metric", "shadowed_steps", "--direction", "maximize").json
     assert (seen["metric"], seen["better"]) == ("shadowed_steps", "higher")
     wrong = report("sweep", "--metric", "stal_ms", code=2).err
     assert "There is no metric 'stal_ms'. Did you mean 'stall_ms'?" in wrong
+
+
+def test_an_unknown_figure_is_named_and_no_page_is_replaced(here: Path, report: Command) -> None:
+    given = {"a=1": [{"returned.accuracy": 0.5, "loss": 1.0}], "a=2": [{"returned.accuracy": math.nan, "loss": 2.0}]}
+    for job in jobs(given, here / "sweep"):
+        write_hydra(job.directory, [], config="sweep: {metric: returned.accuracy, direction: maximize}\n")
+        job.write()
+    assert "nan" in report("sweep").out
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    wrong = report("sweep", "--metric", "returned.acuracy", code=2).err
+    assert "job in sweep has returned.acuracy. Did you mean 'returned.accuracy'? Figures there are: loss, ret" in wrong
+    config = here / "sweep" / "0" / ".hydra" / "config.yaml"
+    config.write_text("sweep: {metric: returned.x, direction: maximize}\n")
+    assert "No completed job in sweep has returned.x." in report("sweep", code=2).err
+    config.write_text("sweep: {metric: returned.accuracy}\n")
+    wrong = report("sweep", code=2).err
+    assert "Say which returned.accuracy is better, a low or a high one: sweep.direction=minimize" in wrong
+    config.write_bytes(before[config])
+    seen = report("sweep", "--json", "--metric", "returned.accuracy").json
+    assert (seen["better"], seen["rows"][1]["cells"]["returned.accuracy"]["values"]) == ("higher", ["nan"])
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+    for job in results(here / "sweep"):
+        replace(job, status="failed", error="no").write()
+    assert "No answer" in report("sweep", "--metric", "loss").out, "a sweep of which all jobs failed has its page"
+
+
+def test_several_directories_are_compared_and_only_a_table_is_written(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
+    for name, stall in (("x/sweep", 3.0), ("y/sweep", 5.0)):
+        sweep(here / name, {"stager=a": stall, "stager=b": 9.0}, 4)
+    job = replace(result(here / "job", overrides=("sweep=mine", "stager=a")), figures=figures(4.0))
+    job.write()
+    write_hydra(job.directory, job.overrides)
+    before = sorted(here.rglob("*"))
+    seen = report("x/sweep", str(here / "y" / "sweep"), "job", "--json").json
+    assert seen["parameters"][:2] == ["sweep", "stager"]
+    rows = {(row["parameters"]["sweep"], row["parameters"]["stager"], row["again"]): row for row in seen["rows"]}
+    assert rows["x/sweep", "a", False]["cells"]["stall_ms"]["median"] == 3
+    assert rows["y/sweep", "a", False]["cells"]["stall_ms"]["median"] == 5
+    assert rows["job", "a", False]["combination"] == {"sweep": "job", "stager": "a"}
+    twins = [rows[name, "a", True]["cells"]["stall_ms"]["median"] for name in ("x/sweep", "y/sweep")]
+    assert twins == [pytest.approx(3.05), pytest.approx(5.05)]
+    assert "Written" not in report("x/sweep", "y/sweep").out
+    assert sorted(here.rglob("*")) == before
+    report("x/sweep", "y/sweep", "--output", "both")
+    assert "report.html" in os.listdir("both")
+    for twice in (("x/sweep", "x/sweep/."), ("x/sweep", "x/sweep/0")):
+        assert "have the same jobs" in report(*twice, code=2).err
+    for name, metric in (("x", "loss"), ("y", "stall_ms")):
+        for config in here.glob(f"{name}/sweep/*/.hydra/config.yaml"):
+            config.write_text(f"sweep: {{metric: {metric}}}\n")
+    wrong = report("x/sweep", "y/sweep", code=2).err
+    assert "different metrics (x/sweep by loss, y/sweep by stall_ms): choose one with --metric NAME." in wrong
+    assert report("x/sweep", "y/sweep", "--metric", "loss", "--json").json["metric"] == "loss"
+    for name, direction in (("x", "null"), ("y", "maximize")):
+        for config in here.glob(f"{name}/sweep/*/.hydra/config.yaml"):
+            config.write_text(f"sweep: {{metric: stall_ms, direction: {direction}}}\n")
+    assert "ranked by stall_ms in different directions: choose --d" in report("x/sweep", "y/sweep", code=2).err
+    for config in here.glob("y/sweep/*/.hydra/config.yaml"):
+        config.write_text("sweep: {metric: stall_ms, direction: minimize}\n")
+    assert report("x/sweep", "y/sweep", "--json").json["better"] == "lower"
+
+
+def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
+    stalls = {"stager=a": 3.0, "stager=b": 5.0}
+    sweep(here / "old", stalls, 4)
+    sweep(here / "same", stalls, 4)
+    sweep(here / "worse", stalls | {"stager=b": 7.0}, 4)
+    sweep(here / "few", stalls, 3)
+    sweep(here / "part", {"stager=a": 3.0}, 4)
+    (here / "old.json").write_text(json.dumps(report("old", "--json").json))
+    for path in ("old", "old.json"):
+        judge = ("--baseline", path, "--fail-if", "worse:5%")
+        seen = report("same", *judge).out
+        assert "None of 2 combinations is worse than the baseline by more than 5 %." in seen
+        seen = report("worse", *judge, code=1).out
+        rows = [line.split() for line in seen.splitlines()]
+        assert ["stager=b", "5", "7", "+40", "%", "0.0286", "worse"] in rows
+        assert "Worse than the baseline by more than 5 %: stager=b." in seen
+        assert report("worse", "--json", *judge, code=1).json["baseline"][1]["verdict"] == "worse"
+        assert "(stager=a: too few runs: 4 and 3; stager=b: too few runs" in report("few", *judge, code=2).err
+        assert "(stager=b: missing)" in report("part", *judge, code=2).err
+        assert "better" in report("worse", *judge, "--direction", "maximize").out
+        report("worse", "--baseline", path)  # shows, and does not judge
+    assert (
+        "--fail-if needs a sweep to compare with: add --baseline PATH" in report("same", judge[2], judge[3], code=2).err
+    )
+    assert "one sweep: name one directory" in report("same", "worse", "--baseline", "old", code=2).err
+    assert "cannot be read: No such file" in report("same", "--baseline", "nix", code=2).err
+    (here / "old.json").write_text("[]")
+    assert "old.json is not a baseline: a baseline is the directory of a" in report("same", *judge, code=2).err
+
+
+def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Command, no_matplotlib: None) -> None:
+    sweep(here / "sweep", {"stager=a": 3.0, "stager=b": 2.0, "stager=c": 1.0}, 1, others=False)
+    planned = [(f"stager={name}", number) for number, name in enumerate("abd")]
+    plan = Plan(
+        here / "sweep",
+        tuple(PlannedJob(number, str(number), (*CONSTANT, name)) for name, number in planned),
+        "python train.py -m stager=a,b,d",
+        began=0.0,
+        metric="stall_ms",
+        direction="maximize",
+    )
+    plan.write()
+    (here / "sweep" / "1" / "result.json").unlink()
+    seen = " ".join(report("sweep").out.split())
+    assert "The sweep in sweep is not complete: 1 of 3 completed, 1 stopped, 1 not started. This command" in seen
+    assert "This command continues it: python train.py -m stager=a,b,d" in seen
+    assert "Not compared: 1 job of earlier sweeps in sweep." in seen
+    document = report("sweep", "--json").json
+    assert [row["parameters"]["stager"] for row in document["rows"]] == ["a", "b"]
+    assert (document["metric"], document["better"]) == ("stall_ms", "higher")
+    (state,) = document["sweeps"]
+    counts = {"planned": 3, "completed": 1, "failed": 0, "begun": 1, "runs": False, "not_started": 1}
+    assert (state["progress"], state["others"], state["command"]) == (counts, 1, plan.command)
+    with held(here / "sweep"):
+        assert "1 running, 1 not started." in report("sweep").out
+        assert "continues it" not in report("sweep").out
+    replace(plan, jobs=plan.jobs[2:]).write()
+    wrong = report("sweep", code=2).err
+    assert "No job of the newest sweep in sweep has started: 0 of 1 completed, 1 not started." in wrong
+
+
+def test_a_job_that_ends_while_the_page_is_written_is_in_the_page(
+    here: Path, report: Command, monkeypatch: pytest.MonkeyPatch, no_matplotlib: None
+) -> None:
+    sweep(here / "sweep", {"stager=a": 3.0}, 4, others=False)
+    late = JobResult.read(here / "sweep" / "3")
+    (here / "sweep" / "3" / "result.json").unlink()
+    write, calls = render.write, []
+
+    def slow(comparison: Comparison, directory: Path) -> list[Path]:
+        calls.append(comparison)
+        late.write()
+        return write(comparison, directory)
+
+    monkeypatch.setattr(render, "write", slow)
+    report("sweep")
+    assert [len(each.rows[0].cells["stall_ms"].values) for each in calls] == [3, 4]
 
 
 def test_a_job_that_recorded_nothing_has_its_result(here: Path, report: Command) -> None:
@@ -168,5 +374,5 @@ def test_what_is_asked_for_in_vain_is_refused(here: Path, report: Command) -> No
     (here / "file").write_text("")
     sweep(here / "sweep")
     seen = report("sweep", "--output", "file/below", code=2)
-    assert "Best by stall_ms" in seen.out, "the table is there anyway"
+    assert "Not decided" in seen.out, "the table is there anyway"
     assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
-from ..support.samples import BEGAN, Sample, write_run
+from ..support.samples import BEGAN, Sample, write_events, write_hydra, write_run
 from . import programs
 from .programs import App
 
@@ -47,14 +48,13 @@ def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     assert "Traceback" in jobs[0]["error"]
     assert (jobs[2]["error"], jobs[4]["error"]) == ("left by sys.exit(3)", None)
     assert ended.returncode == 1
-    answer = ended.stdout.partition("Best by returned.score: ")[2]
-    assert answer.startswith("a=fine b=1"), ended.stdout + ended.stderr
+    assert "Not decided: b=1 leads with 1." in ended.stdout, ended.stdout + ended.stderr
     out = app.folder / "out"
     assert f"Report: {out / 'report.html'}" in ended.stdout
     with (out / "compare.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 8
     assert jobs[6]["figures"]["returned.tokens"] == 5
-    assert ended.stdout.count("returned.score is not known of this job") == 2
+    assert ended.stdout.count("since it has no returned.score. Figures there are: returned.tokens.") == 2
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_result_has_the_job_its_machine_and_its_command(mixed: Any) -> None:
 def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
     ended = app.sweep("a=fine,exit", "sweep.repeats=2", python=HYDRA_1_4)
     assert ended.returncode == 1
-    assert "Best by returned.score: a=fine" in ended.stdout, ended.stdout + ended.stderr
+    assert "Nothing to compare: " in ended.stdout, ended.stdout + ended.stderr
     assert [job["status"] for job in app.results()] == ["completed", "failed", "completed", "failed", "completed"]
     assert app.results()[0]["versions"]["hydra-core"].startswith("1.4.")
 
@@ -101,7 +101,7 @@ def test_ranks_that_die_raise_or_leave_are_rows(tmp_path: Path) -> None:
     assert jobs[2]["error"].splitlines()[0].endswith("left by sys.exit(3)")
     assert jobs[3]["figures"]["stall_ms"] > 0
     assert jobs[3]["figures"]["checkpoints"] == 2
-    assert "Best by stall_ms: a=fine" in ended.stdout
+    assert "Nothing to compare: " in ended.stdout
 
 
 # -- the callback alone, without a program
@@ -149,6 +149,7 @@ def failed() -> JobReturn:
         ({"score": 3}, None, {"score": 3}),
         ({"score": 3}, "stall_ms", math.nan),
         (None, "stall_ms", math.nan),
+        (math.inf, "loss", math.nan),
     ],
 )
 def test_a_sweeper_gets_the_number_it_searches_by_or_nan(
@@ -157,6 +158,33 @@ def test_a_sweeper_gets_the_number_it_searches_by_or_nan(
     given = handed(tmp_path, failed() if returned is None else ended(returned), metric)
     assert given == value or (given != given and value != value)
     assert JobResult.read(tmp_path / "0").status == ("failed" if returned is None else "completed")
+
+
+@pytest.mark.parametrize(
+    ("returned", "metric", "warning"),
+    [
+        (math.nan, "loss", "loss is nan, so this job cannot be ranked"),
+        (-math.inf, None, "loss is -inf, so this job cannot be ranked"),
+        (
+            {"accuracy": 3, "loss": 1},
+            "returned.acuracy",
+            "This job cannot be ranked, since it has no returned.acuracy. Did you mean 'returned.accuracy'? Figures "
+            "there are: loss, returned.accuracy.",
+        ),
+        (
+            {"tokens": 5},
+            "returned.score",
+            "This job cannot be ranked, since it has no returned.score. Figures there are: returned.tokens.",
+        ),
+        (1.0, "loss", ""),
+        ("text", None, ""),
+    ],
+)
+def test_a_job_that_cannot_be_ranked_is_reported_at_once(
+    returned: Any, metric: str | None, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handed(tmp_path, ended(returned), metric)
+    assert caplog.messages == ([warning] if warning else [])
 
 
 def test_a_job_that_fails_leaves_its_result_the_cause_first(tmp_path: Path) -> None:
@@ -173,12 +201,21 @@ def test_a_job_that_fails_leaves_its_result_the_cause_first(tmp_path: Path) -> N
 
 def test_only_records_of_this_run_give_figures_and_the_device(tmp_path: Path) -> None:
     for began in (BEGAN, record.now()):
+        shutil.rmtree(tmp_path / "0", ignore_errors=True)
         write_run(tmp_path / "0", Sample(began=began, versions={"device": "H200"}))
         Compare().on_job_end(config(tmp_path), ended(1.5))
         job = JobResult.read(tmp_path / "0")
         assert (job.figures == {"loss": 1.5}) == (began == BEGAN)
         assert ("stall_ms" in job.figures) == (began != BEGAN)
         assert (job.environment.get("device") == "H200") == (began != BEGAN)
+
+
+def test_a_completed_result_of_a_sweep_is_never_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as by the job of a scheduler that outlived its sweep, and has ended since the next sweep began."""
+    for returned, mode, value in ((1.5, "MULTIRUN", 1.5), (2.5, "MULTIRUN", 1.5), (3.5, "RUN", 3.5)):
+        Compare().on_job_end(config(tmp_path, mode=mode), ended(returned))
+        assert JobResult.read(tmp_path / "0").returned == value
+    assert "another process has completed it" in caplog.text
 
 
 def test_of_several_tasks_of_one_run_the_first_has_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,12 +258,83 @@ def test_settings_that_make_a_sweep_useless_are_refused(tmp_path: Path, capsys: 
     Compare("loss", "maximize").on_multirun_start(config(tmp_path, {"repeats": 3}, repeats=3))
 
 
+def test_another_sweeper_is_refused_where_jobs_are_since_it_would_number_its_own_from_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").touch()  # its jobs were deleted
+    Compare("loss").on_multirun_start(config(tmp_path))
+    assert not (tmp_path / "sweep.json").exists()
+    write_hydra(tmp_path / "3", ["a=1"], 3)
+    with pytest.raises(SystemExit, match="1"):
+        Compare("loss").on_multirun_start(config(tmp_path))
+    said = capsys.readouterr().err
+    assert f"holds 1 job of an earlier sweep, and {BASIC} numbers its jobs from 0: " in said
+    assert said.endswith("Take another hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved.\n")
+    Compare("loss").on_multirun_start(config(tmp_path, {"repeats": 1}))
+
+
+def test_a_job_that_resumed_and_recorded_no_step_failed_and_has_no_figures(tmp_path: Path) -> None:
+    """By the attempts since the job began: a restart that has no step left to take is no such job."""
+    began = record.now()
+    start, end = (
+        {"event": "start", "rank": 0, "world_size": 1, "format": 1},
+        {"event": "end", "status": "completed", "seconds": 1},
+    )
+    resumed = {"event": "resumed", "step": 20, "dir": str(tmp_path / "0" / "checkpoints")}
+    stall = {"event": "stall", "step": 21, "start": began, "seconds": 0.1}
+    logged = {"event": "log", "step": 20, "values": {"loss": 1.0}}
+    crash = {"event": "end", "status": "failed", "seconds": 1, "error": "x"}
+    for events, status, step in (
+        ([start, resumed, logged, end], "failed", 20),
+        ([start, resumed, stall, end], "completed", 20),
+        ([start, resumed, {**logged, "step": 21}, end], "completed", 20),
+        ([start, {"event": "step", "step": 1}, resumed, end], "completed", None),
+        ([start, end], "completed", None),
+        (
+            [start, stall, crash, {**start, "run": "a.1"}, {**resumed, "run": "a.1"}, {**end, "run": "a.1"}],
+            "completed",
+            20,
+        ),
+    ):
+        events = [{"run": "a.0", **each, "t": began + at / 100} for at, each in enumerate(events)]
+        shutil.rmtree(tmp_path / "0", ignore_errors=True)
+        write_events(tmp_path / "0" / "metrics.jsonl", events)
+        callback = Compare()
+        callback._began = began
+        callback.on_job_end(config(tmp_path), ended(1.5))
+        job = JobResult.read(tmp_path / "0")
+        assert (job.status, job.resumed, bool(job.figures)) == (status, step, status == "completed"), events
+    for checkpoints, named in (
+        (tmp_path / "0" / "checkpoints", tmp_path / "0"),
+        ("s3://bucket/run", "s3://bucket/run"),
+    ):
+        shutil.rmtree(tmp_path / "0")
+        events = [start, {**resumed, "dir": str(checkpoints)}, end]
+        write_events(tmp_path / "0" / "metrics.jsonl", [{**each, "t": began, "run": "a.0"} for each in events])
+        callback.on_job_end(config(tmp_path), ended(1.5))
+        advice = f"it resumed from step 20, and none was left. To run it again, delete {named}."
+        assert (JobResult.read(tmp_path / "0").error or "").endswith(advice)
+
+
 def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="1"):
         Compare("loss").on_multirun_end(config(tmp_path))
     seen = capsys.readouterr().err
     assert "holds no job" in seen
     assert f"`stagereg report {tmp_path}` tries again" in seen
+
+
+def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_results(tmp_path: Path, capsys: Any) -> None:
+    Compare("returned.acuracy", "maximize").on_job_end(config(tmp_path), ended({"accuracy": 0.5}))
+    with pytest.raises(SystemExit, match="1"):
+        Compare("returned.acuracy", "maximize").on_multirun_end(config(tmp_path))
+    seen = capsys.readouterr()
+    assert f"No completed job in {tmp_path} has returned.acuracy. Did you mean 'returned.accuracy'?" in seen.err
+    assert "--metric NAME ranks by another one." in seen.err
+    assert not (tmp_path / "report.html").exists(), "it would have no answer"
+    assert JobResult.read(tmp_path / "0").figures == {"returned.accuracy": 0.5}
+    Compare().on_multirun_end(config(tmp_path))
+    assert "No answer: no job has stall_ms.\nFigures there are: returned.accuracy.\n" in capsys.readouterr().out
 
 
 def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path) -> None:

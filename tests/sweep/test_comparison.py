@@ -80,7 +80,7 @@ class TestRows:
 
     def test_a_swept_number_is_shown_without_its_rounding(self) -> None:
         shown = ["0.30000000000000004", "1e-05", "0.1", "overlapped", "1" * 20, "true", "[0.30000000000000004]"]
-        assert [parameter_text(each) for each in shown] == ["0.3", *shown[1:4], "1.11111111111e+19", *shown[5:]]
+        assert [parameter_text(each) for each in shown] == ["0.3", *shown[1:]]
 
     @pytest.mark.parametrize(
         ("given", "labels", "constant"),
@@ -192,8 +192,9 @@ class TestNumbersThatAreNotFinite:
             for direction in ("minimize", "maximize"):
                 shown = compare(given, "loss", direction)
                 assert verdicts(shown, "loss") == ["", "best"]
+                assert shown.ranked[0] is shown.best or math.isfinite(shown.ranked[0].cells["loss"].median)
                 assert [str(each) for each in shown.rows[0].cells["loss"].values] == ["1.0", str(bad)]
-                answer(shown)
+                assert "is not ranked: ." not in answer(shown).text
 
     def test_if_all_have_one_there_is_no_answer(self) -> None:
         found = answer(compare(jobs({"a=1": [{"loss": math.nan}], "a=2": [{"loss": math.nan}]}), "loss"))

@@ -79,6 +79,36 @@ def test_memory_is_known_where_all_ranks_recorded_it() -> None:
     assert figures(run_of(first)) == {}
 
 
+class TestRestarts:
+    def test_figures_are_of_all_attempts(self) -> None:
+        save, more = Span(2, 1.0, 1.0), Span(4, 102.0, 3.0)
+        first = RankRecord(
+            0,
+            steps=steps(2, 1, 1),
+            stalls=(save,),
+            writes=(save,),
+            lost=((9, "full"),),
+            end={"status": "failed", "peak_rss": GIB},
+        )
+        second = RankRecord(0, steps=((3, 100.0), (4, 102.0), (5, 106.0)), stalls=(more,), writes=(more,))
+        run = Run(Path("run"), (second,), (run_of(first),))
+        found = figures(run)
+        assert (found["steps"], found["checkpoints"], found["lost_checkpoints"]) == (5, 2, 1)
+        assert (found["stall_ms"], found["train_s"], found["lost_s"]) == (2000, 4 + 6, 1 + 3)
+        assert found["lost_percent"] == 40
+        assert found["peak_host_gib"] == 1, "no memory is known of the attempt that was killed"
+        assert [(one.step, one.restart, one.start) for one in saved(run)] == [(9, 0, 0.0), (2, 0, 1.0), (4, 1, 102.0)]
+
+    def test_samples_are_of_the_attempts_that_counted_them(self) -> None:
+        logs = tuple((step, float(step), {"samples": 10.0}) for step in (1, 2, 3))
+        first, second = (RankRecord(0, steps=steps(1, seconds), logs=logs) for seconds in (1, 2))
+        assert figures(Run(Path("run"), (second,), (run_of(first),)))["samples_per_s"] == (20 + 20) / (2 + 3)
+        joined = replace(second, logs=(), join={"steps": 3, "shadowed": 1, "samples": 12})
+        torn = replace(first, logs=(), join={"steps": 3, "shadowed": 2, "samples": 3})
+        found = figures(Run(Path("run"), (joined,), (run_of(torn),)))
+        assert (found["samples_per_s"], found["shadowed_steps"]) == (8 / 3, 3)
+
+
 class TestLostTime:
     def test_nothing_is_lost_to_checkpoints_in_a_run_without_any(self) -> None:
         found = figures(run_of(RankRecord(0, steps=steps(1, 1, 1))))
@@ -141,28 +171,31 @@ def test_samples_that_were_logged_come_before_those_of_the_join() -> None:
 
 
 LOGS = ((1, 1.0, {"loss": 3.0}), (2, 2.0, {"loss": 2.0}), (3, 3.0, {"gap": 1.0}))
-LOSSES: list[tuple[Any, float | None]] = [
+LOSSES: list[tuple[Any, float]] = [
     (1.5, 1.5),
     ({"loss": 1.5, "accuracy": 0.5}, 1.5),
     ({"accuracy": 0.5}, 2.0),
     *((returned, 2.0) for returned in (None, "text", True, [1.0, 2.0])),
-    (math.nan, None),
-    ({"loss": math.inf}, None),
+    (math.nan, math.nan),
+    ({"loss": math.inf}, math.inf),
 ]
 
 
 @pytest.mark.parametrize(("returned", "loss"), LOSSES)
-def test_the_loss_is_returned_or_the_last_that_rank_0_logged(returned: Any, loss: float | None) -> None:
+def test_the_loss_is_returned_or_the_last_that_rank_0_logged(returned: Any, loss: float) -> None:
     run = run_of(RankRecord(0, logs=LOGS), RankRecord(1, logs=((9, 9.0, {"loss": 9.0}),)))
-    assert figures(run, returned).get("loss") == loss
+    assert figures(run, returned)["loss"] == pytest.approx(loss, nan_ok=True)
     assert "loss" not in figures(run_of(RankRecord(1, logs=LOGS)))
-    assert "loss" not in figures(run_of(RankRecord(0, logs=(*LOGS, (4, 4.0, {"loss": None})))))
+    diverged = RankRecord(0, logs=(*LOGS, (4, 4.0, {"loss": None})))
+    assert math.isnan(figures(run_of(diverged))["loss"]), "the record has null for NaN"
+    assert figures(Run(Path("run"), (RankRecord(0),), (run,)))["loss"] == 2.0, "of an earlier attempt"
 
 
 def test_returned_numbers_are_figures_also_without_a_run() -> None:
     returned = {"accuracy": 0.5, "count": 3, "nan": math.nan, "name": "x", "flag": True, "list": [1]}
     returned["loss"] = Decimal(1)
-    assert figures(None, returned) == {"returned.accuracy": 0.5, "returned.count": 3.0, "loss": 1.0}
+    expected = {"returned.accuracy": 0.5, "returned.count": 3.0, "returned.nan": math.nan, "loss": 1.0}
+    assert figures(None, returned) == pytest.approx(expected, nan_ok=True)
     assert figures(None) == {}
 
 

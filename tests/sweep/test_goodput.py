@@ -15,7 +15,8 @@ KILLED = "its process was killed"
 
 
 def run_of(*attempts: RankRecord) -> Run:
-    return Run(Path("run"), attempts[-1:], attempts)
+    earlier = tuple(Run(Path("run"), (attempt,)) for attempt in attempts[:-1])
+    return Run(Path("run"), attempts[-1:], earlier)
 
 
 def test_training_saves_and_starts_are_told_apart() -> None:

@@ -22,4 +22,13 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, app: App) ->
     assert [job["status"] for job in jobs] == ["completed", "failed", "failed"], ended.stdout + ended.stderr
     assert jobs[2]["error"] == "left by sys.exit(3)"
     assert jobs[0]["command"].endswith("app.py a=fine b=2")
-    assert "Best by returned.score: a=fine" in ended.stdout
+    assert "Nothing to compare: " in ended.stdout
+    kept = (app.folder / "out" / "0" / "result.json").read_bytes()
+    again = app.sweep(*LAUNCHERS[name], "a=new,fine,raise", "b=2")
+    assert again.returncode == 1
+    numbers = {job["overrides"][0]: job["job"]["num"] for job in app.results()}
+    assert numbers == {"a=fine": 0, "a=raise": 1, "a=exit": 2, "a=new": 3}, again.stdout + again.stderr
+    assert (app.folder / "out" / "0" / "result.json").read_bytes() == kept
+    assert "Not compared: 1 job of earlier sweeps in " in again.stdout
+    logs = "".join(file.read_text() for file in (app.folder / "out").rglob("*.log")) + again.stdout
+    assert "Job 2 of 3." in logs

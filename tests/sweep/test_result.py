@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.result import RESULT, JobResult, kind_of, results, split
+from stagereg.launch.command_line import split
+from stagereg.sweep.result import RESULT, JobResult, kind_of, results
 
 from ..support.samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
 
@@ -37,7 +38,12 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
     seen = json.loads(written.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert seen["format"] == 1
     assert seen["returned"] == {"nan": None, "1": None, "loss": 2.0, "path": "a/b", "pair": [1, None], "set": "{1}"}
-    assert JobResult.read(tmp_path).figures == {"stall_ms": 1.0}
+    assert seen["figures"] == {"loss": "nan", "stall_ms": 1.0}
+    figures = {"a": -math.inf, "b": math.inf, "loss": math.nan, "stall_ms": 1.0}
+    written = result(tmp_path, figures=figures).write()
+    assert JobResult.read(tmp_path).figures == pytest.approx(figures, nan_ok=True)
+    written.write_text(written.read_text().replace('"nan"', "null"))
+    assert JobResult.read(tmp_path).figures == pytest.approx(figures, nan_ok=True), "of an older version"
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +135,7 @@ class TestResults:
         sweep(tmp_path / "later", repeats=1)  # is not mixed in
         found = results(tmp_path)
         assert {job.directory.parent for job in found} == {tmp_path}
-        assert [job.job["num"] for job in found] == list(range(2 * 6 + 1 + 2 + 1))
+        assert [job.job["num"] for job in found] == list(range(2 * 6 + 2 + 2 + 1))
         assert [job.status for job in found[-3:]] == ["failed", "failed", "unfinished"]
 
     def test_jobs_without_a_number_come_as_their_folders_are(self, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stagereg import record
 from stagereg.errors import ConfigError
 from stagereg.sweep.run import Run, Span, Started
 
-from ..support.samples import BEGAN, Sample, rank_file, write_run
+from ..support.samples import BEGAN, Sample, rank_file, write_events, write_run
 
 START = {"event": "start", "t": 5.0, "format": 1, "rank": 0, "world_size": 1, "host": "here", "stagereg": "0.1.0"}
 END = {"event": "end", "t": 9.0, "seconds": 4.0, "status": "completed", "error": None, "peak_rss": 7}
@@ -71,18 +71,19 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     assert run.began <= before <= run.began + run.seconds
 
 
-def test_attempts_of_rank_0_are_kept_since_one_completed(tmp_path: Path) -> None:
+def test_attempts_are_kept_since_one_completed(tmp_path: Path) -> None:
     begin = {"event": "begin", "t": 6.0, "step": 1, "since": 4.0, "phases": {"started": 1.5}}
     restart = {"event": "restart", "number": 1, "why": "killed", "source": "/x", "origin": "tier", "again": 2}
+    restart["restored"] = 9
     steps = [{"event": "step", "t": 6.0 + step, "step": step} for step in range(1, 4)]
     run = lines(tmp_path, START, *steps[:1], END, START, begin, *steps[1:], START, begin | restart, *steps)
-    first, second = run.attempts
+    (first,), (second,) = (each.ranks for each in run.attempts)
     assert (first.steps, second.steps) == (((2, 8.0), (3, 9.0)), run.ranks[0].steps)
     assert first.started == Started(1, 4.0, {"started": 1.5})
-    assert second.started == Started(1, 4.0, {"started": 1.5}, 1, "killed", "/x", "tier", 2)
+    assert second.started == Started(1, 4.0, {"started": 1.5}, 1, "killed", "/x", "tier", 2, 9)
     assert first.started.seconds == 1.5
     assert len(lines(tmp_path, START, END, START, END).attempts) == 1
-    assert lines(tmp_path / "other", START, rank=1).attempts == ()
+    assert len(lines(tmp_path / "other", START, rank=1).attempts) == 1
     odd = [begin | {"phases": {"started": "x"}}, begin | {"phases": None}, begin | {"number": "x"}]
     assert (lines(tmp_path, START, *odd).damaged, run.damaged) == (3, 0)
 
@@ -165,12 +166,30 @@ def test_the_run_that_began_last_is_read_and_the_others_are_counted(tmp_path: Pa
     rank_file(tmp_path, 1).write_text("".join(f"{json.dumps(line)}\n" for line in [*of("b.0", START), *again]))
     run = lines(tmp_path, *training, *other, *mixed, "garbage", *of("c.0", step(3)))
     assert [[number for number, _ in record.steps] for record in run.ranks] == [[2, 3], [2]]
-    assert [[number for number, _ in record.steps] for record in run.attempts] == [[1], [2, 3]]
+    assert [[number for number, _ in each.ranks[0].steps] for each in run.attempts] == [[1], [2, 3]]
     assert (run.others, run.damaged, run.error, run.world_size) == (2, 1, "", 2)
     run = lines(tmp_path, *training, *again, *of("e.0", START))
     assert (run.ranks[0].steps, len(run.attempts), run.others) == ((), 1, 3)
     run = lines(tmp_path, *training, *of("a.1", {**START, "world_size": 2}, step(2)))
     assert (len(run.attempts), [rank.rank for rank in run.ranks]) == (2, [0])
+
+
+def test_an_attempt_has_the_records_of_all_its_ranks(tmp_path: Path) -> None:
+    for number, (ranks, steps) in enumerate([(2, 3), (3, 4), (1, 5)]):
+        sample = Sample(ranks=ranks, steps=steps, began=BEGAN + 10 * number, killed=True)
+        for rank in range(ranks):
+            write_events(rank_file(tmp_path, rank), [{**event, "run": f"a.{number}"} for event in sample.events(rank)])
+    run = Run.read(tmp_path)
+    steps_of = [[len(record.steps) for record in each.ranks] for each in run.attempts]
+    assert steps_of == [[3, 3], [4, 4, 4], [5]]
+    assert [each.world_size for each in run.attempts] == [2, 3, 1]
+    for _ in range(2):  # a program that gives its attempts one name
+        write_run(tmp_path / "one", Sample(steps=3 + _, killed=True))
+        for rank in range(2):
+            with rank_file(tmp_path / "one", rank).open("a") as file:
+                file.write("\n")
+    one = Run.read(tmp_path / "one")
+    assert [[len(record.steps) for record in each.ranks] for each in one.attempts] == [[3, 3], [4, 4]]
 
 
 def test_files_of_ranks_beyond_the_last_run_are_left_out(tmp_path: Path) -> None:

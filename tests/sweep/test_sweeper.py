@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
+from stagereg.launch.command_line import Identity
 from stagereg.sweep.interleaved import InterleavedSweeper, SweepError, interleaved
 
 from . import programs
@@ -25,19 +27,27 @@ def mark(job: list[str], key: str) -> str | None:
 @given(st.integers(1, 8), st.integers(2, 9))
 def test_every_round_has_all_once_and_starts_with_another_one(number: int, repeats: int) -> None:
     jobs = interleaved([[f"a={value}"] for value in range(number)], repeats)
-    plain = [job for job in jobs if mark(job, "again") is None]
-    assert len(plain) == number * repeats
+    entries = number + 1  # with the A/A job
+    assert len(jobs) == entries * repeats
+    names = [(job[0], mark(job, "again") or "") for job in jobs]
+    starts = []
     for index in range(repeats):
-        members = plain[index * number : (index + 1) * number]
-        assert {mark(job, "repeat") for job in members} == {str(index)}
-        assert sorted(job[0] for job in members) == sorted(f"a={value}" for value in range(number))
-        assert members[0][0] == f"a={index % number}"
-    (again,) = [at for at, job in enumerate(jobs) if mark(job, "again") is not None]
-    assert 0 < again < len(jobs) - 1
-    assert jobs[again][0] == "a=0"
-    if number > 1:
-        assert "a=0" not in (jobs[again - 1][0], jobs[again + 1][0]), "not beside its likes"
-        assert abs(again / number - repeats / 2) <= 2, "near the middle"
+        members = slice(index * entries, (index + 1) * entries)
+        assert {mark(job, "repeat") for job in jobs[members]} == {str(index)}
+        assert sorted(names[members]) == sorted([*((f"a={value}", "") for value in range(number)), ("a=0", "true")])
+        starts.append(names[members][0])
+        at, twin = names[members].index(("a=0", "true")), names[members].index(("a=0", ""))
+        assert abs(at - twin) > 1 or number < 3, "not next to its twin"
+    assert len(set(starts)) == min(entries, repeats)
+    pairs = list(itertools.pairwise(names))
+    assert number < 5 or not {(("a=0", ""), ("a=0", "true")), (("a=0", "true"), ("a=0", ""))} & {*pairs}
+
+
+def test_a_combination_listed_twice_has_more_repeats_and_no_two_jobs_are_the_same() -> None:
+    assert interleaved([["a=1"], ["a=2"], ["a=1"]], 1) == [["a=1"], ["a=2"], ["a=1", "++sweep.repeat=1"]]
+    jobs = interleaved([["a=1", "b=1"], ["b=1", "a=1"], ["a=2", "b=1"]], 3)
+    assert len({Identity.of(job) for job in jobs}) == len(jobs) == 12
+    assert sorted(mark(job, "repeat") or "" for job in jobs if "a=1" in job and not mark(job, "again")) == [*"012345"]
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
@@ -54,7 +64,7 @@ def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
         with pytest.raises(SweepError, match="goes for the whole sweep and takes one value"):
             InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2", override]), None)
     batches = InterleavedSweeper(repeats=2).split_arguments(parse(["a=1,2,3"]), 3)
-    assert [len(batch) for batch in batches] == [3, 3, 1]
+    assert [len(batch) for batch in batches] == [3, 3, 2]
     assert InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2,3"]), 2) == [[["a=1"], ["a=2"]], [["a=3"]]]
 
 
@@ -63,7 +73,8 @@ def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: App) -> None:
     ended = app.sweep("b=1,2", "sweep.repeats=2")
     assert ended.returncode == 0, ended.stderr
     seen = [(job["overrides"][0], job["repeat"], job["again"]) for job in app.results()]
-    rounds = [("b=1", 0, False), ("b=2", 0, False), ("b=1", 0, True), ("b=2", 1, False), ("b=1", 1, False)]
+    rounds = [("b=1", 0, False), ("b=2", 0, False), ("b=1", 0, True)]
+    rounds += [("b=2", 1, False), ("b=1", 1, True), ("b=1", 1, False)]
     assert seen == rounds
 
 
@@ -117,13 +128,19 @@ NO_STEP = "NO STEP WAS TAKEN: this run resumed from step 4"
     ],
     ids=["hydra", "ranks"],
 )
-def test_a_job_resumes_from_another_of_its_sweep_only_where_meant(script: str, config: str, tmp_path: Path) -> None:
-    """Whatever sweeper runs them, and whatever their directory is called; a sweep that goes on is the same sweep."""
+def test_a_job_resumes_from_another_combination_only_if_meant(script: str, config: str, tmp_path: Path) -> None:
+    """Whatever sweeper runs them, and whatever their directory is called; the same job of another sweep resumes."""
     app = App(tmp_path, script, config.replace("sweep: compare, ", ""))
     ended = app.sweep("b=1,2", "hydra/sweeper=basic")
     assert ended.returncode == 1
-    assert "cannot be used: job 1 of this sweep would go on from where job 0 " in ended.stderr
+    assert "cannot be used: job 1 of this sweep would resume from the checkpoints of job 0, which ran" in ended.stderr
     assert re.findall("RESULT .*", ended.stdout) == ["RESULT 1 0"]
+    for value, code, line in (
+        (2, 1, f"of job 0 of {tmp_path / 'out'}, which ran with b=1, and not with b=2. Give each job a directory"),
+        (1, 0, "RESULT 1 4"),
+    ):
+        other = app.run("-m", f"b={value}", "hydra/sweeper=basic", f"hydra.sweep.dir=other{value}")
+        assert (other.returncode, line in other.stdout + other.stderr) == (code, True), other.stdout + other.stderr
     again = app.sweep("b=1,2", "resume=auto,latest")
     assert again.returncode == 0, again.stdout + again.stderr
     assert re.findall("RESULT .*", again.stdout) == [f"RESULT {b} 4" for b in "1122"]
@@ -152,8 +169,7 @@ def test_the_same_sweep_once_more_runs_what_is_not_completed(app: App) -> None:
     after = app.results()
     assert [new == old for new, old in zip(after, before, strict=True)] == [True, False, True]
     assert [job["figures"] for job in after] == [job["figures"] for job in before]
-    kept = "This job was completed before, its result is kept; to run it again, delete out/"
-    assert [again.stdout.replace(f"{app.folder}/", "").count(kept + n) for n in "012"] == [1, 0, 1]
-    assert "Best by returned.score: " in again.stdout
-    other = app.sweep("b=3,2,1", "a=fine")
-    assert [other.stdout.count(f"out/{n}\n") for n in "012"] == [0, 1, 0], "only the job that is the same"
+    kept = "was completed before, its result is kept; to run it again, delete out/"
+    assert [again.stdout.replace(f"{app.folder}/", "").count(f"Job {n} {kept}{n}\n") for n in "012"] == [1, 0, 1]
+    assert "b=1 leads" in again.stdout
+    assert app.sweep("b=3,2,1", "a=fine").stdout.count(kept) == 3, "in whatever order"

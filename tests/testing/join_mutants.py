@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -294,12 +295,35 @@ class Patching(Sum):
 # -- alone
 
 
-@breaks("rank 0: died of SIGABRT", "uneven_inputs", timeout_s=4.0)
+@breaks("of another rank's collective where its own has", "uneven_inputs", timeout_s=4.0)
 class MissingOne(SumHook):
     """Leaves out a collective: the active ranks wait for it."""
 
     def main_hook(self) -> None:
         self.joinable.steps += 1
+
+
+@breaks("of another rank's collective where its own has", "uneven_inputs", timeout_s=4.0)
+class OneTooMany(SumHook):
+    """Has one collective more than a step of the active ranks, which are a collective behind from then on."""
+
+    def main_hook(self) -> None:
+        dist.all_reduce(number(0))
+        super().main_hook()
+
+
+@breaks("rank 0 hung in main_hook", "uneven_inputs", timeout_s=3.0)
+class NeverReturns(SumHook):
+    """Waits for what does not come."""
+
+    def main_hook(self) -> None:
+        threading.Event().wait()
+
+
+class NeverReturnsInAll(HookContract):
+    """The contract of that, which plays all loops at first."""
+
+    hook_kind, timeout_s = NeverReturns, 6.0
 
 
 class AftermathContract(SumContract):

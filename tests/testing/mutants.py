@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_with_path
 
 from stagereg import BlockingAsyncStager
 from stagereg.errors import StagingError, UnstageableTypeError
@@ -90,16 +90,74 @@ class WithoutSynchronize:
         self.stage, self.close = self.stager.stage, self.stager.close
 
 
-class LooksOnlyAtTensors(Mutant):
-    """Uses memory again when the tensor it handed out is gone, although views of it may exist."""
+class Some(Mutant):
+    """Does ``instead`` to the tensors that have so many bytes, and are nested, or are not."""
+
+    at_least, nested = 0, None
 
     def change(self, source: State, copied: State) -> State:
-        if len(copied) > 1:
-            return copied
-        memory = self.held.pop().copy_(copied["w"]) if self.held else copied["w"]
+        def changed(path: tuple[Any, ...], old: Any, new: Any) -> Any:
+            left = not isinstance(new, Tensor) or new.nbytes < self.at_least or self.nested is (len(path) == 1)
+            return new if left else self.instead(path, old, new)
+
+        return tree_map_with_path(changed, source, copied)
+
+
+class Aliases(Some):
+    def instead(self, path: tuple[Any, ...], source: Tensor, copied: Tensor) -> Tensor:
+        return source
+
+
+class Reuses(Some):
+    """Writes into the copy of ``ring`` calls ago, which may be held."""
+
+    ring, calls = 1, 0
+
+    def stage(self, state_dict: State) -> Any:
+        self.calls += 1
+        return super().stage(state_dict)
+
+    def instead(self, path: tuple[Any, ...], source: Tensor, copied: Tensor) -> Tensor:
+        slot = self.seen.setdefault((self.calls % self.ring, path, copied.shape, copied.dtype), copied)
+        return slot if slot is copied else slot.copy_(copied)
+
+
+class SharesItsBuffers(Reuses):
+    at_least, seen = 2**12, SHARED
+
+    def __init__(self) -> None:
+        BlockingAsyncStager.__init__(self)
+
+
+class WritesBeforeItFails(Mutant):
+    """Writes the entries before one that cannot be staged into the memory of the copy before."""
+
+    def change(self, source: State, copied: State) -> State:
+        self.held = [copied]
+        return copied
+
+    def stage(self, state_dict: State) -> Any:
+        try:
+            return super().stage(state_dict)
+        except UnstageableTypeError:
+            tree_map(lambda x: x.zero_() if x.nbytes >= 2**16 else x, self.held)
+            raise
+
+
+class LooksOnlyAtTensors(Some):
+    """Uses memory again when the tensor it handed out is gone, although views of it may exist."""
+
+    def instead(self, path: tuple[Any, ...], source: Tensor, copied: Tensor) -> Tensor:
+        free = self.seen.setdefault((path, copied.shape), [])
+        memory = free.pop().copy_(copied) if free else copied
         handed_out = memory.view(memory.shape)
-        weakref.finalize(handed_out, self.held.append, memory).atexit = False
-        return {"w": handed_out}
+        weakref.finalize(handed_out, free.append, memory).atexit = False
+        return handed_out
+
+
+def variant(kind: type[Mutant], **facts: Any) -> type[Mutant]:
+    """A mutant like another one, with other attributes."""
+    return type("_".join([kind.__name__, *map(str, facts.values())]), (kind,), {**facts, "__module__": __name__})
 
 
 class GivesUp(Mutant):
@@ -201,20 +259,16 @@ def with_shard(copied: Any, offset: int = 0, device: str = "cpu") -> Any:
 
 
 ReleasesNothing = mutant("ReleasesNothing", release=lambda self, staged: None)
-OneBlockForAll = mutant("OneBlockForAll", change_tensor=lambda self, s, c: self.seen.setdefault(c.shape, c).copy_(c))
 KeysOfTheFirst = mutant("KeysOfTheFirst", change=keys_of_the_first)
 KeepsEveryCopy = mutant("KeepsEveryCopy", change=lambda self, s, c: [c, self.held.append(dict(c))][0])
 Casts = mutant("Casts", change_tensor=lambda self, s, c: c.to(self.seen.setdefault(c.shape, c.dtype)))
 InTheBackground = mutant("InTheBackground", stage=lambda self, s: ThreadPoolExecutor(1).submit(Mutant.stage, self, s))
-"""Right in all but one thing: an error that is not asked for is lost."""
 TrustsVersionCounters = mutant(
     "TrustsVersionCounters",
     change=lambda self, s, c: self.seen.setdefault(tuple(x._version for x in s.values()), c),
 )
 DrawsRandomNumbers = of_states("DrawsRandomNumbers", lambda source, copied: [copied, torch.rand(1)][0])
 SortsTheSource = of_states("SortsTheSource", sort_source)
-SharesItsBuffers = of_values("SharesItsBuffers", lambda k, s, c: SHARED.setdefault(k, c).copy_(c))
-LargeOnesAsTheyAre = of_tensors("LargeOnesAsTheyAre", lambda s, c: s if s.nbytes > 2**20 else c)
 ScalarsAsTheyAre = of_tensors("ScalarsAsTheyAre", lambda s, c: s if s.dim() == 0 else c)
 ValuesAsTheyAre = of_values("ValuesAsTheyAre", lambda k, s, c: s if isinstance(c, (set, bytearray)) else c)
 NestedOnesAsTheyAre = of_values("NestedOnesAsTheyAre", lambda k, s, c: s if isinstance(c, dict) else c)
@@ -244,16 +298,27 @@ ErrorsOfItsOwn = of_errors("ErrorsOfItsOwn", UnstageableTypeError, lambda *error
 LeavesOut = of_errors(
     "LeavesOut", UnstageableTypeError, lambda self, state, error: Mutant.stage(self, {**state, error.path[0]: None})
 )
+REUSES = [(1, 256, True), (2, 2048, False), (3, 4096, True), (4, 2**16, False), (8, 2**20, True), (8, 2**22, False)]
+"""Copies in the ring, bytes from which a tensor is in it, and whether it is nested."""
 MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_it_has_the_shape_of_a_stager": (WithoutSynchronize,),
-    "test_later_writes_do_not_show": (LargeOnesAsTheyAre,),
+    "test_later_writes_do_not_show": tuple(
+        variant(Aliases, at_least=at_least, nested=nested) for _, at_least, nested in REUSES
+    ),
     "test_writes_that_no_version_counter_sees_are_staged": (TrustsVersionCounters,),
     "test_a_training_loop_is_staged_as_it_was": (ScalarsAsTheyAre,),
+    "test_a_future_does_not_hold_up_training": (InTheBackground,),
     "test_values_that_are_no_tensors_are_copied": (ValuesAsTheyAre,),
     "test_the_source_is_left_as_it_is": (SortsTheSource, DrawsRandomNumbers),
-    "test_held_copies_stay_as_they_are": (OneBlockForAll, LooksOnlyAtTensors),
+    "test_held_copies_stay_as_they_are": (
+        *(variant(Reuses, ring=ring, at_least=at_least, nested=nested) for ring, at_least, nested in REUSES),
+        *(variant(LooksOnlyAtTensors, at_least=at_least, nested=nested) for _, at_least, nested in REUSES[::2]),
+    ),
     "test_copies_outlive_stagers": (SharesItsBuffers,),
-    "test_released_copies_end_and_what_is_held_of_them_stays": (ReleasesNothing,),
+    "test_released_copies_end_and_what_is_held_of_them_stays": (
+        ReleasesNothing,
+        variant(Reuses, ring=8, at_least=2**12, nested=False),
+    ),
     "test_memory_is_given_back": (KeepsEveryCopy,),
     "test_structure_is_kept": (NamesOfTuplesAreLost, KeysAreSorted),
     "test_dtypes_and_strides_are_kept": (Complex64Only, ZeroHasNoSign, EverythingContiguous),
@@ -266,7 +331,7 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_keys_shapes_and_dtypes_may_change": (KeysOfTheFirst, Casts),
     "test_a_tensor_may_get_other_memory": (SizesOfTheFirst,),
     "test_what_cannot_be_staged_is_named": (ErrorsWithoutPath, ErrorsOfItsOwn, LeavesOut),
-    "test_an_error_leaves_the_stager_usable": (GivesUp,),
+    "test_an_error_leaves_the_stager_usable": (GivesUp, WritesBeforeItFails),
     "test_a_storage_that_shrank_is_an_error": (ZerosForWhatIsGone,),
     "test_errors_that_nobody_looked_at_surface": (InTheBackground,),
     "test_close_is_the_end": (ClosesOnce, GoesOnAfterClose, LeavesAThread),

@@ -108,7 +108,7 @@ ONES = torch.ones(2)
         (
             torch.ones(2, dtype=torch.float64),
             ONES,
-            "not torch.float32; if it changes that on purpose, its contract says so: expected(tensor)",
+            "not torch.float32; if it changes that on purpose, its contract says so: expected(tensor, path)",
         ),
         (torch.ones(1), ONES, "has the shape (1,), not (2,)"),
         (torch.ones(2, 2).t(), torch.ones(2, 2), "has the strides (1, 2), not (2, 1)"),
@@ -130,8 +130,16 @@ def test_a_faithful_or_expected_copy_has_no_difference() -> None:
     state = {**odd, "t": torch.ones(2, 3).t(), "l": [odd, (1, None)], "p": torch.nn.Parameter(torch.ones(2))}
     assert difference(state, copy.deepcopy(state)) is None
     source, cast = torch.ones(2, 3).t(), torch.ones(2, 3, dtype=torch.bfloat16)
-    assert difference(cast.t(), source, lambda x: x.to(torch.bfloat16)) is None
-    assert "strides" in str(difference(cast.view(3, 2), source, lambda x: x.to(torch.bfloat16)))
+
+    def expected(x: torch.Tensor, path: str) -> torch.Tensor:
+        return x.to(torch.bfloat16) if path.startswith("optimizer.state.0.") else x
+
+    def inside(x: torch.Tensor) -> dict[str, object]:
+        return {"model": source, "optimizer": {"state": {0: {"exp_avg": x}}}}
+
+    assert difference(inside(cast.t()), inside(source), expected) is None
+    assert "strides" in str(difference(inside(cast.view(3, 2)), inside(source), expected))
+    assert "bfloat16" in str(difference({**inside(cast.t()), "model": cast.t()}, inside(source), expected))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stagereg
+from stagereg.testing import scenario
 from stagereg.testing.join import JoinableContract, JoinHookContract
 from stagereg.testing.scenario import Scenario, played
 
@@ -62,6 +63,27 @@ def test_a_promise_catches_who_breaks_it(promise: str, breaks: type[JoinableCont
     outcome = breaks.outcome(promise)
     assert outcome.kept is False
     assert seen in outcome.seen
+
+
+@pytest.mark.slow
+def test_a_loop_that_hangs_does_not_keep_the_others_from_being_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    played_alone, limits, run = [], [], scenario._run
+
+    def observed(contract: Any, todo: Any, limit_s: float) -> Any:
+        played_alone.extend(todo if len(todo) == 1 else ())
+        limits.append(limit_s)
+        return run(contract, todo, limit_s)
+
+    monkeypatch.setattr(scenario, "_run", observed)
+    monkeypatch.setattr(scenario, "_HURRIED_S", 1.0)
+    contract = mutants.NeverReturnsInAll
+    outcomes = {name: contract.outcome(name) for name in contract.promises()}
+    assert "rank 0 hung in main_hook" in outcomes["test_uneven_inputs"].seen
+    assert "1, 3 batches on ranks 0, 1, ..." in outcomes["test_uneven_inputs"].seen
+    assert all(outcomes[f"test_{name}"].kept for name in ("even_inputs", "throw", "failing_rank"))
+    assert not [each for each in played_alone if len({*each.lengths[0]}) == 1 or each.throw]
+    assert len(played_alone) == len({*played_alone}) < 10
+    assert limits == [6.0, *[2.0] * len(played_alone)]
 
 
 def test_a_death_after_a_loop_is_not_blamed_on_another() -> None:

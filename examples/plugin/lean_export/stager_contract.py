@@ -18,6 +18,6 @@ class Bf16Contract(StagerContract):
         """Return a fresh stager."""
         return Bf16Stager()
 
-    def expected(self, tensor: Tensor) -> Tensor:
+    def expected(self, tensor: Tensor, path: str) -> Tensor:
         """Return what it makes of a tensor."""
-        return tensor.to(torch.bfloat16) if tensor.layout is torch.strided and tensor.dtype in WIDE else tensor
+        return tensor.to(torch.bfloat16) if tensor.ndim and tensor.dtype in WIDE else tensor

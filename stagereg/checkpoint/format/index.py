@@ -199,7 +199,7 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
         return place(result, info.offset, info.length) if isinstance(result, ArchiveResult) else None
 
     def chunk(name: str, entry: TensorStorageMetadata, part: ChunkStorageMetadata) -> list[Any] | None:
-        box, result = [[*part.offsets], [*part.sizes]], written[name, part.offsets]
+        box, result = [[*part.offsets], [*part.sizes]], written(name, part.offsets)
         if not isinstance(result, TensorResult):
             if (found := archive(result)) is None and name in objects:
                 raise CheckpointError(
@@ -212,7 +212,13 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
             return [*found, *box, [*result.stride]]
         return found if part.sizes == entry.size else [*found, *box]
 
-    written = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
+    def written(name: str, offset: torch.Size | None) -> WriteResult:
+        if (name, offset) not in by_place:
+            at = f" from {[*offset]} on" if offset and any(offset) else ""
+            raise CheckpointError(f"write_data of the storage returned no result for {name!r}{at}, which it was given.")
+        return by_place[name, offset]
+
+    by_place = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
     tensors: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -220,7 +226,7 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
             chunks = [chunk(name, entry, part) for part in entry.chunks if part.sizes.numel()]
             tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], None if None in chunks else chunks]
         elif name in objects:
-            found[name] = archive(written[name, None])
+            found[name] = archive(written(name, None))
     return {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": found}
 
 

@@ -21,11 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate
 
 import stagereg.checkpoint.format.encoding as encoding
@@ -37,14 +33,13 @@ from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import name_of, wraps
+from stagereg.checkpoint.load.storage_reader import read_through
 from stagereg.checkpoint.load.subclasses import Whole
-from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
-from stagereg.checkpoint.storage.files import FileStorage
-from stagereg.checkpoint.storage.protocol import Storage, named
+from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
-from stagereg.errors import CheckpointError, reason
+from stagereg.errors import CheckpointError
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
@@ -124,7 +119,7 @@ class CheckpointFiles(ExitStack):
             if leaf.stored.chunks is None:
                 elsewhere[leaf.name] = leaf.value
             elif leaf.stored.dtype is None:
-                transfer.add_object(leaf)
+                transfer.add_object(leaf, self.load_object)
             else:
                 for start, part in _local_parts(leaf.value):
                     transfer.add_tensor(part, start, leaf.stored, leaf.name)
@@ -149,20 +144,17 @@ class CheckpointFiles(ExitStack):
         data = torch.frombuffer(file.mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
         return _elements_of(data, chunk, stored.dtype)
 
+    def load_object(self, name: str, data: bytes | bytearray) -> Any:
+        """Return the object that ``torch.save`` has made ``data`` of. Raises: ``CheckpointError``."""
+        return pickled.load(name, data)
+
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
-        """Through the reader of a storage that alone knows where things lie, which is none of the project."""
+        """Read through the reader of a storage that is not the project's, as ``torch.distributed.checkpoint.load``."""
         storage = self._storage
-        if storage is None or isinstance(storage, (FileStorage, TorchDcpStorage)):  # torch's would unpickle metadata
+        if storage is None or is_builtin(storage):  # which has a place of everything: the index is forged
             name = next(iter(wanted))
             raise CheckpointError(f"{INDEX} of {self.path} does not say where {name!r:.100} lies.")
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            load(wanted, storage_reader=storage.reader(self.path), planner=planner, no_dist=True)
-        except CheckpointException as failed:
-            error = next(error for error, _ in failed.failures.values())
-            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-                raise error from None
-            raise CheckpointError(reason(error)) from error
+        read_through(storage, self.path, wanted, self.load_object)
 
     def file(self, name: str) -> Readable:
         """Return one of them, open. Raises as :meth:`open_for`."""
@@ -354,11 +346,11 @@ class Transfer:
             length = min(_PIECE_BYTES, to.nbytes - at)
             self.moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
 
-    def add_object(self, leaf: Leaf) -> None:
+    def add_object(self, leaf: Leaf, load: Callable[[str, bytearray], Any]) -> None:
         [chunk] = leaf.stored.chunks
 
         def take(data: bytearray) -> None:
-            leaf.value = pickled.load(leaf.name, data)
+            leaf.value = load(leaf.name, data)
 
         self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
@@ -419,11 +411,3 @@ def _fetch(file: Readable, moves: list[_Move]) -> None:
     source = ctypes.addressof(ctypes.c_char.from_buffer(data))
     for move in moves:
         ctypes.memmove(move.address, source + move.offset - begin, move.length)
-
-
-class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor without running it, where torch's own planner unpickles."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        self.state_dict[name] = pickled.load(name, value.getvalue())

@@ -23,7 +23,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -43,7 +43,9 @@ from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, sh
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
+from stagereg.checkpoint.save.structure import expect_same_structure
 from stagereg.checkpoint.state.entries import rng_name
+from stagereg.checkpoint.storage.digests import Written, digests_of
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
@@ -69,7 +71,12 @@ class _Prepared(NamedTuple):
     differing: Sequence[EntryContents] = ()
 
 
-_Written: TypeAlias = tuple[dict[str, FileMark], Sent]
+class _RankFiles(NamedTuple):
+    """What a rank sends when it has written its files."""
+
+    marks: dict[str, FileMark]
+    structures: Sent
+    digests: dict[Written, int]  # of what it gave to the storage, if that is read back
 
 
 def write_and_commit(save: PendingSave) -> tuple[float, int] | None:
@@ -159,6 +166,7 @@ class _Work:
                     return None
                 nbytes = last.results.round_trip(self._ranks, failing, self.write, self.commit)
                 to.complete(save.step)
+                to.read_back = None
                 failpoint("ended")
         except BaseException:
             last.forget()
@@ -177,7 +185,10 @@ class _Work:
         if self._is_second:
             return self._plan(save.sharing.shares)
         save.at = "waiting for its copy"
-        copy = dict(_expect_whole(save, save.copy.get()))
+        staged = save.copy.get()
+        if save.copy.outline is not None:
+            expect_same_structure(save.copy.outline, staged, save.copy.stager)
+        copy = dict(staged)
         save.copy.inspect(copy)
         if (generators := rng_name(self._ranks.number)) in copy:
             copy[generators] = rng.as_tensors(copy[generators])
@@ -299,13 +310,14 @@ class _Work:
             self._to.last.dealt = from_numbers(dealt, join_plans(self._plans))
             self._to.last.results.forget()  # the same places may hold something else: of another dtype
 
-    def write(self) -> tuple[_Written, Sequence[Any], Sequence[Any]]:
+    def write(self) -> tuple[_RankFiles, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and let go of its copy."""
         save = self._save
         failpoint("agreed")
         self._to.expect_room(self._to.last.nbytes)
         save.at = "writing its files"
         own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
+        digests = digests_of(own.items, self.planner) if self._to.read_back is not None else {}
         self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
         self._let_go()
@@ -316,7 +328,8 @@ class _Work:
         save.at = "waiting until no operation can have written the state meanwhile"
         save.copy.confirm()
         save.at = WAITING_FOR_OTHERS
-        return (marks, self.entries.structures_for(self.asked)), (tuple(self._results),), self._more
+        sent = _RankFiles(marks, self.entries.structures_for(self.asked), digests)
+        return sent, (tuple(self._results),), self._more
 
     def _let_go(self) -> None:
         """Let go of the copy, unless it is written elsewhere as well. Raises: what it has proved bad with."""
@@ -329,12 +342,12 @@ class _Work:
         copy.get()
         copy.record(self._save.step)
 
-    def commit(self, written: Sequence[_Written], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
+    def commit(self, written: Sequence[_RankFiles], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
         save, to = self._save, self._to
         save.at = "committing"
         if save.abandoned:
             raise NotSavedInTimeError("it took too long and was given up")
-        state = self._merging.put_together([sent for _, sent in written])
+        state = self._merging.put_together([each.structures for each in written])
         if lasting is None:
             again = to.finish(self._path, None, [])
         else:
@@ -346,23 +359,17 @@ class _Work:
             name_for_each(metadata, results, groups_in(state))
             again = to.finish(self._path, metadata, results)
         own = {**to.marks(self._path, self._results), **again}
-        files = {name: mark for marks, _ in written for name, mark in marks.items()} | own
+        files = {name: mark for each in written for name, mark in each.marks.items()} | own
         index = make_index(to.last.described, state)
         sizes = {name: mark.bytes for name, mark in files.items()}
         to.last.readable = expect_readable(index, to.last.described, state, sizes, to.last.readable)
+        if to.read_back is not None:
+            save.at = "reading back what a storage of another package wrote"
+            digests = {key: digest for each in written for key, digest in each.digests.items()}
+            to.read_back(to.storage, self._path, index, sizes, digests)
         to.commit(save.step, self._path, files, index)
         to.last.entries = self._merging.entries
-        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for each, _ in written[1:])]]
-
-
-def _expect_whole(save: PendingSave, copy: object) -> dict[str, Any]:
-    if not isinstance(copy, dict):
-        raise CheckpointError(
-            f"stage() of {save.copy.stager} returned {copy!r:.80}, and has to return a copy of its dict"
-        )
-    if lost := [name for name in save.copy.names if name not in copy]:
-        raise CheckpointError(f"stage() of {save.copy.stager} returned a copy without {', '.join(map(repr, lost))}")
-    return copy
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each.marks for each in written[1:])]]
 
 
 def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:

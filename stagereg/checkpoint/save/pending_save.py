@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -30,14 +30,20 @@ from stagereg.checkpoint.ranks.unchanged import Exchange
 from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.state_planner import StatePlanner
+from stagereg.checkpoint.save.structure import Outline
+from stagereg.checkpoint.storage.digests import Written
 from stagereg.checkpoint.storage.files import METADATA
-from stagereg.checkpoint.storage.protocol import Storage, name_of
+from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.launch.command_line import command_key
 from stagereg.stagers.async_stager import UnconfirmedCopy
+
+ReadBack: TypeAlias = Callable[[Storage, str, bytes, Mapping[str, int], Mapping[Written, int]], None]
+"""Compares what a storage has written with what it was given, as :func:`stagereg.checkpoint.load.read_back.read_back`.
+"""
 
 
 class LastSave:
@@ -72,9 +78,11 @@ class Target(ABC):
         schedule: says when.
         last: what this rank keeps of its last save there.
         optional: what fails there, once all ranks have staged, is a warning.
+        read_back: is to read the next save back before it is committed, until one was.
     """
 
     optional = False
+    read_back: ReadBack | None = None
 
     def __init__(self, where: str, ranks: RankGroup, storage: Storage, schedule: Schedule, repeats: bool) -> None:
         self.where, self.ranks, self.storage, self.schedule = where, ranks, storage, schedule
@@ -131,11 +139,13 @@ class SaveTarget(Target):
         ranks: RankGroup,
         token: str,
         schedule: Schedule | None = None,
+        read_back: ReadBack | None = None,
     ) -> None:
         repeats = isinstance(storage, Storage) and storage.finished is not None
         super().__init__(store.root, ranks, storage, schedule or Schedule(1), repeats)
         self.store, self.keep, self.token = store, keep, token
         self._storage_name = name_of(storage)  # for manifests
+        self.read_back = None if is_builtin(storage) else read_back
         self._tokens = random.Random(token)  # the same on all ranks without an exchange
         self._token = ""
         self.metrics = LoggedMetrics()
@@ -190,7 +200,7 @@ class StagedCopy:
 
     staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)  # empty once it is written or lost
     stager: str = ""  # its class
-    names: Collection[str] = ()  # of the entries that it was given
+    outline: Outline = None  # of the state that the stager was given; ``None`` if the copy is not compared with it
     release: Callable[[dict[str, Any]], None] = lambda copy: None  # called with the copy when it has been written
     inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
     # Why this rank could not stage, which its training loop has raised. Text: the loop still has the error itself.

@@ -31,6 +31,7 @@ from stagereg.checkpoint.save.forgotten import ForgottenObjects, GivenSteps
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.save.structure import outline
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable, state_dicts
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.crash_report import summarize_exception
@@ -342,7 +343,9 @@ class Saver:
             save.copy.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
                 save.copy.release = self._stager.release
-            save.copy.names, save.copy.stager = captured.keys(), self._stager_name
+            save.copy.stager = self._stager_name
+            with contextlib.suppress(RecursionError):  # of a cycle, which the save refuses by name
+                save.copy.outline = outline(captured)
             self._copy(save, captured)
         except Exception as error:
             raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error

@@ -1,6 +1,6 @@
 """Checks of the first saves of a run. They log a warning if a resume would not bring the run back.
 
-A stager that changes dtypes or shapes makes checkpoints that the objects refuse. An optimizer of parameters that are
+A stager that changes dtypes makes checkpoints that the objects refuse. An optimizer of parameters that are
 not in the state trains what no save has. A number in the state, as in ``state = {"samples": samples}``, keeps its first
 value while the program counts on. The next run would be the first to find these. A check that fails is skipped.
 """
@@ -50,7 +50,7 @@ def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
 
 @only_looks
 def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
-    """Return of each tensor of an object, by its dotted name, what its copy has to be, and whether dtypes may differ.
+    """Return of each tensor of an object, by its dotted name, its kind, and whether the copy may have another dtype.
 
     Of ``state`` the entries ``captured`` are staged.
     """
@@ -65,7 +65,7 @@ def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) 
 
 @only_looks
 def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
-    """Log what has another dtype or shape in a copy. Any thread."""
+    """Log which tensors have another dtype in a copy, whose structure is that of the state. Any thread."""
     every = (pair for name, value in copy.items() for pair in leaves(value, name))
     there = {path: TensorKind.of(x) for path, x in every if isinstance(x, torch.Tensor) and path in kinds}
     other = {path: kind for path, kind in there.items() if not kind.fits(*kinds[path])}
@@ -77,7 +77,7 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: st
     else:
         what = "Take"
     _log.warning(
-        "stagereg: stage() of %s makes %d tensor%s of another dtype or shape, which restore() does not take: %s. "
+        "stagereg: stage() of %s makes %d tensor%s of another dtype, which restore() does not take: %s. "
         "%s another stager, such as 'overlapped'.",
         stager,
         len(other),

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
-from stagereg.checkpoint.format.wrappers import owning, wraps
+from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import envelope
-from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, standalone, write_archive
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
 from stagereg.kernel.memory import view_of
@@ -80,12 +80,11 @@ def _write_item(file: AlignedFile, name: str, item: WriteItem, data: Any) -> Wri
     if not isinstance(data, torch.Tensor):
         return write_archive(file, name, item, data)
     if wraps(data):
-        return write_archive(file, name, item, owning(data))
+        return write_archive(file, name, item, standalone(data))
     x = data.detach().resolve_conj().resolve_neg()
     around = envelope(x)
     if around is None:
-        own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
-        return write_archive(file, name, item, x.cpu() if own else x.cpu().clone())
+        return write_archive(file, name, item, standalone(x))
     stride = None if x.is_contiguous() else around.stride
     if not x.is_cpu or x.stride() != around.stride:
         x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype, device="cpu").copy_(x)

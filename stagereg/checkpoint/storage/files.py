@@ -10,22 +10,24 @@ import logging
 import os
 import pickle
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+import stagereg.checkpoint.format.torch_metadata as torch_metadata
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult
 from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -140,11 +142,8 @@ class FileStorage(Storage):
             file.write(self._metadata)
 
     def reader(self, path: StrPath) -> StorageReader:
-        if is_url(path):
-            from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-            return FsspecReader(os.fspath(path))
-        return FileSystemReader(path)
+        """Return a reader of files that hold what ``torch.save`` has made of each entry. It runs no code of a file."""
+        return FilesReader(path)
 
     @contextmanager
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
@@ -164,6 +163,42 @@ class FileStorage(Storage):
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
                 _log.warning("%s is on a file system that refuses O_DIRECT: written through the page cache.", self.path)
+
+
+class FilesReader(FileSystemReader):
+    """torch's reader of the directory or URL ``path``, which reads ``.metadata`` without running code.
+
+    ``unpack`` makes of the bytes of an entry what ``torch.save`` has made of it.
+    """
+
+    def __init__(self, path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> None:
+        super().__init__(path)
+        self._unpack = unpack
+        if is_url(path):
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+            self.fs = FileSystem()  # type: ignore[assignment]  # torch's FsspecReader does so too
+            self.path = self.fs.init_path(os.fspath(path))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as file:
+            metadata = torch_metadata.loads(file.read())
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        part = super()._slice_file(file, sinfo)
+        return part if self._unpack is None else io.BytesIO(self._unpack(part.read()))
+
+
+def standalone(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor for ``torch.save``: in host memory, without the rest of its storage."""
+    if wraps(x):
+        return owning(x)
+    x = x.detach().resolve_conj().resolve_neg()
+    own = x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+    return x.cpu() if own else x.cpu().clone()
 
 
 def write_archive(file: AlignedFile, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> ArchiveResult:

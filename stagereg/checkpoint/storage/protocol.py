@@ -56,7 +56,8 @@ class Storage(StorageWriter):
     def reader(self, path: str | os.PathLike[str]) -> StorageReader:
         """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread.
 
-        The checkpointer uses it for results that are neither :class:`TensorResult` nor :class:`ArchiveResult`.
+        The checkpointer uses it for results that are neither :class:`TensorResult` nor :class:`ArchiveResult`. It reads
+        the first save of a storage of another package back, and refuses the save if anything differs.
         """
 
     @property
@@ -77,6 +78,11 @@ class Storage(StorageWriter):
         more to mark it.
         """
         return {}
+
+
+def is_builtin(storage: Storage) -> bool:
+    """Whether the class of a storage is the project's own: it returns places, and no checkpoint needs its reader."""
+    return type(storage).__module__.startswith("stagereg.")
 
 
 def name_of(storage: Storage) -> str:

@@ -1,6 +1,7 @@
-"""Refuses a directory of checkpoints that another job of the same sweep has had: resuming from it might train nothing.
+"""Refuses a directory of checkpoints of another job of a sweep: resuming from it would mix two combinations.
 
-Rank 0 notes the job and its sweep in ``.sweep-job.json``. The same job and other sweeps resume as usual.
+Rank 0 notes the job, its combination and its sweep in ``.sweep-job.json``. The same job resumes as usual, also in
+another sweep.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any
 from stagereg.checkpoint.format.manifest import SWEEP_JOB
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
-from stagereg.launch.command_line import gives_resume, raw
+from stagereg.launch.command_line import Identity, gives_resume, raw
 
 
 def expect_own_job(store: CheckpointStore, resume: str) -> None:
-    """Raise ``CheckpointError`` if another job of this sweep has had the directory, and nothing says that is meant."""
+    """Raise ``CheckpointError`` if another job of a sweep has had the directory, and nothing says that is meant.
+
+    Another job has another combination, or another number in this sweep. A note of an earlier release has no
+    combination.
+    """
     own = _own_job()
     noted: Any = None
     if own is None or resume != "auto":
@@ -27,13 +32,21 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
 
     with contextlib.suppress(ValueError):  # damaged
         noted = json.loads(store.note(SWEEP_JOB) or b"null")
-    another = isinstance(noted, dict) and noted != own and noted.get("sweep") == own["sweep"]
-    if another and not gives_resume(raw(HydraConfig.get().overrides.task)):
-        raise CheckpointError(
-            f"job {own['job']} of this sweep would go on from where job {noted.get('job')} has ended, and maybe take "
-            "no step. Give each job a directory of its own, as checkpoint.dir is by default; or say that it is meant, "
-            "with checkpoint.resume=auto."
-        )
+    if not isinstance(noted, dict) or gives_resume(raw(HydraConfig.get().overrides.task)):
+        return
+    here, combination = noted.get("sweep") == own["sweep"], noted.get("combination", own["combination"])
+    if combination == own["combination"] and not (here and noted.get("job") != own["job"]):
+        return
+    of = (
+        ""
+        if combination == own["combination"]
+        else f", which ran with {combination}, and not with {own['combination']}"
+    )
+    raise CheckpointError(
+        f"job {own['job']} of this sweep would resume from the checkpoints of job {noted.get('job')}"
+        f"{'' if here else ' of ' + str(noted.get('sweep'))}{of}. Give each job a directory of its own, as "
+        "checkpoint.dir is by default; or say that it is meant, with checkpoint.resume=auto."
+    )
 
 
 def note_job(store: CheckpointStore) -> None:
@@ -50,4 +63,5 @@ def _own_job() -> dict[str, Any] | None:
 
     if not HydraConfig.initialized() or OmegaConf.is_missing((hydra := HydraConfig.get()).job, "num"):
         return None
-    return {"sweep": os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir)), "job": hydra.job.num}
+    sweep = os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))
+    return {"sweep": sweep, "job": hydra.job.num, "combination": str(Identity.of(raw(hydra.overrides.task)))}

@@ -7,6 +7,7 @@ Importing this imports neither matplotlib nor Jinja2.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if name in documents:
-            (directory / name).write_bytes(documents[name])
+            temporary = directory / f".{name}.{os.getpid()}.tmp"  # a sweep may end while its report is made
+            temporary.write_bytes(documents[name])
+            temporary.replace(directory / name)
         else:
             (directory / name).unlink(missing_ok=True)
     return [directory / name for name in FILES if name in documents]

@@ -1,8 +1,8 @@
-"""The picture of a comparison: a panel for each metric, with every run of every row in the order of the table.
+"""The plot of a comparison: a panel for each metric, with every run of the first rows in the order of the table.
 
 Best, tie, A/A and others differ in shape and colour; the colours are for any colour vision (after Okabe and Ito,
-https://jfly.uni-koeln.de/color/). The same comparison gives the same bytes, whatever the user's matplotlibrc.
-Matplotlib is imported when a picture is made; ``ImportError`` without it.
+https://jfly.uni-koeln.de/color/). NaN and infinity are texts, not points. The same comparison gives the same bytes,
+whatever the user's matplotlibrc. Matplotlib is imported when a plot is made; ``ImportError`` without it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.comparison import Comparison, ComparisonRow, parameter_text
 from stagereg.sweep.metric import Metric
-from stagereg.sweep.render.tables import first_line, one_line
+from stagereg.sweep.render.tables import AGAIN, ALL_TIE, MOST_ROWS, RANGES, first_line, shortened, shown_cells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,22 +45,25 @@ _STYLE: dict[Any, Any] = {
 _SHAPES = {
     "best": ("*", "#0072b2", "best"),
     "tie": ("D", "#3d9bd6", "ties with the best"),
-    "A/A": ("s", "#b87900", "A/A: the first combination once more"),
+    "A/A": ("s", "#b87900", f"{AGAIN} (A/A)"),
     "": ("o", "#7d8794", "median"),
 }
 """Shape, colour and legend of a row's median, by its verdict."""
+_ONE_RUN = "one run"
 _FAILED = "#c4480c"
-_ACROSS = 4  # small panels in a line, at most
+_ACROSS = 5  # small panels in a line, at most
+_MANY = 10  # lines from which on they are closer
 _LONGEST = 42  # letters of a row's label
+_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # letters of a panel's title, by how many panels are in its line
 _LOGARITHMIC = 30.0  # least ratio of the greatest value to the least for a logarithmic scale
 
 
 def compare_figure(comparison: Comparison) -> Figure | None:
-    """Return the picture of ``comparison``, or None where no row has a number to be drawn.
+    """Return the plot of ``comparison``, or None if no row has a number to be drawn.
 
-    Where the metric that ranks is nowhere known, the first one that is takes its place.
+    If no row has the ranking metric, the first metric takes its place.
     """
-    rows = comparison.ranked
+    rows = comparison.ranked[:MOST_ROWS]
     small = list(comparison.metrics)
     if not small:
         return None
@@ -69,23 +71,33 @@ def compare_figure(comparison: Comparison) -> Figure | None:
 
     names = [metric.name for metric in small]
     main = small.pop(names.index(comparison.ranking.name) if comparison.ranking.name in names else 0)
-    across = min(_ACROSS, len(small)) or 1
-    heights = [0.35 * len(rows) + 1.0, *[0.2 * len(rows) + 0.8] * math.ceil(len(small) / across)]
+    across = math.ceil(len(small) / (math.ceil(len(small) / _ACROSS) or 1)) or 1
+    lines = len(rows) + (len(comparison.ranked) > len(rows))
+    line = 0.35 if lines < _MANY else 0.28  # inches
+    heights = [line * lines + 1.0, *[0.55 * line * lines + 0.8] * math.ceil(len(small) / across)]
     with _styled():
         figure = Figure(figsize=(10.5, sum(heights)))
         grid = figure.add_gridspec(len(heights), across, height_ratios=heights)
         axes = figure.add_subplot(grid[0, :])
-        _draw(axes, rows, main)
-        _annotate(axes, rows, main, comparison.ranking.name)
+        _draw(axes, comparison, rows, main, 1)
+        _annotate(axes, rows, main, comparison)
         for at, metric in enumerate(small):
             panel = figure.add_subplot(grid[1 + at // across, at % across])
-            _draw(panel, rows, metric)
+            _draw(panel, comparison, rows, metric, across)
             panel.tick_params(labelsize=7.5, labelleft=at % across == 0)
             if panel.get_xscale() == "linear":
-                panel.locator_params(axis="x", nbins=4)
-        artists, labels = axes.get_legend_handles_labels()
-        each = dict(zip(labels, artists, strict=True))
-        figure.legend(each.values(), each, ncols=6, handlelength=1.4, columnspacing=1.4, loc="outside upper left")
+                panel.locator_params(axis="x", nbins=3 if across == _ACROSS else 4)
+        # Each mark that any panel has, in one order.
+        each = {
+            label: artist for one in figure.axes for artist, label in zip(*one.get_legend_handles_labels(), strict=True)
+        }
+        order = [*(label for *_, label in _SHAPES.values()), _ONE_RUN, *RANGES.values()]
+        known = [label for label in order if label in each]
+        handles = [each[label] for label in known]
+        legend = figure.legend(handles, known, ncols=7, handlelength=1.4, columnspacing=1.4, loc="outside upper left")
+        for label, handle in zip(known, legend.get_lines(), strict=True):
+            if label not in order[:3]:
+                handle.set_color(_SHAPES[""][1])  # rows of each colour have it
     return figure
 
 
@@ -114,54 +126,57 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _draw(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric) -> None:
+def _draw(axes: Axes, comparison: Comparison, rows: Sequence[ComparisonRow], metric: Metric, across: int) -> None:
     drawn: list[float] = []
-    for at, row in enumerate(rows):
-        cell = row.cells.get(metric.name)
-        if cell is None:
+    for at, (row, shown) in enumerate(zip(rows, shown_cells(comparison, metric), strict=False)):
+        if shown is None:
             continue
-        shape, colour, label = _SHAPES["A/A" if row.again else cell.verdict]
-        values = cell.values
+        cell = shown.cell
+        shape, colour, label = _SHAPES["A/A" if row.again else shown.verdict]
+        values = [value for value in cell.values if math.isfinite(value)]
         drawn += values
-        if len(values) > 1:
-            low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-            axes.plot([low, high], [at, at], color=colour, linewidth=4, alpha=0.35, label="middle half of the runs")
+        if len(cell.values) > 1 and math.isfinite(cell.high - cell.low):
+            bar: dict[str, Any] = {"linewidth": 4, "alpha": 0.35, "label": RANGES[len(cell.values) > 5]}
+            axes.plot([cell.low, cell.high], [at, at], color=colour, **bar)
+        if len(cell.values) > 1 and values:
             single: dict[str, Any] = {"color": colour, "markerfacecolor": "none", "markersize": 4}
-            axes.plot(values, [at] * len(values), "o", label="one run", **single)
-        axes.plot([cell.median], [at], shape, color=colour, markersize=9 if shape == "*" else 5, label=label)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [_plain(_label(row)) for row in rows])
-    if min(drawn) > 0 and max(drawn) / min(drawn) >= _LOGARITHMIC:
+            axes.plot(values, [at] * len(values), "o", label=_ONE_RUN, **single)
+        if math.isfinite(cell.median):
+            axes.plot([cell.median], [at], shape, color=colour, markersize=9 if shape == "*" else 5, label=label)
+        else:
+            axes.text(0.01, at, shown.text, transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
+    more = len(comparison.ranked) - len(rows)
+    labels = [_plain(_label(row)) for row in rows] + [f"{more} more in the table"] * (more > 0)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_yticks(range(len(labels)), labels)
+    for row, tick in zip(rows, axes.get_yticklabels(), strict=False):
+        tick.set_fontstyle("italic" if row.again else "normal")
+    if drawn and min(drawn) > 0 and max(drawn) / min(drawn) >= _LOGARITHMIC:
         axes.set_xscale("log")
-    axes.set_title(_plain(metric.head))
+    axes.set_title(_plain(shortened(metric.head, _TITLES[across])), fontsize=10.0 if across == 1 else 8.5)
+    axes.set_xlabel(ALL_TIE if metric.name in comparison.undecided else "", fontsize=7.5)
 
 
-def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, ranking: str) -> None:
+def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, comparison: Comparison) -> None:
     """Add to the large panel the numbers at the right of each row, and what became of those that have none."""
     better = f" ({metric.better} is better)" if metric.better else ""
     scale = ", logarithmic scale" if axes.get_xscale() == "log" else ""
-    axes.set_xlabel(_plain(f"{metric.name}{better}{scale}"))
+    tie = f", {ALL_TIE}" if metric.name in comparison.undecided else ""
+    axes.set_xlabel(_plain(f"{metric.name}{better}{scale}{tie}"), fontsize=9.0)
     across = axes.get_yaxis_transform()
-    for at, row in enumerate(rows):
-        weight = "bold" if row.verdict(ranking) == "best" else "normal"
-        if cell := row.cells.get(metric.name):
-            axes.text(1.012, at, one_line(cell), transform=across, va="center", fontweight=weight)
+    for at, (row, shown) in enumerate(zip(rows, shown_cells(comparison, metric), strict=False)):
+        if shown is not None:
+            weight = "bold" if shown.verdict == "best" else "normal"
+            axes.text(1.012, at, shown.one_line, transform=across, va="center", fontweight=weight)
         elif row.error:
-            text = _plain(_shortened(f"{row.status}: {first_line(row.error)}", 88))
+            text = _plain(shortened(f"{row.status}: {first_line(row.error)}", 88))
             style: dict[str, Any] = {"va": "center", "fontsize": 8.0, "color": _FAILED, "in_layout": False}
             axes.text(0.008, at, text, transform=across, **style)
 
 
 def _label(row: ComparisonRow) -> str:
-    """What a row is called: the values alone, for the names are the same in all."""
-    parts = list(filter(None, (*row.parameters.values(), row.versions))) or [row.label]
-    text = " · ".join(_shortened(part, _LONGEST // len(parts)) for part in parts)
-    return f"{text} (A/A)" if row.again else text
-
-
-def _shortened(text: str, longest: int) -> str:
-    flat = " ".join(text.split())
-    if len(flat) <= longest:
-        return flat
-    head = longest * 2 // 3
-    return f"{flat[:head]}…{flat[-(longest - head - 1) :]}"
+    """The name of a row: its values alone, for the names of the options are the same in all rows."""
+    if row.again:
+        return AGAIN
+    parts = list(filter(None, (*map(parameter_text, row.parameters.values()), row.versions))) or [row.label]
+    return " · ".join(shortened(part, _LONGEST // len(parts)) for part in parts)

@@ -1,35 +1,64 @@
-"""A comparison as a table for the terminal, and as CSV with the raw numbers.
+"""A comparison as tables for the terminal, and as CSV with the raw numbers.
 
-The best of a column has a ``*`` and what ties with it a ``~``. On the terminal a spread is below its median, long
-parameters are folded, and a table that is too wide loses metrics from the right, but not the ranking one.
+In a column that tells rows apart, the best has a ``*`` and what ties with it a ``~``. On the terminal, long parameters
+are folded, many rows are cut, and a table that is too wide loses metrics from the right, but not the ranking one.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
+import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import stagereg.output as output
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
-from stagereg.sweep.comparison import Comparison, ComparisonRow
-from stagereg.sweep.metric import Metric, counted, shown
+from stagereg.sweep.comparison import Comparison, ComparisonRow, parameter_text
+from stagereg.sweep.metric import Metric, counted, metric, shown
+from stagereg.sweep.render.options import options_of
 
-MARKS = {"best": "*", "tie": "~"}  # what stands behind the number of a cell with that verdict
-_MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)."
-_TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap."
-_AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise."
+RATIO = Metric("vs_best", "vs best", "", "", "Its median by the ranking metric, divided by the best row's.")
+RUNS = Metric("runs", "runs", "", "", "How often it was started; or how many of its runs failed or did not finish.")
+"""Columns of numbers that are not figures of runs."""
+MARKS = {"best": "*", "tie": "~"}  # suffix of the number of a cell with that verdict
+AGAIN = "the same again"  # name of the A/A row
+ALL_TIE = "all tie"  # in the head of a column that does not tell rows apart
+MOST_ROWS = 15  # on the terminal and in the plot
+_LEGEND = {"best": "* best of its column", "tie": "~ ties with the best"}
+RANGES = {False: "least to greatest run", True: "middle half of the runs"}
+"""What a range is, by whether a cell has more than five values."""
+_AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above it. The two differ by noise; it is not ranked."
 _NONE = "-"  # text of a missing number
-_FOLDED = 24  # characters that a parameter's text has in a line
+_UNSET = "not given"
+_TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+FOLDED = 24  # characters of a line of a parameter's text, and of the head of a metric
 _INDENT, _GAP = 2, 2
 """Columns before a table, and between those of it."""
-_FINER = 4  # digits that a median may have beyond three, where its spread is as small
+_FEWEST, _MOST = 3, 8  # digits of the numbers in a column
+_LONG = 9  # digits before the point from which on a number has an exponent
+_ROUNDING = 1e-6  # relative difference of numbers that may have the same text
 
-Value = str | float | int | Cell | None
+
+@dataclass(frozen=True)
+class Shown:
+    """A cell as people read it."""
+
+    cell: Cell
+    text: str  # the median
+    range: str  # low and high end of its runs; empty if these digits show no difference
+    verdict: str  # `"best"`, `"tie"` or empty; always empty in a column that does not tell rows apart
+
+    @property
+    def one_line(self) -> str:
+        return f"{self.text} ({self.range})" if self.range else self.text
+
+
+Value = str | float | int | Shown | None
 
 
 @dataclass(frozen=True)
@@ -44,55 +73,149 @@ class Table:
 
 
 def compare_table(comparison: Comparison) -> Table:
-    """Return the rows of a comparison, best first, with a column for the verdict and for each swept parameter.
+    """Return the rows of a comparison, best first: the verdict, the parameters, then the ranking metric.
 
-    A column has the versions, where rows differ in them, one the number of runs, and then there is one for each metric.
+    Behind that are the ratio to the best row, the number of runs, and the other metrics.
     """
-    versions = any(row.versions for row in comparison.rows)
-    heads = ["verdict", *comparison.parameters, *(["versions"] if versions else []), "runs"]
-    rows: list[tuple[Value, ...]] = []
-    for row in comparison.ranked:
-        given = [row.parameters.get(name) for name in comparison.parameters]
-        given += [row.versions or None] if versions else []
-        runs = row.status if " " in row.status else len(row.jobs)
-        cells = [row.cells.get(metric.name) for metric in comparison.metrics]
-        rows.append((row.verdict(comparison.ranking.name), *given, runs, *cells))
-    ranking = comparison.ranking
+    rows, ranking = comparison.ranked, comparison.ranking
+    columns: list[tuple[str | Metric, Sequence[Value]]] = [("verdict", [verdict(comparison, row) for row in rows])]
+    for at, name in enumerate(comparison.parameters or ("combination",)):
+        columns.append((name, [_given(row, name, at == 0) for row in rows]))
+    if any(row.versions for row in rows):
+        columns.append(("versions", [row.versions or None for row in rows]))
+    measured = [(one, shown_cells(comparison, one)) for one in comparison.metrics]
+    columns += [each for each in measured if each[0].name == ranking.name]
+    if any(row.vs_best is not None for row in rows):
+        columns.append((RATIO, [_ratio_text(row.vs_best) for row in rows]))
+    columns.append((RUNS, [row.status if " " in row.status else len(row.jobs) for row in rows]))
+    columns += [each for each in measured if each[0].name != ranking.name]
     better = f", {ranking.better} is better" if ranking.better else ""
     title = f"{counted(len(rows), 'row')}, ranked by {ranking.name}{better}."
     constant = f"All with {' '.join(comparison.constant)}" if comparison.constant else ""
-    return Table(title, (*heads, *comparison.metrics), tuple(rows), constant)
+    heads, values = zip(*columns, strict=True)
+    return Table(title, heads, tuple(zip(*values, strict=True)), constant)
 
 
-def remarks(comparison: Comparison) -> list[str]:
-    """Return what stands below the table: what its marks mean, what is special about rows, and why rows failed."""
-    rows = comparison.ranked
-    cells = [cell for row in rows for cell in row.cells.values()]
-    lines = [_MARKED] if cells else []
-    lines += [_TIES] if any(cell.verdict == "tie" for cell in cells) else []
+def verdict(comparison: Comparison, row: ComparisonRow) -> str:
+    """Return the verdict on a row by the ranking metric; empty if that does not tell rows apart."""
+    found = row.verdict(comparison.ranking.name)
+    return found if found not in MARKS or tells_apart(comparison, comparison.ranking.name) else ""
+
+
+def tells_apart(comparison: Comparison, name: str) -> bool:
+    """Return whether a metric has a best row: one of several candidates, with which not all others tie."""
+    return name not in comparison.undecided and sum(row.is_candidate(name) for row in comparison.rows) > 1
+
+
+def shown_cells(comparison: Comparison, column: Metric) -> list[Shown | None]:
+    """Return the cells of a metric in the order of the ranked rows."""
+    cells = [row.cells.get(column.name) for row in comparison.ranked]
+    texts = iter(column_texts([cell.median for cell in cells if cell]))
+    marked = tells_apart(comparison, column.name)
+
+    def shown_cell(cell: Cell, text: str) -> Shown:
+        return Shown(cell, text, _range(cell, text), cell.verdict if marked else "")
+
+    return [shown_cell(cell, next(texts)) if cell else None for cell in cells]
+
+
+def column_texts(values: Sequence[float]) -> list[str]:
+    """Return the numbers of a column in three or four digits, and those that look equal but are not in more."""
+    finite = sorted({value for value in values if math.isfinite(value)})
+    whole = all(value == round(value) and _size(value) < _LONG for value in finite)
+    digits = dict.fromkeys(finite, _LONG if whole else _FEWEST)
+    for most in range(_FEWEST, _MOST):
+        unclear = {value for value in finite if _grown(value, digits[value])}
+        for pair in itertools.pairwise(finite):
+            same = len({_text(value, digits[value]) for value in pair}) == 1
+            unclear |= set(pair) if same and not math.isclose(*pair, rel_tol=_ROUNDING) else set()
+        more = finite if unclear and most == _FEWEST else unclear
+        digits |= {value: digits[value] + 1 for value in more}
+    return [_text(value, digits.get(value, _FEWEST)) for value in values]
+
+
+def _grown(value: float, digits: int) -> bool:
+    """Whether rounding makes a number as large as the next power of ten: 0.9999 is not 1."""
+    return _size(float(_text(value, digits).replace(",", ""))) > _size(value)
+
+
+def _size(value: float) -> int:
+    """The power of ten of the first digit."""
+    return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
+
+
+def _text(value: float, digits: int) -> str:
+    if not math.isfinite(value) or not -4 <= _size(value) < _LONG:
+        return f"{value:.{digits}g}"
+    return f"{value + 0.0:,.{max(0, digits - 1 - _size(value)) if value and digits < _LONG else 0}f}"
+
+
+def _range(cell: Cell, text: str) -> str:
+    """From where to where the runs lie, as fine as the text of the median."""
+    places = len(text.partition(".")[2])
+    low, high = (f"{end:.3g}" if "e" in text else f"{end:,.{places}f}" for end in (cell.low, cell.high))
+    return f"{low}{' to ' if '-' in low + high else _TO}{high}" if low != high else ""
+
+
+def _ratio_text(ratio: float | None) -> str | None:
+    """Return such as ``1.37x``, with a sign of multiplication."""
+    return None if ratio is None else f"{f'{ratio:.2f}' if ratio < 10 else shown(ratio)}{_TIMES}"
+
+
+def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
+    """The text of a parameter of a row. The A/A row has the values of the row above it, so its name replaces them."""
+    if row.again:
+        return AGAIN if first else ""
+    if not row.parameters:
+        return row.label if first else None
+    return parameter_text(row.parameters[name]) if name in row.parameters else None
+
+
+def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return the lines below a table of ``rows``: equal columns, a legend of the marks, and remarks on single rows."""
+    lines = []
+    if comparison.equal:
+        each = (f"{metric(name).head} {shown(value)}" for name, value in comparison.equal.items())
+        lines.append(f"The same in all rows: {', '.join(each)}.")
+    lines += [f"{'; '.join(legend)}." if (legend := list(_legend(comparison, rows))) else ""]
     lines += [_AGAIN] if any(row.again for row in rows) else []
-    lines += [f"{row_name(row)}: {row.note}." for row in rows if row.note]
-    return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
+    lines += [f"{row_name(row)}: {line}." for row in rows for line in (row.note, *_far_off(comparison, row)) if line]
+    lines += [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
+    return [line for line in lines if line]
+
+
+def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[str]:
+    """A legend of the marks and the ranges in the cells of ``rows``."""
+    cells = [row.cells[one.name] for one in comparison.metrics for row in rows if one.name in row.cells]
+    marked = [one.name for one in comparison.metrics if tells_apart(comparison, one.name)]
+    verdicts = {row.cells[name].verdict for name in marked for row in rows if name in row.cells}
+    yield from (text for name, text in _LEGEND.items() if name in verdicts)
+    sizes = sorted({len(cell.values) > 5 for cell in cells if cell.low < cell.high})
+    if sizes:
+        more = ", of more than 5 runs the middle half" if len(sizes) > 1 else ""
+        yield f"a{_TO}b {RANGES[sizes[0]]}{more}"
+
+
+def _far_off(comparison: Comparison, row: ComparisonRow) -> Iterator[str]:
+    for one in comparison.metrics:
+        if (cell := row.cells.get(one.name)) and (jobs := cell.outliers):
+            are = "is" if len(jobs) == 1 else "are"
+            jobs_text = f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
+            yield f"{counted(len(jobs), 'run')} of {len(cell.values)} {are} far off in {one.head}: {jobs_text}"
 
 
 def row_name(row: ComparisonRow) -> str:
     """Return what the jobs of a row were given, as one would type it, and whether it is the A/A row."""
-    return f"{row.label} (A/A)" if row.again else row.label
+    return f"{row.label}, {AGAIN}" if row.again else row.label
 
 
-def cell_texts(cell: Cell) -> tuple[str, str]:
-    """Return the median in three digits, or as fine as its spread if that is finer, and the spread, if there is one."""
-    spread = cell.high - cell.low if len(cell.values) > 1 else None
-    if not spread or not cell.median or "e" in shown(cell.median):
-        return shown(cell.median), "" if spread is None else f"±{shown(spread)}"
-    of_median = 2 - math.floor(math.log10(abs(cell.median)))
-    of_spread = -math.floor(math.log10(spread))
-    digits = max(0, of_median, min(of_spread, of_median + _FINER))
-    return f"{cell.median:,.{digits}f}", f"±{spread:,.{digits}f}"
-
-
-def one_line(cell: Cell) -> str:
-    return " ".join(cell_texts(cell)).rstrip()
+def shortened(text: str, longest: int) -> str:
+    """Return a text in one line, without its middle if it is longer than ``longest`` characters."""
+    flat = " ".join(text.split())
+    if len(flat) <= longest:
+        return flat
+    head = longest * 2 // 3
+    return f"{flat[:head]}…{flat[-(longest - head - 1) :]}"
 
 
 def first_line(error: str) -> str:
@@ -100,46 +223,94 @@ def first_line(error: str) -> str:
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
 
 
+def option_table(comparison: Comparison) -> Table | None:
+    """Return the ranking metric by each value of each option of a grid; ``None`` if that shows nothing."""
+    options = options_of(comparison)
+    known = [(one, value) for one in options for value in one.medians]
+    if not known:
+        return None
+    texts = column_texts([one.medians[value] for one, value in known])
+    rows: list[tuple[Value, ...]] = []
+    for (one, value), text in zip(known, texts, strict=True):
+        best = next(iter(one.medians.values()))
+        worse = one.medians[value] / best - 1 if best > 0 else math.nan
+        against = "best" if not worse else f"{worse:+.0%}".replace("%", " %") if math.isfinite(worse) else None
+        given = _UNSET if value is None else parameter_text(value)
+        rows.append((one.name if value == next(iter(one.medians)) else "", given, text, against, one.runs[value]))
+    notes = ["Medians over all combinations of the other options, without a test of chance."]
+    for one in options:
+        if one.counting < one.others or not one.medians:
+            ran = f"{one.counting} of {one.others}" if one.medians else "no"
+            has = "has" if ran == "no" else "have"
+            notes.append(f"{one.name} is not balanced: {ran} combinations of the others {has} every value and count.")
+    heads = ("option", "value", comparison.ranking.head, "against best", "runs")
+    return Table("By option", heads, tuple(rows), " ".join(notes))
+
+
 def terminal(comparison: Comparison) -> None:
-    """Print the comparison: the table, what failed and why, what to beware of, and last the answer."""
-    table, metrics = compare_table(comparison), comparison.metrics
+    """Print the comparison: the tables, errors, warnings, and last the answer."""
+    table, rows = compare_table(comparison), comparison.ranked[:MOST_ROWS]
     if table.caption:
         output.echo(table.caption)
-    columns = [_column(head, [row[at] for row in table.rows]) for at, head in enumerate(table.columns)]
-    names = [""] * (len(columns) - len(metrics)) + [metric.name for metric in metrics]
-    title = table.title
-    runs = -len(metrics) - 1
-    if all(row[runs] == comparison.repeats for row in table.rows if row[0] != "A/A"):
+    ranking, title = comparison.ranking.name, table.title
+    values = zip(*table.rows, strict=True)
+    columns = [(head, _column(comparison, head, each)) for head, each in zip(table.columns, values, strict=True)]
+    if all(len(row.jobs) == comparison.repeats and " " not in row.status for row in comparison.ranked):
         title += f" {counted(comparison.repeats, 'run')} each."
-        del columns[runs], names[0]
+        columns = [each for each in columns if each[0] is not RUNS]
     left_out: list[str] = []
-    while _width(columns) > output.line_width():
-        losable = [at for at, name in enumerate(names) if name not in ("", comparison.ranking.name)]
-        if not losable:
-            break
-        del columns[losable[-1]]
-        left_out.insert(0, names.pop(losable[-1]))
-    heads, *lines = zip(*columns, strict=True)
+    losable = [each for each in columns if isinstance(each[0], Metric) and each[0].name != ranking]
+    while losable and _width([texts for _, texts in columns]) > output.line_width():
+        columns.remove(lost := losable.pop())
+        left_out.insert(0, lost[0].name if isinstance(lost[0], Metric) else lost[0])
+    heads, *lines = zip(*(texts[: MOST_ROWS + 1] for _, texts in columns), strict=True)
     output.table(title, heads, lines, verdict="verdict")
+    if more := len(comparison.ranked) - len(rows):
+        _paragraph(f"{counted(more, 'more row')}: compare.csv and report.html have all.")
     if left_out:
-        output.echo(f"  Not shown, for want of space: {', '.join(left_out)}; compare.csv has all.")
-    for line in remarks(comparison):
-        output.echo(f"  {line}")
+        _paragraph(f"Not shown, for lack of space: {', '.join(left_out)}; compare.csv has all.")
+    for line in remarks(comparison, rows):
+        _paragraph(line)
+    if options := option_table(comparison):
+        output.echo()
+        texts = [[_folded(_NONE if value is None else str(value)) for value in row] for row in options.rows]
+        output.table(options.title, [str(head) for head in options.columns], texts)
+        _paragraph(options.caption)
     for warning in comparison.warnings:
-        output.echo(f"Beware: {warning}", "yellow")
-    output.echo(f"\n{answer(comparison).text}", "bold")
+        _paragraph(f"Beware: {warning}", "yellow", indent="")
+    found = answer(comparison)
+    output.echo()
+    _paragraph(found.headline, "bold", indent="")
+    _paragraph(" ".join(found.evidence), indent="")
 
 
-def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
-    """The head and the texts of a column: those of a metric flush right, others folded where they are long."""
+def _paragraph(text: str, style: str = "", indent: str = " " * _INDENT) -> None:
+    """Print a text in lines as wide as the terminal, between words."""
+    width = max(output.line_width() - len(indent), 20)
+    for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
+        output.echo(f"{indent}{line}", style)
+
+
+def _column(comparison: Comparison, head: str | Metric, values: Sequence[Value]) -> list[str]:
+    """The head and the texts of a column: numbers flush right, the ranking metric with its ranges; texts folded."""
     if isinstance(head, str):
-        texts = [head, *(_NONE if value is None else str(value) for value in values)]
-        return ["\n".join(textwrap.wrap(text, _FOLDED)) for text in texts]
-    cells = [cell if isinstance(cell, Cell) else None for cell in values]
-    texts_of = [(*cell_texts(cell), MARKS.get(cell.verdict, "")) if cell else (_NONE, "", "") for cell in cells]
-    wide = max(len(part) for median, spread, _ in texts_of for part in (median, spread))
-    lines = [f"{median:>{wide}}{mark}" + (f"\n{spread:>{wide}}" if spread else "") for median, spread, mark in texts_of]
-    return [head.head.replace(" ", "\n", 1), *lines]
+        return [_folded(text) for text in (head, *(_NONE if value is None else str(value) for value in values))]
+    cells = [
+        (value.text, MARKS.get(value.verdict, ""), value.range)
+        if isinstance(value, Shown)
+        else (_NONE if value is None else str(value), "", "")
+        for value in values
+    ]
+    wide, marks = max(len(text) for text, *_ in cells), max(len(mark) for _, mark, _ in cells)
+    lines = [f"{text:>{wide}}{mark:{marks}}" for text, mark, _ in cells]
+    if head.name == comparison.ranking.name:
+        lines = [f"{line} ({ends})" if ends else line for line, (_, _, ends) in zip(lines, cells, strict=True)]
+    tie = f"\n{ALL_TIE}" if head.name in comparison.undecided else ""
+    return [shortened(head.head, FOLDED).replace(" ", "\n", 1) + tie, *lines]
+
+
+def _folded(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, FOLDED))
 
 
 def _width(columns: Sequence[Sequence[str]]) -> int:
@@ -148,30 +319,32 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return CSV with a head: the columns of the table, with raw numbers, and what else is known of each row.
+    """Return CSV with a head: the verdict, each parameter as given, and the raw numbers of all metrics.
 
-    What is not known is empty. In the place of a metric are ``NAME.median, NAME.spread, NAME.n``, its runs. At the end
-    are ``status, error, note, overrides, directories`` (the last two separated by blanks).
+    Of a metric there are ``NAME.median, NAME.low, NAME.high, NAME.n``: the range as in the table, and the number of
+    runs. At the end are ``status, error, note, overrides, directories``: overrides separated by blanks, directories as
+    a JSON list. Unknown values are empty.
     """
-    table = compare_table(comparison)
-    heads: list[str] = []
-    for head in table.columns:
-        heads += [head] if isinstance(head, str) else [f"{head.name}.{what}" for what in ("median", "spread", "n")]
+    ranking = comparison.ranking
+    names = [one.name for one in comparison.metrics] + list(comparison.equal)
+    names.sort(key=lambda name: name != ranking.name)
+    first = [f"{name}.{what}" for name in names for what in ("median", "low", "high", "n")]
+    first[4:4] = ["vs_best", "runs"]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*heads, "status", "error", "note", "overrides", "directories"])
-    for row, values in zip(comparison.ranked, table.rows, strict=True):
-        raw: list[object] = []
-        for head, value in zip(table.columns, values, strict=True):
-            if isinstance(head, str):
-                raw.append(value)
-            else:
-                raw += (
-                    [value.median, value.high - value.low, len(value.values)]
-                    if isinstance(value, Cell)
-                    else [None, None, 0]
-                )
+    last = ("status", "error", "note", "overrides", "directories")
+    writer.writerow(["verdict", *comparison.parameters, "versions", *first, *last])
+    for row in comparison.ranked:
+        cells = [row.cells.get(name) for name in names]
+        raw = [
+            each
+            for one in cells
+            for each in ((one.median, one.low, one.high, len(one.values)) if one else (None, None, None, 0))
+        ]
+        raw[4:4] = [row.vs_best, len(row.jobs)]
         overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
-        directories = " ".join(str(job.directory) for job in row.jobs)
-        writer.writerow([*raw, row.status, first_line(row.error), row.note, " ".join(overrides), directories])
+        directories = json.dumps([str(job.directory) for job in row.jobs])
+        given = [row.parameters.get(name) for name in comparison.parameters]
+        about = (row.status, first_line(row.error), row.note, " ".join(overrides), directories)
+        writer.writerow([verdict(comparison, row), *given, row.versions, *raw, *about])
     return stream.getvalue()

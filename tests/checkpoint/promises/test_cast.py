@@ -34,12 +34,12 @@ class HalfStager(BlockingStager):
         return tree_map(lambda x: x.bfloat16() if _is_float(x) else x, super().stage(state_dict))
 
 
-class CutStager(BlockingStager):
-    """Leaves out the last row of each matrix of a model."""
+class IntStager(BlockingStager):
+    """Rounds the matrices of a model."""
 
     def stage(self, state_dict: Any) -> Any:
         staged: Any = super().stage(state_dict)
-        model = {name: x[:-1] if x.ndim == 2 else x for name, x in staged["model"].items()}
+        model = {name: x.int() if x.ndim == 2 else x for name, x in staged["model"].items()}
         return {**staged, "model": model}
 
 
@@ -121,7 +121,7 @@ def test_a_step_counter_in_half_precision_counts_on(tmp_path: Path) -> None:
     [
         (HalfStager, False, r"HalfStager makes 8 .* model.0.weight \(bfloat16 \[8, 4\] in place of float32 .* 5 more"),
         (HalfStager, True, ""),
-        (CutStager, True, r"makes 2 .* model.0.weight \(float32 \[7, 4\] .*\. Take another stager"),
+        (IntStager, True, r"makes 2 .* model.0.weight \(int32 \[8, 4\] .*\. Take another stager"),
         (BlockingStager, False, ""),
     ],
 )

@@ -1,0 +1,136 @@
+"""Reads the first save of a storage back before the checkpoint is committed, as a restore would read the checkpoint.
+
+A storage of another package may write files that its own reader cannot read, or reads as other values. Without this
+check, a run would find that when it needs the checkpoint. Rank 0 compares the metadata of all entries, and the bytes of
+a bounded number of entries with the CRC-32 of the values that each rank gave to the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.encoding import Leaf, marks
+from stagereg.checkpoint.format.index import Index
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.digests import Written, bounded, digest
+from stagereg.checkpoint.storage.protocol import Storage, name_of
+from stagereg.errors import CheckpointError, reason
+from stagereg.option_text import choice
+
+_UNREAD = 0xA5
+
+
+def read_back(
+    storage: Storage, path: str, index: bytes, sizes: Mapping[str, int], written: Mapping[Written, int]
+) -> None:
+    """Raise ``CheckpointError`` if ``storage`` does not read what was given to it.
+
+    Args:
+        storage: wrote the files.
+        path: of the files, which are not committed yet.
+        index: the content of the index.
+        sizes: of the files, by name.
+        written: the CRC-32 that the ranks took.
+    """
+    reads = getattr(storage, "wraps", None) or storage
+    with _Files(path, Index.loads(index, sizes), reads) as files:
+        entries = sorted(files.index.state, key=lambda name: name.startswith("stagereg."))  # the user's first
+        leaves = [leaf for name in entries for leaf in marks(files.structure(name))]
+        try:
+            elsewhere = [leaf for leaf in leaves if leaf.stored.chunks is None]
+            _expect_metadata(elsewhere, reads, path)
+            _expect_content(files, leaves, written)
+        except _NotReadError as error:
+            name = name_of(storage) if reads is storage else type(storage).__qualname__
+            raise CheckpointError(
+                f"the storage {name!r} does not read back what it wrote: {error}. The first save of a "
+                "storage of another package is read back before it is committed, so nothing was committed. Try the "
+                f"storage with stagereg.testing.StorageContract; {choice('storage', 'dcp')} is read by stagereg itself"
+            ) from error.__cause__
+
+
+class _NotReadError(Exception):
+    """The name of an entry, and how it differs."""
+
+
+class _Files(CheckpointFiles):
+    def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
+        for x in wanted.values():
+            if isinstance(x, torch.Tensor):  # new memory may hold the very bytes that a reader leaves out
+                torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(_UNREAD)
+        super()._read_elsewhere(wanted)
+
+    def load_object(self, name: str, data: bytes | bytearray) -> int:
+        return crc32(data)
+
+
+def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> None:
+    """Compare dtype and shape of the entries that only the storage's own reader reads."""
+    if not leaves:
+        return
+    try:
+        found = storage.reader(path).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise _wrong(leaves[0].name, f"cannot be read ({reason(error)})") from error
+    for leaf in leaves:
+        entry: Any = found.get(leaf.name)
+        stored = leaf.stored
+        if entry is None:
+            raise _wrong(leaf.name, "is not in the metadata that its reader returns")
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        have = (entry.properties.dtype, entry.size) if is_tensor else (None, torch.Size())
+        if have != (stored.dtype, stored.shape):
+            shown = [f"{dtype} {[*shape]}" if dtype else "an object" for dtype, shape in (have, stored[:2])]
+            raise _wrong(leaf.name, f"is {shown[0]} in the metadata that its reader returns, and not {shown[1]}")
+
+
+def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Mapping[Written, int]) -> None:
+    """Compare the bytes of a bounded number of entries."""
+    names = {name for name, *_ in written}
+    known = {leaf.name: leaf for leaf in leaves if leaf.name in names}
+    kinds = {name: leaf.stored for name, leaf in known.items()}
+    sizes = {name: each.shape.numel() * each.dtype.itemsize if each.dtype else 0 for name, each in kinds.items()}
+    names = {*bounded(sizes)}
+    chosen = [leaf for leaf in leaves if leaf.name in names]
+    try:
+        files.read(chosen)
+    except Exception:
+        failing, error = _find_failing(files, chosen)
+        raise _wrong(failing, f"cannot be read ({reason(error)})") from error
+    places: dict[str, list[Written]] = {leaf.name: [] for leaf in chosen}
+    for each in written:
+        places.get(each[0], []).append(each)
+    for leaf in chosen:
+        for _, start, shape in places[leaf.name]:
+            box = tuple(slice(begin, begin + size) for begin, size in zip(start, shape, strict=True))
+            value = leaf.value if leaf.stored.dtype is None else digest(leaf.value[box])
+            if value != (given := written[leaf.name, start, shape]):
+                where = f" from {[*start]} on" if any(start) else ""
+                raise _wrong(leaf.name, f"has other bytes{where} (CRC-32 {value:08x}, and {given:08x} was given)")
+
+
+def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf]) -> tuple[str, Exception]:
+    """Return the name of one of the leaves that cannot be read together, and its error."""
+    error: Exception = CheckpointError("it was read at the second try")
+    while len(leaves) > 1:
+        half, rest = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
+        try:
+            files.read(half)
+        except Exception:
+            leaves = half
+        else:
+            leaves = rest
+    try:
+        files.read(leaves)
+    except Exception as found:
+        error = found
+    return leaves[0].name, error
+
+
+def _wrong(name: str, seen: str) -> _NotReadError:
+    return _NotReadError(f"{name!r:.100} {seen}")

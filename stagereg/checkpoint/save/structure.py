@@ -1,0 +1,136 @@
+"""Compares the structure of a staged copy with the state that the stager was given, in each save.
+
+A stager may change values and dtypes, and nothing else. A copy without an entry, or with another container, shape or
+kind of value, restores in part, or ends the resumed run inside torch. So it fails the save that finds it, by path.
+No tensor data is read. The contents of objects, sets and configs are not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+import stagereg.checkpoint.format.configs as configs
+from stagereg.checkpoint.format.split_tensors import shape_of
+from stagereg.errors import CheckpointError
+
+Outline: TypeAlias = Any
+"""Of a tensor its shape, of a mapping its keys and their outlines, of a sequence an :class:`_Items`, else a name."""
+
+_TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
+_ABSENT = None
+_SHOWN, _LONGEST = 3, 80  # differences in a message; characters of a path there
+
+
+class _Items(NamedTuple):
+    kind: str
+    length: int
+    items: list[Outline] | frozenset[str]  # in a list of a million numbers: which kinds there are
+
+
+class _Key(NamedTuple):
+    kind: str
+
+
+@functools.lru_cache(1024)
+def _kind_of(kind: type) -> str:
+    """Return the name under which the values of a type may stand for each other."""
+    if issubclass(kind, torch.Tensor):
+        return _TENSOR
+    if issubclass(kind, Mapping) and kind.__name__ not in configs.KINDS:
+        return _DICT
+    if issubclass(kind, (list, tuple)):
+        return _LIST if issubclass(kind, list) else _TUPLE
+    if issubclass(kind, Number):  # NumPy's as well
+        return "number"
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _shape(x: torch.Tensor) -> Outline:
+    if type(x) is torch.Tensor and not x.is_nested and not x.__dict__:
+        return x.shape
+    # Of a nested one torch may raise an error for its shape; of a ShardedTensor for the question.
+    return _TENSOR if not isinstance(x, ShardedTensor) and x.is_nested else shape_of(x)
+
+
+def outline(value: Any) -> Outline:
+    """Return the structure of a value, to compare with the structure of a copy. Takes 0.7 us an entry."""
+    kind = _kind_of(type(value))  # type: ignore[arg-type]  # of mypy: a type is hashable
+    if kind is _TENSOR:
+        return _shape(value)
+    if kind is _DICT:
+        return {key: _shape(item) if type(item) is torch.Tensor else outline(item) for key, item in value.items()}
+    if kind is not _LIST and kind is not _TUPLE:
+        return kind
+    kinds = frozenset(map(_kind_of, {*map(type, value)}))
+    has_more = not kinds.isdisjoint((_TENSOR, _DICT, _LIST, _TUPLE))
+    return _Items(kind, len(value), [*map(outline, value)] if has_more else kinds)
+
+
+def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
+    """Raise ``CheckpointError`` if the copy of a ``stager``, a class, differs from the outline of its source."""
+    if not isinstance(copy, dict):
+        raise CheckpointError(f"stage() of {stager} returned {copy!r:.80}, and has to return a copy of its dict")
+    found = [_describe(*each) for each in _differences(expected, outline(copy), ())]
+    if found:
+        found[_SHOWN:] = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        raise CheckpointError(
+            f"stage() of {stager} returned a copy of another structure: {'; '.join(found)}. A stager may change the "
+            "values and dtypes of a state dict, and nothing else: return each entry with its key, type and shape"
+        )
+
+
+def _differences(
+    expected: Outline, found: Outline, path: tuple[object, ...]
+) -> Iterator[tuple[tuple[object, ...], Outline, Outline]]:
+    """Yield the paths that differ, each with both outlines; ``_ABSENT`` is that of a key on the other side alone."""
+    if expected == found:
+        return
+    if type(expected) is type(found) is dict:
+        added = {str(key): key for key in found if key not in expected}
+        for key, item in expected.items():
+            if key not in found and str(key) in added:
+                other = added.pop(str(key))
+                yield (*path, key), _Key(type(key).__name__), _Key(type(other).__name__)
+            else:
+                yield from _differences(item, found.get(key, _ABSENT), (*path, key))
+        yield from (((*path, key), _ABSENT, found[key]) for key in added.values())
+    elif type(expected) is type(found) is _Items and expected[:2] == found[:2] and _has_lists(expected, found):
+        for i, (one, other) in enumerate(zip(expected.items, found.items, strict=True)):
+            yield from _differences(one, other, (*path, i))
+    else:
+        yield path, expected, found
+
+
+def _has_lists(*sequences: _Items) -> bool:
+    return all(type(each.items) is list for each in sequences)
+
+
+def _describe(path: tuple[object, ...], expected: Outline, found: Outline) -> str:
+    dotted = ".".join(map(str, path))
+    name = repr(dotted if len(dotted) <= _LONGEST else f"...{dotted[3 - _LONGEST :]}")
+    if found is _ABSENT:
+        return f"{name} is missing"
+    if expected is _ABSENT:
+        return f"{name} is added"
+    if type(expected) is _Key:
+        return f"the key of {name} is of type {found.kind} instead of {expected.kind}"
+    one, other = _name_of(expected), _name_of(found)
+    if one != other:
+        return f"{name} is of type {other} instead of {one}"
+    if type(expected) is torch.Size:
+        return f"{name} has the shape {[*found]} instead of {[*expected]}"
+    if expected.length != found.length:
+        return f"{name} has {found.length} items instead of {expected.length}"
+    return f"{name} has items of other types"
+
+
+def _name_of(value: Outline) -> str:
+    if type(value) in (dict, torch.Size):
+        return _DICT if type(value) is dict else _TENSOR
+    return str(value.kind if type(value) is _Items else value)

@@ -1,0 +1,61 @@
+"""CRC-32 of the values that a rank gives to a storage, of a bounded number of bytes.
+
+Only the first save of a storage that is not the project's is compared (:mod:`stagereg.checkpoint.load.read_back`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.wrappers import wraps
+from stagereg.kernel.memory import view_of
+
+MOST_BYTES = 256 << 20  # bound of the bytes that a rank checksums, and of the bytes that rank 0 reads back
+
+Written: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""An item: the name of its entry, and where in the tensor it begins, and its shape; both empty of an object."""
+K = TypeVar("K")
+
+
+def digests_of(items: Iterable[WriteItem], planner: SavePlanner) -> dict[Written, int]:
+    """Return the CRC-32 of items. Tensors that wrap others have none."""
+    by_key: dict[Written, WriteItem] = {}
+    sizes: dict[Written, int] = {}
+    for item in items:
+        data = item.tensor_data
+        box = ((), ()) if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        key = (item.index.fqn, *box)
+        by_key[key], sizes[key] = item, 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+    found: dict[Written, int] = {}
+    for key in bounded(sizes):
+        content = planner.resolve_data(by_key[key])
+        if not isinstance(content, torch.Tensor):
+            found[key] = crc32(content.getbuffer())
+        elif not wraps(content):
+            found[key] = digest(content)
+    return found
+
+
+def digest(x: torch.Tensor) -> int:
+    """Return the CRC-32 of the elements of a tensor in row-major order."""
+    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return crc32(view_of(x)) if x.nbytes else 0
+
+
+def bounded(sizes: Mapping[K, int]) -> list[K]:
+    """Choose keys of at most :data:`MOST_BYTES` in all: the largest that takes half of it, and then the smallest."""
+    keys = sorted(sizes, key=sizes.__getitem__)
+    large = [key for key in keys if 2 * sizes[key] <= MOST_BYTES][-1:]
+    chosen, left = large, MOST_BYTES - sum(sizes[key] for key in large)
+    for key in keys:
+        left -= sizes[key]
+        if left < 0:
+            break
+        if key not in large:
+            chosen.append(key)
+    return chosen

@@ -1,0 +1,48 @@
+"""The base of storages that keep each entry in another form, such as compressed or encrypted."""
+
+from __future__ import annotations
+
+import io
+from abc import abstractmethod
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+
+from stagereg.checkpoint.storage.files import FilesReader, FileStorage, StrPath, standalone
+
+
+class PackedStorage(FileStorage):
+    """Writes one file a rank, of entries that a subclass packs; a subclass defines :meth:`pack` and :meth:`unpack`.
+
+    It reads and writes directories and URLs, and tensors that were saved on any number of ranks. An entry is in memory
+    twice while it is packed: as ``torch.save`` makes it, and packed.
+    """
+
+    @abstractmethod
+    def pack(self, data: memoryview) -> bytes:
+        """Return the bytes that go into the file for one entry. On the thread that writes checkpoints."""
+
+    @abstractmethod
+    def unpack(self, data: bytes) -> bytes:
+        """Return the bytes that :meth:`pack` was given. Any thread, also of a storage built without arguments."""
+
+    def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        if not items:
+            return []
+        name = f"__{rank}_0.packed"
+        results = []
+        with self.create(name) as file:
+            for item in items:
+                content = planner.resolve_data(item)
+                if isinstance(content, torch.Tensor):
+                    torch.save(standalone(content), content := io.BytesIO())
+                begin = file.tell()
+                file.write(self.pack(content.getbuffer()))
+                info = _StorageInfo(name, begin, file.tell() - begin)
+                results.append(WriteResult(item.index, info.length, info))
+        return results
+
+    def reader(self, path: StrPath) -> StorageReader:
+        return FilesReader(path, self.unpack)

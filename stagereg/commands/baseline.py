@@ -1,0 +1,173 @@
+"""A sweep against an earlier one: which combinations have become worse than they were.
+
+Both are documents of ``stagereg report DIR --json``. A combination is worse if its median is, by more than a limit,
+and the runs tell the two apart: at least four runs each, and a rank-sum test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stagereg.errors import ConfigError, few_of
+from stagereg.sweep.comparison import parameter_text
+from stagereg.sweep.metric import counted, percent
+from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
+
+_LIMIT = re.compile(r"worse:(\d+(?:\.\d+)?)%")
+_NAMED = 3
+
+Document = Mapping[str, Any]  # a sweep, as `stagereg report DIR --json` prints it
+_Key = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One combination, before and now."""
+
+    combination: str  # its options that differ between combinations, as one would type them
+    before: float | None  # the median of its runs in the baseline; `None` if there is none
+    now: float | None
+    change: float | None  # relative to the baseline, positive if there is more now
+    chance: float | None  # how often chance alone makes such a difference; `None` if it was not tested
+    verdict: str  # `"worse"`, `"better"`, `"not told apart"`, such as `"within 5 %"`, or the reason for no test
+    compared: bool = True
+
+
+def limit(text: str) -> float:
+    """Return the relative difference of such as ``worse:5%``."""
+    if (found := _LIMIT.fullmatch(text.strip())) is None:
+        raise ConfigError(f"{text!r} is not a limit: use such as worse:5%")
+    return float(found[1]) / 100
+
+
+def read(path: Path) -> Document:
+    """Return the document in a file."""
+    try:
+        document = json.loads(path.read_bytes())
+        _rows(document, str(path))
+    except OSError as error:
+        raise ConfigError(f"The baseline {path} cannot be read: {error.strerror or error}.") from error
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path} is not a baseline: a baseline is the directory of a sweep, or the file that `stagereg report DIR "
+            "--json > baseline.json` writes of one."
+        ) from error
+    return document
+
+
+def changes(
+    before: Document, now: Document, least: float, names: Sequence[str] = ("the baseline", "now")
+) -> list[Change]:
+    """Compare each combination of two documents by the metric that ``now`` is ranked by.
+
+    Args:
+        before: the baseline.
+        now: the document to judge.
+        least: relative difference of medians up to which a combination is the same.
+        names: of the two, for errors.
+
+    Raises:
+        ConfigError: if the two have no combination in common.
+    """
+    then, current = _rows(before, names[0]), _rows(now, names[1])
+    if not then.keys() & current.keys():
+        raise ConfigError(f"No combination of {names[1]} is in {names[0]}{_difference([*then], [*current])}.")
+    differing = [key for key, values in _values([*then, *current]).items() if len(values) > 1]
+    found = []
+    for key in dict.fromkeys([*current, *then]):
+        given = dict(key)
+        label = " ".join(f"{name}={parameter_text(given[name])}" for name in differing if name in given)
+        found.append(_change(label or "as configured", then.get(key), current.get(key), now, least))
+    return found
+
+
+def _change(label: str, then: Document | None, current: Document | None, now: Document, least: float) -> Change:
+    name, sign = now["metric"], -1 if now["better"] == "higher" else 1
+    old, new = (
+        [float(each) for each in row["cells"].get(name, {}).get("values", ())] if row else [] for row in (then, current)
+    )
+    before, after = (
+        statistics.median(values) if values and all(map(math.isfinite, values)) else None for values in (old, new)
+    )
+
+    def untested(why: str, compared: bool = False) -> Change:
+        return Change(label, before, after, None, None, why, compared)
+
+    if then is None:
+        return untested("new", True)
+    if not old and then["status"] != "completed":
+        return untested("failed in the baseline", True)
+    if not old:
+        return untested(f"no {name} in the baseline")
+    if current is None:
+        return untested("missing")
+    if current["status"] != "completed":
+        return untested(current["status"])
+    if not new:
+        return untested(f"no {name}")
+    if before is None:
+        return untested("not finite in the baseline")
+    if after is None:
+        return untested("worse", True)  # it diverged
+    if min(len(old), len(new)) < FEWEST:
+        return untested(f"too few runs: {len(old)} and {len(new)}")
+    change = (after - before) / abs(before) if before else math.copysign(math.inf, after - before) if after else 0.0
+    chance = p_value(old, new)
+    verdict = "worse" if sign * change > 0 else "better"
+    if chance > LEVEL or abs(change) <= least:
+        verdict = f"within {percent(least)}" if abs(change) <= least else "not told apart"
+    return Change(label, before, after, change, chance, verdict)
+
+
+def _rows(document: Document, name: str) -> dict[_Key, Document]:
+    """The rows of a document by combination, without A/A rows. Raises: ``LookupError``, ``TypeError`` …"""
+    if document["kind"] != "sweep":
+        raise ConfigError(f"{name} is a single run, and combinations of sweeps are compared. Name a sweep.")
+    found: dict[_Key, Document] = {}
+    for row in document["rows"]:
+        key = frozenset((str(name), str(value)) for name, value in row["combination"].items())
+        for cell in row["cells"].values():
+            [float(value) for value in cell["values"]]
+        if not row["again"] and found.setdefault(key, row) is not row:
+            raise ConfigError(f"{name} mixes results of different versions, so no version of it can be compared.")
+    return found
+
+
+def _values(keys: Sequence[_Key]) -> dict[str, set[str | None]]:
+    names = dict.fromkeys(name for key in keys for name, _ in sorted(key))
+    return {name: {dict(key).get(name) for key in keys} for name in names}
+
+
+def _difference(then: Sequence[_Key], current: Sequence[_Key]) -> str:
+    old, new = _values(then), _values(current)
+    names = [name for name in {**old, **new} if not old.get(name, {None}) & new.get(name, {None})]
+    return f": they differ in {few_of(names, _NAMED)}" if names else ""
+
+
+def verdict(found: Sequence[Change], least: float) -> str:
+    """Return the sentence on all changes.
+
+    Raises:
+        ConfigError: if no combination is worse, and one that the baseline has could not be compared.
+    """
+    worse = [each.combination for each in found if each.verdict == "worse"]
+    open_ = [f"{each.combination}: {each.verdict}" for each in found if not each.compared]
+    tested = sum(each.chance is not None for each in found)
+    if worse:
+        return f"Worse than the baseline by more than {percent(least)}: {few_of(worse, _NAMED, '; ')}."
+    if open_ or not tested:
+        raise ConfigError(
+            f"{len(open_)} of {counted(len(found), 'combination')} could not be compared with the baseline "
+            f"({few_of(open_, _NAMED, '; ') or 'none completed there'}). Each needs {FEWEST} completed runs or more on "
+            f"both sides, such as by sweep.repeats={FEWEST}."
+        )
+    return f"None of {counted(tested, 'combination')} is worse than the baseline by more than {percent(least)}."

@@ -1,0 +1,109 @@
+"""Applies a function to the memory of some tensors of a state dict: for a stager that rounds or casts.
+
+A state dict has views, tied weights, wrappers and odd strides. So the function is given memory, once for all tensors
+over it, and the tensors are placed over the result as they were over the source. The source is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stagereg.errors import StagingError
+from stagereg.kernel.state_dict import ATOMS, flatten, span_of
+from stagereg.stagers.async_stager import StateDict
+
+
+def map_memory(
+    state_dict: StateDict,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    where: Callable[[torch.Tensor, str], bool] | None,
+) -> StateDict:
+    """Return ``state_dict`` with other memory for some tensors; see :meth:`.HostStager.map_memory`."""
+    with torch.no_grad():
+        spec = flatten(state_dict)
+        chosen = _choose(state_dict, where)
+        over: dict[object, list[int]] = {}  # indices of tensors by memory
+        for i, x in enumerate(spec.tensors):
+            over.setdefault((x.device, x.dtype, x.untyped_storage().data_ptr()), []).append(i)
+        made = [x.detach() for x in spec.tensors]  # other objects: those of the source would get attributes
+        for indices in over.values():
+            paths = [chosen.get(id(spec.lazy.get(i, spec.tensors[i]))) for i in indices]
+            if paths[0] is not None and all(paths) and all(_is_complete(spec.tensors[i]) for i in indices):
+                mapped = _mapped([spec.tensors[i] for i in indices], function, paths[0])
+                for i, x in zip(indices, mapped, strict=True):
+                    made[i] = x
+        found: StateDict = spec.unflatten(made)
+        return found
+
+
+def _choose(
+    state: StateDict, where: Callable[[torch.Tensor, str], bool] | None
+) -> dict[int, tuple[object, ...] | None]:
+    """Return the path of each chosen tensor by its ``id``; ``None`` if ``where`` refuses the tensor under one path."""
+    chosen: dict[int, tuple[object, ...] | None] = {}
+    for path, x in _tensors(state, (), {}):
+        has_floats = x.dtype.is_floating_point and x.ndim > 0  # a count of steps has no dimensions
+        takes = has_floats and (where is None or where(x, ".".join(map(str, path))))
+        for part in _parts(x):
+            chosen[id(part)] = path if takes and chosen.get(id(part), path) else None
+    return chosen
+
+
+def _tensors(
+    value: Any, path: tuple[object, ...], entered: dict[int, Any]
+) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
+    """Yield the tensors in containers and in attributes of objects, with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if type(value) in ATOMS or isinstance(value, type) or id(value) in entered:
+        return
+    entered[id(value)] = value  # not freed, so that no other value gets its id
+    items: list[tuple[object, Any]] = [*getattr(value, "__dict__", {}).items()]
+    if isinstance(value, dict):
+        items += value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        items += enumerate(value)
+    for key, item in items:
+        yield from _tensors(item, (*path, key), entered)
+
+
+def _parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory in one that is plain or distributed; nothing of another wrapper's."""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    if isinstance(x, ShardedTensor):
+        return [shard.tensor for shard in x.local_shards()]
+    return [] if is_traceable_wrapper_subclass(x) else [x]
+
+
+def _is_complete(x: torch.Tensor) -> bool:
+    """Return whether all elements are in the storage. If not, the copier refuses the tensor by name."""
+    return (x.storage_offset() + span_of(x)) * x.itemsize <= x.untyped_storage().nbytes() or not x.numel()
+
+
+def _mapped(
+    tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor], path: Sequence[object]
+) -> list[torch.Tensor]:
+    """Return tensors over what the function makes of the memory from the first element to the last."""
+    begin = min(x.storage_offset() for x in tensors)
+    end = max(x.storage_offset() + span_of(x) for x in tensors)
+    storage = max((x.untyped_storage() for x in tensors), key=lambda each: each.nbytes())
+    memory = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device).set_(storage, begin, (end - begin,), (1,))
+    version = memory._version
+    made = function(memory)
+    if memory._version != version:
+        raise StagingError(path, "the function of map_memory() wrote into the state: have it return another tensor")
+    if type(made) is not torch.Tensor or made.shape != memory.shape or made.layout is not torch.strided:
+        shown = f"a {type(made).__name__} {[*made.shape]}" if isinstance(made, torch.Tensor) else f"{made!r:.80}"
+        text = f"the function of map_memory() made {shown} of a Tensor {[*memory.shape]}; have it return one like it"
+        raise StagingError(path, text)
+    made = made.contiguous()
+    at = made.storage_offset() - begin
+    return [made.as_strided(x.shape, x.stride(), x.storage_offset() + at) for x in tensors]

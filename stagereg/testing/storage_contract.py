@@ -1,0 +1,351 @@
+"""The contract of a storage, as tests to inherit: what ``checkpoint.storage.protocol.Storage`` promises.
+
+A trial saves and restores real checkpoints of small states with ``Checkpointer``, on one rank and on two, and compares
+every byte. No trial shows that a storage is fast, or that it reads what an earlier version of it wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import resource
+import shutil
+import signal
+import tempfile
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.index import INDEX
+from stagereg.checkpoint.format.manifest import MANIFEST, step_name
+from stagereg.checkpoint.storage.digests import digest
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.errors import CheckpointError
+from stagereg.testing.contract import Contract
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+_RARE = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex128)
+_PLACES = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+_LARGE = 1_200_000  # elements of 4 bytes: more than any buffer has
+_MOST_BYTES = 1 << 16  # size of a file at which the disk is full
+
+
+class StorageContract(Contract):
+    """What a storage promises; inherit it, and override :meth:`make`.
+
+    The class has to be at the top of a module, so that ranks find it.
+    """
+
+    def make(self) -> Storage:
+        """Return a fresh storage; called once or more for each promise, also on ranks."""
+        raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
+
+    def test_every_value(self) -> None:
+        """Tensors come back bit for bit, with dtype and shape: large and empty ones, scalars, slices, NaN."""
+        self._round_trip(_tensors())
+
+    def test_rare_dtypes(self) -> None:
+        """A tensor of a rare dtype comes back bit for bit, or the save is refused with its name."""
+        for number, dtype in enumerate(_RARE):
+            name = f"value{number}"
+            try:
+                self._round_trip({name: _random(dtype, 24)})
+            except CheckpointError as error:
+                if name not in str(error):
+                    self.broken(f"its refusal of {dtype} does not name {name!r}: {error}")
+
+    def test_ties(self) -> None:
+        """Tensors that share memory, such as tied weights, transposed views and slices, each keep their values."""
+        x = torch.arange(35.0).reshape(5, 7)
+        self._round_trip({"a": x, "tied": x, "turned": x.t(), "row": x[1], "column": x[:, 1], "slice": x[1:3, 2:]})
+
+    def test_objects(self) -> None:
+        """Values that are not tensors come back as they were: containers, numbers, text, tuples with tensors."""
+        self._round_trip(_objects())
+
+    def test_save_after_save(self) -> None:
+        """One storage writes one checkpoint after the other; keys, shapes and dtypes may change in between."""
+        states: list[dict[str, Any]] = [{"x": torch.ones(5), "n": (torch.zeros(1), 1)}]
+        states += [{"x": torch.arange(300), "y": torch.ones(2)}, {"x": torch.full((5,), 2.0)}]
+        with _folder() as folder:
+            self._save(folder, *states)
+            for step, state in enumerate(states, 1):
+                self._expect_restored(folder, state, step)
+
+    def test_no_arguments(self) -> None:
+        """It can be built without arguments, and then reads what it wrote with any: a checkpoint has only its name."""
+        kind = type(self.make())
+        try:
+            built = kind()
+        except TypeError as error:
+            self.broken(f"{kind.__name__}() fails: {error}; give each parameter a default")
+        with _folder() as folder:
+            self._save(folder, _tensors())
+            self._expect_restored(folder, _tensors(), storage=built)
+
+    def test_in_another_process(self) -> None:
+        """Another process reads what this one wrote, also when its directory was moved: all of it is in there."""
+        with _folder() as folder, _folder() as other:
+            self._save(folder, {**_tensors(), **_objects()})
+            shutil.copytree(f"{folder}/{step_name(1)}", f"{other}/{step_name(1)}")
+            shutil.rmtree(folder)
+            self._expect("in another process: ", self.on_ranks("", 1, _restore, type(self), other))
+
+    def test_pickled(self) -> None:
+        """It can be pickled before it writes and afterwards, with the marks of its files."""
+        state = {"x": torch.arange(5), "n": 3}
+        with _folder() as folder:
+            storage = self._pickled(self.make())
+            self._by_torch(save, dict(state), storage_writer=storage, checkpoint_id=f"{folder}/step")
+            copy = self._pickled(storage)
+            if isinstance(storage, Storage) and dict(copy.marks) != dict(storage.marks):
+                self.broken("its copy has other marks")
+            self._expect_loaded(copy, f"{folder}/step", state)
+
+    def test_torch(self) -> None:
+        """``torch.distributed.checkpoint`` saves with it, and loads every value with its reader, plain ones too."""
+        state = {**_tensors(), "n": 3, "text": "ü", "none": None, "list": [1, 2.5]}
+        with _folder() as folder:
+            self._by_torch(save, dict(state), storage_writer=self.make(), checkpoint_id=f"{folder}/step")
+            self._expect_loaded(self.make(), f"{folder}/step", state)
+
+    def test_two_ranks(self) -> None:
+        """Two ranks save and restore tensors in shards, also uneven and empty ones, and values of each rank."""
+        with _folder() as folder:
+            self._expect("saved and restored on 2 ranks: ", self.on_ranks("", 2, _save_shards, type(self), folder))
+
+    def test_another_world_size(self) -> None:
+        """One rank restores shards of two ranks as whole tensors; two ranks restore tensors of one rank in shards."""
+        with _folder() as folder:
+            self._expect("", self.on_ranks("", 2, _save_shards, type(self), folder, False))
+            full = dict.fromkeys(_PLACES, _full()) | {"uneven": _full()[:1]}
+            self._expect_restored(folder, {"sharded": full, "of.rank1": torch.ones(3)})
+        with _folder() as folder:
+            self._save(folder, {"sharded": full})
+            found = self.on_ranks("", 2, _restore_shards, type(self), folder)
+            self._expect("saved on 1 rank, restored on 2: ", found)
+
+    def test_corrupt_files(self) -> None:
+        """A file that is cut, changed or missing is found by its checksum, and nothing is restored from it."""
+        with _folder() as folder:
+            self._save(folder, _tensors())
+            path = Path(folder, step_name(1))
+            self._expect_verified(path, good=True, what="as it was saved")
+            for file in (each for each in sorted(path.rglob("*")) if each.is_file()):
+                if file.name in (MANIFEST, INDEX):  # of the checkpointer
+                    continue
+                content = file.read_bytes()
+                flipped = content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
+                for what, changed in (("cut", content[:-1]), ("changed", flipped), ("missing", None)):
+                    file.write_bytes(changed) if changed is not None else file.unlink()
+                    if changed != content:
+                        self._expect_verified(path, good=False, what=f"with {file.relative_to(path)} {what}")
+                    file.write_bytes(content)
+
+    def test_full_disk(self) -> None:
+        """If the disk is full, the save is an error, and no checkpoint is committed."""
+        with _folder() as folder:
+            self._expect("on a full disk, ", self.on_ranks("", 1, _fill_disk, type(self), folder))
+
+    # -- what they are tried with
+
+    def _round_trip(self, state: dict[str, Any]) -> None:
+        with _folder() as folder:
+            self._save(folder, state)
+            self._expect_restored(folder, state)
+
+    def _save(self, folder: str, *states: dict[str, Any]) -> None:
+        self.within(partial(_save, self.make(), folder, *states))
+
+    def _expect_restored(
+        self, folder: str, state: dict[str, Any], step: int = 1, storage: Storage | None = None
+    ) -> None:
+        found = self.within(partial(_restored, storage or self.make(), folder, _blank(state), step))
+        self._expect("", [difference(found, state)])
+
+    def _expect_loaded(self, storage: Storage, path: str, state: Mapping[str, Any]) -> None:
+        found = _blank(state)
+        self._by_torch(load, found, storage_reader=storage.reader(path))
+        self._expect("loaded by torch: ", [difference(found, state)])
+
+    def _by_torch(self, do: Callable[..., object], state: dict[str, Any], **more: Any) -> None:
+        try:
+            with _quiet():
+                self.within(partial(do, state, no_dist=True, **more))
+        except CheckpointException as failed:  # not an Exception
+            error = next(iter(failed.failures.values()))[0]
+            self.broken(f"torch.distributed.checkpoint.{do.__name__} fails: {type(error).__name__}: {error}")
+
+    def _expect_verified(self, path: Path, good: bool, what: str) -> None:
+        damages = open_store(str(path.parent)).look(str(path), content=True).damages
+        if good != (not damages):
+            self.broken(f"{what}, a checkpoint is {'corrupt: ' if damages else 'called good'}{damages or ''}")
+        if not good:
+            with contextlib.suppress(CheckpointError):
+                self.within(partial(_restored, self.make(), str(path.parent), _blank(_tensors()), 1))
+                self.broken(f"{what}, a checkpoint is restored")
+
+    def _expect(self, when: str, seen: list[str]) -> None:
+        for rank, each in enumerate(seen):
+            if each:
+                self.broken(f"{when}{f'rank {rank}: ' if len(seen) > 1 else ''}{each}")
+
+    def _pickled(self, storage: Storage) -> Storage:
+        try:
+            copy: Storage = pickle.loads(pickle.dumps(storage))
+        except Exception as error:
+            self.broken(f"it cannot be pickled: {type(error).__name__}: {error}")
+        return copy
+
+
+def difference(found: Any, expected: Any, path: str = "") -> str:
+    """Return where two states differ, and in what; empty if they are the same, tensors bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(found, torch.Tensor):
+            return f"{path} is {found!r:.60}, not a tensor"
+        found, expected = (x.to_local() if isinstance(x, DTensor) else x for x in (found, expected))
+        have, wanted = ((x.dtype, [*x.shape]) for x in (found, expected))
+        if have != wanted:
+            return f"{path} is {have[0]} {have[1]}, not {wanted[0]} {wanted[1]}"
+        return "" if digest(found) == digest(expected) else f"{path} has other values"
+    if type(found) is not type(expected):
+        return f"{path} is a {type(found).__name__}, not a {type(expected).__name__}"
+    if isinstance(expected, (dict, list, tuple)):
+        if len(found) != len(expected) or (isinstance(expected, dict) and [*found] != [*expected]):
+            return f"{path} has {[*found]!r:.200}, not {[*expected]!r:.200}"
+        keys = expected if isinstance(expected, dict) else range(len(expected))
+        return next(
+            filter(None, (difference(found[key], expected[key], f"{path}.{key}".lstrip(".")) for key in keys)), ""
+        )
+    return "" if found == expected else f"{path} is {found!r:.60}, not {expected!r:.60}"
+
+
+def _random(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Return elements with random bits, which no conversion leaves as they are."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def _tensors() -> dict[str, Any]:
+    values = {str(dtype).removeprefix("torch."): _random(dtype, 60) for dtype in (*_INTEGERS, *_FLOATS)}
+    return {
+        **values,
+        "bool": torch.arange(60) % 3 == 0,
+        "scalar": torch.tensor(-0.0),
+        "count": torch.tensor(2**53 + 1),
+        "empty": torch.empty(0, 3),
+        "nothing": torch.empty(0, dtype=torch.int64),
+        "large": _random(torch.float32, _LARGE),
+        "matrix": _random(torch.bfloat16, 60).reshape(3, 4, 5),
+        "transposed": _random(torch.float32, 60).reshape(6, 10).t(),
+        "column": _random(torch.float32, 60).reshape(6, 10)[:, 3],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+    }
+
+
+def _objects() -> dict[str, Any]:
+    return {
+        "pair": (torch.arange(3), 1, b"x"),
+        "deep": {1: {"a": (1, 2.5)}, "list": [torch.ones(2), {}, [], {"pair": (torch.ones(2), None)}]},
+        "ordered": OrderedDict(b=1, a=torch.ones(1)),
+        "counter": Counter({30: 1}),
+        "text": "ü\n",
+        "bytes": b"\0" * 100_000,
+        "none": None,
+        "numbers": [True, -1, 2**70, 0.1, float("inf")],
+    }
+
+
+def _full() -> torch.Tensor:
+    return torch.arange(7 * 9.0).reshape(7, 9)
+
+
+def _blank(value: Any) -> Any:
+    """Return a state for the values to be restored into; other values than tensors are replaced."""
+    if isinstance(value, dict) and type(value) is dict:
+        return {key: _blank(item) for key, item in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def _sharded() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placed: dict[str, Any] = {name: distribute_tensor(_full(), mesh, [each]) for name, each in _PLACES.items()}
+    return {**placed, "uneven": distribute_tensor(_full()[:1], mesh, [Shard(0)])}  # nothing on the last rank
+
+
+def _save(storage: Storage, folder: str, *states: dict[str, Any]) -> None:
+    with _quiet(), Checkpointer(folder, storage=storage, keep=9, resume="never") as saving:
+        for step, state in enumerate(states, 1):
+            saving.save(step, state)
+            saving.wait()
+
+
+def _restored(storage: Storage, folder: str, state: dict[str, Any], step: int) -> dict[str, Any]:
+    with _quiet(), Checkpointer(folder, storage=storage, resume=f"{folder}/{step_name(step)}") as reading:
+        reading.restore(state)
+    return state
+
+
+def _restore(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:
+    state = {**_tensors(), **_objects()}
+    return difference(_restored(kind().make(), folder, _blank(state), 1), state)
+
+
+def _save_shards(rank: int, world_size: int, kind: type[StorageContract], folder: str, restores: bool = True) -> str:
+    state = {"sharded": _sharded(), "same": torch.ones(4), f"of.rank{rank}": torch.full((3,), float(rank))}
+    _save(kind().make(), folder, state)
+    dist.barrier()
+    return difference(_restored(kind().make(), folder, _blank(state), 1), state) if restores else ""
+
+
+def _restore_shards(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:
+    state = {"sharded": _sharded()}
+    return difference(_restored(kind().make(), folder, _blank(state), 1), state)
+
+
+def _fill_disk(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with contextlib.suppress(CheckpointError), Checkpointer(folder, storage=kind().make(), keep=9) as saving:
+        saving.save(1, {"large": torch.ones(1)})
+        saving.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        saving.save(2, {"large": _random(torch.float32, _LARGE)})
+        saving.wait()
+        return "the save raised nothing"
+    committed = sorted(each.name for each in Path(folder).glob("step-*"))
+    return "" if committed == [step_name(1)] else f"there are the checkpoints {committed}"
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="stagereg-") as parent:
+        yield f"{parent}/checkpoints"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide that a run only restores, and that it has no process group."""
+    log = logging.getLogger("stagereg")
+    level = log.level
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
