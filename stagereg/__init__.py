@@ -16,27 +16,33 @@ from typing import Any
 
 from stagereg.errors import InstallationError
 
+_STUB = Path(__file__).with_suffix(".pyi")
+
 
 @functools.cache
-def _modules() -> dict[str, str]:
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
-    imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
+def _modules(stub: Path) -> dict[str, str]:
+    imports = [statement for statement in ast.parse(stub.read_text()).body if isinstance(statement, ast.ImportFrom)]
     return {name.name: str(statement.module) for statement in imports for name in statement.names}
 
 
-def __getattr__(name: str) -> Any:
+def _attribute(owner: str, stub: Path, name: str) -> Any:
+    """Return an attribute of the module ``owner`` that its stub file imports; imports it now."""
     if name == "__all__":
-        return __dir__()
-    module = _modules().get(name)
+        return sorted(_modules(stub))
+    module = _modules(stub).get(name)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {owner!r} has no attribute {name!r}")
     if module == __name__:
         return importlib.import_module(f"{__name__}.{name}")
     return getattr(importlib.import_module(module), name)
 
 
+def __getattr__(name: str) -> Any:
+    return _attribute(__name__, _STUB, name)
+
+
 def __dir__() -> list[str]:
-    return sorted(_modules())
+    return sorted(_modules(_STUB))
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -1,6 +1,7 @@
 # The public names. `stagereg/__init__.py` reads this file too: what stands here is imported when it is first used.
 from stagereg import data as data
 from stagereg import errors as errors
+from stagereg import plugin as plugin
 from stagereg import registry as registry
 from stagereg import testing as testing
 from stagereg._version import __version__ as __version__

@@ -30,9 +30,12 @@ _DURATIONS = "Write a duration as 30s, 1h30m, 2 days, 500ms or a number of secon
 def duration(text: str) -> datetime.timedelta:
     """Return the duration that ``text`` describes; see above."""
     try:
-        return datetime.timedelta(microseconds=_microseconds(text.strip().lower(), text))
+        found = datetime.timedelta(microseconds=_microseconds(text.strip().lower(), text))
     except OverflowError:
         raise ConfigError(f"{text!r} is too long for a duration. {_DURATIONS}") from None
+    if found < datetime.timedelta(0):
+        raise ConfigError(f"{text!r} is negative. {_DURATIONS}")
+    return found
 
 
 def seconds_of(text: str) -> float:
@@ -49,7 +52,7 @@ def _microseconds(plain: str, text: str) -> int:
     total = Fraction(0)
     for number, unit in _PIECE.findall(pieces[2]):
         if unit not in _UNITS:
-            near = nearest(unit, _UNITS)
+            near = nearest(unit, (each for each in _UNITS if each[0] == unit[0]))
             raise ConfigError(f"{text!r} has no unit of time after {number}.{near} {_DURATIONS}")
         total += Fraction(number) * _UNITS[unit]
     return round(-total if pieces[1] == "-" else total)

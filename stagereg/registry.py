@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from stagereg._version import __version__
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import RegistryError, UnknownNameError, nearest
 from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
-from stagereg.spec import REQUIRED, check, check_component, refuse_unknown
+from stagereg.spec import REQUIRED, check, check_component, refuse_unknown, with_article
 
 ENTRY_POINTS = "stagereg.plugins"
+
+_log = logging.getLogger(__name__)
 
 _BUILT_IN = {
     ("stager", "blocking"): "stagereg.stagers.blocking:BlockingStager",
@@ -73,6 +76,7 @@ class Entry:
         version: of that package.
         file: ``file:line`` of the decorator; empty before its module has run, or without one.
         component: what was decorated; ``None`` where ``load`` has to import it.
+        code: the module or function whose execution called the decorator.
     """
 
     kind: str
@@ -82,6 +86,7 @@ class Entry:
     version: str = ""
     file: str = field(default="", compare=False)
     component: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    code: CodeType | None = field(default=None, compare=False, repr=False)
 
     @property
     def bare(self) -> str:
@@ -152,11 +157,13 @@ class Registry:
         """Register the decorated class or factory function under ``name``; it is returned unchanged.
 
         The component is checked against the protocol of ``kind`` here: a class at once, a factory function by its
-        return annotation if that is a class, otherwise by what it returns each time it builds. A stager may change
-        the values and dtypes of a state dict, never its structure, which each save compares.
+        return annotation if that is a class, otherwise by what it returns each time it builds. A module that is
+        reloaded, or a notebook cell that is run again, replaces its own component; the log has a line at level INFO.
+        A stager may change the values and dtypes of a state dict, never its structure, which each save compares.
 
         Args:
-            kind: ``"stager"``, ``"storage"``, ``"on_commit"``, ``"keep"``, ``"join_hook"`` or ``"joinable"``.
+            kind: ``"stager"``, ``"storage"``, ``"joinable"``, ``"join_hook"``, ``"on_commit"``, ``"keep"`` or
+                ``"tier"``.
             name: letters, digits, ``_`` and ``-``; what a user writes in ``stager=name``.
 
         Raises:
@@ -170,7 +177,7 @@ class Registry:
             )
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RegistryError(f"{name!r} is not a name for a {kind}: use letters, digits, '_' and '-'.")
+            raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: use letters, digits, '_' and '-'.")
         caller = sys._getframe(1)
         file = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
@@ -178,13 +185,19 @@ class Registry:
             if not callable(component) or not hasattr(component, "__qualname__"):
                 raise RegistryError(f"{kind}/{name} is {component!r}: register a class or a function that returns one.")
             target = f"{component.__module__}:{component.__qualname__}"
-            new = Entry(kind, name, target, file=file, component=component)
+            new = Entry(kind, name, target, file=file, component=component, code=caller.f_code)
+            for old in self.decorated:
+                if _is_second(new, old):
+                    raise _taken(old, new)
             if not any(_is_same(new, package) for package in self._installed().get((kind, name), [])):
                 for old in self._named(kind, name):
                     if old.distribution in ("", DISTRIBUTION) and not _is_again(new, old):
                         raise _taken(old, new)
             check_component(kind, name, component)
-            self.decorated = [*(old for old in self.decorated if not _is_again(new, old)), new]
+            kept = [old for old in self.decorated if not _is_again(new, old)]
+            if len(kept) < len(self.decorated):
+                _log.info("stagereg: registered %s/%s again, at %s.", kind, name, file)
+            self.decorated = [*kept, new]
             return component
 
         return decorate
@@ -213,6 +226,11 @@ class Registry:
         self._installed()
         return list(self._unreadable)
 
+    def unlisted(self, name: str) -> str:
+        """Return lines on what packages announce and cannot be listed, what may be ``name`` first; empty without."""
+        found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])
+        return "".join(f"\nstagereg cannot list what {who} announces: {why}" for who, why in found[:3])
+
     def find(self, kind: str, name: str) -> Entry:
         """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
@@ -223,9 +241,7 @@ class Registry:
             found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
             known = self.names(kind)
-            near = nearest(name, [*qualified, *known])
-            unread = [] if near else self.unreadable()[:3]
-            more = "".join(f"\nNot known is what {who} announces: {why}." for who, why in unread)
+            near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
             raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
             raise RegistryError(
@@ -310,7 +326,7 @@ class Registry:
                 self._packages.setdefault((kind, name), []).append(entry)
                 continue
             why = f"{name!r} is not a name: use letters, digits, '_' and '-'."
-            why = why if kind in REQUIRED else f"there is no kind {kind!r} here.{nearest(kind, REQUIRED)}"
+            why = why if kind in REQUIRED else f"there is no kind {kind!r}.{nearest(kind, REQUIRED)}"
             self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, and {why}"))
         return self._packages
 
@@ -379,6 +395,12 @@ def _is_again(new: Entry, old: Entry) -> bool:
     (module, _, name), (old_module, _, old_name) = new.target.partition(":"), old.target.partition(":")
     same_file = new.file.rpartition(":")[0] == old.file.rpartition(":")[0]
     return (new.kind, new.bare, name) == (old.kind, old.bare, old_name) and (module == old_module or same_file)
+
+
+def _is_second(new: Entry, old: Entry) -> bool:
+    """Whether one execution of a module or notebook cell defines two components of one name and class name."""
+    same = (new.kind, new.bare, new.target) == (old.kind, old.bare, old.target)
+    return same and new.code is old.code and new.file != old.file
 
 
 def _qualified(entry: Entry) -> str:

@@ -7,6 +7,7 @@ signatures, attributes. A plugin's author meets it as an error that shows the li
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,6 +23,9 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
 _NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
+
+HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
+"""What Hydra gives a meaning in a node of a config: never options."""
 
 REQUIRED = {
     "stager": [
@@ -88,8 +92,23 @@ _BASES = {
 _ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
 
 
+def with_article(kind: str) -> str:
+    """Return a kind with its article: ``"an on_commit"``."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
 def check_component(kind: str, name: str, component: object) -> None:
-    """As :func:`check`, of a class, or the class that a factory function promises; an error if it is neither."""
+    """As :func:`check`, of a class, or the class that a factory function promises; an error if it is neither.
+
+    Refuses a parameter that no config can set, as Hydra has another use for its name.
+    """
+    with contextlib.suppress(TypeError, ValueError):  # one written in C may have no signature
+        if taken := [each for each in inspect.signature(cast("Any", component)).parameters if each in HYDRA_KEYS]:
+            who = f"{getattr(component, '__module__', '')}.{getattr(component, '__qualname__', component)}"
+            raise RegistryError(
+                f"{who} cannot be the {kind} {name!r}:\n  its parameter {taken[0]!r} cannot be an option, as Hydra "
+                "reads that key of a config itself. Give the parameter another name."
+            )
     if isinstance(component, type):
         check(kind, name, component)
     elif not callable(component):
@@ -192,7 +211,8 @@ def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
     for name in sorted(written - members):
         lacking = [member for member in members - written if member[0] == name[0]]
         if (near := difflib.get_close_matches(name, lacking, n=1, cutoff=_NEAR)) and not name.startswith("_"):
-            yield f"{name!r} is no member of a {kind}. Did you mean {near[0]!r}? Write that, or another name."
+            what = f"{name!r} is no member of {with_article(kind)}"
+            yield f"{what}. Did you mean {near[0]!r}? Write that, or another name."
 
 
 def _promised_class(factory: Callable[..., Any]) -> type | None:

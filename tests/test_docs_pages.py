@@ -188,7 +188,7 @@ def test_every_command_of_stagereg_is_understood() -> None:
     given = [each for page in (CHECKPOINTS, SWEEPS, CLUSTERS) for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(list(itertools.takewhile(lambda word: word != ">", arguments)))
-    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "follow", "run"}
+    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "follow", "run", "new"}
 
 
 def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:

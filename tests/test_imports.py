@@ -41,7 +41,7 @@ LAYERS = [
     {"on_commit"},
     {"testing"},
     {"sweep", "bench", "commands", "integrations"},
-    {"cli", "__main__", "__init__", "hydra_plugins"},
+    {"cli", "__main__", "__init__", "hydra_plugins", "plugin"},
 ]
 # The rooms of checkpoint/ and what a program holds, likewise; those of one line do not import each other.
 ROOMS = [

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import stagereg
 from stagereg import registry
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError
+from stagereg.spec import HYDRA_KEYS, REQUIRED
 
 
 class Stager:
@@ -78,11 +79,52 @@ def test_the_error_for_a_taken_name_names_both_definitions() -> None:
         stagereg.register("stager", "pinned_cached")(Stager)
 
 
-def test_the_same_definition_registers_again() -> None:
-    first, again = (type("Reloaded", (Stager,), {"__module__": "some.module"}) for _ in range(2))
-    stagereg.register("stager", "mine")(first)
-    stagereg.register("stager", "mine")(again)
-    assert registry.find("stager", "mine").load() is again
+CELL = """
+@stagereg.register("stager", "mine")
+class Mine(Stager):
+    number = {}
+"""
+
+
+def test_a_cell_that_is_run_again_replaces_its_component(caplog: pytest.LogCaptureFixture) -> None:
+    known = {"stagereg": stagereg, "Stager": Stager, "__name__": "some.module"}
+    caplog.set_level("INFO", "stagereg.registry")
+    for number in (1, 2):
+        exec(compile("\n" * number + CELL.format(number), "cell", "exec"), known)
+        assert registry.find("stager", "mine").load().number == number
+    assert caplog.messages == ["stagereg: registered stager/mine again, at cell:4."]
+
+
+def test_two_definitions_of_one_name_and_class_name_are_refused() -> None:
+    known = {"stagereg": stagereg, "Stager": Stager, "__name__": "some.module"}
+    with pytest.raises(RegistryError, match=r"(?s)want to be the stager 'mine'.*:Mine at cell:2.*:Mine at cell:6"):
+        exec(compile(CELL.format(1) + CELL.format(2), "cell", "exec"), known)
+    assert registry.find("stager", "mine").load().number == 1
+
+
+def test_a_function_may_register_its_class_each_time_it_is_called() -> None:
+    def make(number: int) -> None:
+        @stagereg.register("stager", "mine")
+        class Mine(Stager):
+            which = number
+
+    make(1)
+    make(2)
+    assert registry.find("stager", "mine").load().which == 2
+
+
+@pytest.mark.parametrize("name", HYDRA_KEYS)
+def test_a_parameter_that_no_config_can_set_is_refused(name: str) -> None:
+    component = type("Mine", (Stager,), {"__init__": eval(f"lambda self, {name}=1: None")})
+    with pytest.raises(RegistryError, match=rf"Mine cannot be the stager 'mine':\n  its parameter '{name}' cannot be"):
+        stagereg.register("stager", "mine")(component)
+    assert "mine" not in stagereg.names("stager")
+
+
+def test_the_documentation_of_register_has_every_kind_of_plugin() -> None:
+    kinds = [kind for kind, members in REQUIRED.items() if members]
+    assert [kind for kind in kinds if f'``"{kind}"``' not in (stagereg.register.__doc__ or "")] == []
+    assert len(kinds) == 7
 
 
 def test_a_script_may_be_imported_as_a_module_too(tmp_path: Path) -> None:
@@ -318,7 +360,7 @@ def test_broken_metadata_of_one_package_hides_no_other(package: Any, file: str, 
     ((who, why),) = registry.unreadable()
     assert "broken" in who
     assert message in why
-    with pytest.raises(UnknownNameError, match=r"Not known is what .*broken.* announces: "):
+    with pytest.raises(UnknownNameError, match=r"stagereg cannot list what .*broken.* announces: "):
         registry.find("stager", "far_from_all")
 
 
@@ -329,8 +371,26 @@ def test_announcements_of_no_use_are_left_out_and_reported(package: Any) -> None
     assert [registry.find_target(f"odd.{name}") for name in ("One", "Two", "Three")] == [None] * 3
     assert {who for who, _ in registry.unreadable()} == {"odd 1.2"}
     message = " ".join(why for _, why in registry.unreadable())
-    assert "it announces 'stagger.x', and there is no kind 'stagger' here. Did you mean 'stager'?" in message
+    assert "it announces 'stagger.x', and there is no kind 'stagger'. Did you mean 'stager'?" in message
     assert "it announces 'join.1st', and '1st' is not a name" in message
+
+
+def test_an_unknown_name_also_gets_what_could_not_be_listed(package: Any) -> None:
+    package("theirs", "", **{"stagerr.blockingly": "theirs:One", "1": "theirs:Two", "2": "theirs:Three"})
+    package("zeta", "", **{"stagger.far": "zeta:One", "quite_other.far": "zeta:Two"})
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'blocking'\?") as near:
+        registry.find("stager", "blockingly")
+    with pytest.raises(UnknownNameError) as far:
+        registry.find("stager", "far")
+    first, second = (str(each.value).splitlines()[2] for each in (near, far))
+    announces = "stagereg cannot list what {} 1.2 announces: it announces {}, and there is no kind {}."
+    assert first == announces.format("theirs", "'stagerr.blockingly'", "'stagerr'") + " Did you mean 'stager'?"
+    assert str(far.value).splitlines()[2:4] == [
+        announces.format("zeta", "'quite_other.far'", "'quite_other'"),
+        announces.format("zeta", "'stagger.far'", "'stagger'") + " Did you mean 'stager'?",
+    ]
+    assert second in str(far.value)
+    assert len(str(far.value).splitlines()) == 5
 
 
 def test_of_two_distributions_of_one_name_the_first_counts(

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.keep import KeepRule
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
@@ -30,11 +31,13 @@ from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.installed import normalized
 from stagereg.registry import Entry
+from stagereg.spec import with_article
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import (
     Contract,
     JoinableContract,
     JoinHookContract,
+    KeepContract,
     OnCommitContract,
     StagerContract,
     StorageContract,
@@ -47,9 +50,11 @@ _KINDS = {
     "join_hook": JoinHookContract,
     "joinable": JoinableContract,
     "on_commit": OnCommitContract,
+    "keep": KeepContract,
     "storage": StorageContract,
     "tier": TierContract,
 }
+_KEEPS = "It keeps what {} promises."
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
 
@@ -76,6 +81,14 @@ class ConfiguredContract(StagerContract):
 
     def make(self) -> AsyncStager:
         made: AsyncStager = _made("stager")
+        return made
+
+
+class ConfiguredKeepContract(KeepContract):
+    """The contract of a retention rule that has none of its own: it is built from its defaults."""
+
+    def make(self) -> KeepRule:
+        made: KeepRule = _made("keep")
         return made
 
 
@@ -147,20 +160,26 @@ class _Cases:
                 f"{name} registers no plugin and has no contract.\n"
                 'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
             )
+        tried = [e for e in entries if e.kind == "joinable" and _matching(e, entries, contracts)]
         for entry in entries:
             own = _matching(entry, entries, contracts)
+            owner = next((e.name for e in tried if _own_hook(e) is entry.component is not None), "")
+            if owner and own is None:
+                section, promise = f"{entry.kind}/{entry.name}  {entry.origin}", _KEEPS.format("a join_hook")
+                self.write(section, "contract", promise, "skipped", f"the contract of joinable/{owner} tries it")
+                continue
             contracts = [contract for contract in contracts if contract is not own]
             self.component(entry, own or "")
         self._contracts += [(contract.__name__, contract) for contract in contracts]
 
     def component(self, entry: Entry, contract: str | type[Contract]) -> None:
-        section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
-        promise = f"It can be imported, has what a {kind} has to have, and its signature makes a config."
+        section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind
+        promise = f"It can be imported, has what {with_article(kind)} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
-        promise = f"It keeps what a {kind} promises."
+        promise = _KEEPS.format(with_article(kind))
         if entry.kind not in _KINDS or entry.load() is NoTier:
-            why = f"there is no contract of a {kind}" if entry.kind not in _KINDS else "it keeps nothing"
+            why = f"there is no contract of {with_article(kind)}" if entry.kind not in _KINDS else "it keeps nothing"
             self.write(section, "contract", promise, "skipped", why)
             return
         if contract:
@@ -228,6 +247,11 @@ class _Cases:
         return self._contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
 
 
+def _own_hook(entry: Entry) -> Any:
+    """The default hook of a decorated joinable."""
+    return getattr(entry.component, "own_hook", None)
+
+
 def _loaded(entry: Entry) -> str:
     options = ", ".join(schema.options(entry.load()))
     OmegaConf.structured(schema.schema(entry))
@@ -249,6 +273,9 @@ def _configured(entry: Entry) -> type[Contract] | str:
         if entry.kind == "stager":
             instantiate({"_target_": entry.path}).close()
             return ConfiguredContract
+        if entry.kind == "keep":
+            instantiate({"_target_": entry.path})
+            return ConfiguredKeepContract
         if entry.kind == "storage":
             instantiate({"_target_": entry.path})
             return ConfiguredStorageContract
@@ -268,7 +295,8 @@ def _configured(entry: Entry) -> type[Contract] | str:
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
     """The contract of a component: the one with its name in it, or the only one of the only component of a kind."""
-    fitting = [contract for contract in contracts if _is_contract(contract, _KINDS.get(entry.kind, Contract))]
+    base = _KINDS.get(entry.kind)
+    fitting = [contract for contract in contracts if base is not None and _is_contract(contract, base)]
     name = entry.name.replace("_", "").replace("-", "").lower()
     named = [contract for contract in fitting if name in contract.__name__.lower()]
     alone = len(fitting) == 1 and sum(other.kind == entry.kind for other in entries) == 1

@@ -19,12 +19,14 @@ from pathlib import Path
 import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.errors import ConfigError
+from stagereg.spec import with_article
 
 _MODULES = {
     "stager": ("stager", "stager_contract"),
     "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),
     "join_hook": ("timed", "training", "timed_contract"),
     "on_commit": ("after_commit", "after_commit_contract"),
+    "keep": ("retention", "retention_contract"),
     "storage": ("storage", "storage_contract"),
     "tier": ("tier", "tier_contract"),
 }
@@ -35,6 +37,7 @@ _TESTS = {
     "joinable": ("test_average", "test_join"),
     "join_hook": ("test_timed",),
     "on_commit": ("test_after_commit",),
+    "keep": ("test_retention",),
     "storage": ("test_storage",),
     "tier": ("test_tier",),
 }
@@ -43,6 +46,7 @@ _NAMES = {
     "joinable": ("ema", "Ema"),
     "join_hook": ("ddp_timed", "TimedDdp"),
     "on_commit": ("journal", "Journal"),
+    "keep": ("thinned", "Thinned"),
     "storage": ("zipped", "Zipped"),
     "tier": ("local_ssd", "LocalSsd"),
 }
@@ -51,6 +55,7 @@ _CHOSEN = {
     "joinable": "+joinable@join.joinables.mine",
     "join_hook": "join_hook@join.joinables.model.hook",
     "on_commit": "+on_commit@checkpoint.on_commit.mine",
+    "keep": "checkpoint/keep",
 }
 _RESERVED = ("null", "true", "false", "nan", "inf", "tests", "async", "ddp", "host", "join", "packed")
 """What Hydra reads as something else than a text, and what the example has under the same name."""
@@ -130,7 +135,7 @@ def _problem(kind: str, name: str) -> str:
     if kind == _PROGRAM:
         return ""
     if name in registry.names(kind):
-        return f"is a {kind} already: {registry.find(kind, name).origin}"
+        return f"is {with_article(kind)} already: {registry.find(kind, name).origin}"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in (*_RESERVED, *_MODULES, *_MODULES[kind]):
         return "cannot name a Python package and an option of Hydra"
     found = importlib.util.find_spec(name)

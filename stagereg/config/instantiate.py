@@ -25,7 +25,7 @@ from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, RegistryError, StageregError
 from stagereg.option_text import in_config
 from stagereg.registry import Entry
-from stagereg.spec import refuse_unknown
+from stagereg.spec import HYDRA_KEYS, refuse_unknown, with_article
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[st
     configs: dict[str, Any] = {}
     for name, value in kwargs.items():
         joins = isinstance(tree.get(name), dict) and isinstance(value, (dict, DictConfig))
-        if name in schema.HYDRA_KEYS or joins or describes(value):
+        if name in HYDRA_KEYS or joins or describes(value):
             is_node = isinstance(value, (dict, list, tuple, Container))
             configs[name] = plain(schema.to_config(value)) if is_node else value
     objects = {name: Given(value) for name, value in kwargs.items() if name not in configs}
@@ -195,7 +195,7 @@ def _plan(
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product
     if needed and component.entry and component.entry.kind != needed:
-        raise ConfigError(f"{path} takes a {needed}, not {component.label}.")
+        raise ConfigError(f"{path} takes {with_article(needed)}, not {component.label}.")
     for key, types, what in (("_partial_", (bool,), "true or false"), ("_args_", (list, tuple), "a list")):
         if not isinstance(node.get(key, types[0]()), types):
             raise ConfigError(f"{path.child(key)} is {node[key]!r}; it is {what}.")
@@ -212,7 +212,7 @@ def _plan(
     kwargs = {
         name: value
         for name, value in node.items()
-        if name not in schema.HYDRA_KEYS
+        if name not in HYDRA_KEYS
         and not (is_missing(value) and (partial or name in later))
         and (name in takes or name not in below or value != below[name])
         and not isinstance(named.get(name), Given)  # what the program gives by position replaces the config's

@@ -31,10 +31,7 @@ from stagereg.config.resolved_tree import Call, NodePath, is_missing
 from stagereg.config.texts import value_type, written
 from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
-from stagereg.spec import refuse_unknown
-
-HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
-"""What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
+from stagereg.spec import HYDRA_KEYS, refuse_unknown
 
 _SEQUENCES = (list, tuple, Sequence)
 _MAPPINGS = (dict, Mapping)
@@ -64,7 +61,8 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
         hint = Any if nested else hint
         if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
             continue  # where neither annotation nor default says what a config has to hold, the program passes it
-        option = Option(name, hint, _config_type(hint), to_config(default), help_.get(name, ""))
+        shown = _own_hook(component) if default is None and factory_of(hint) == "join_hook" else None
+        option = Option(name, hint, _config_type(hint), shown or to_config(default), help_.get(name, ""))
         try:
             OmegaConf.structured(dataclasses.make_dataclass("probe", [_field(option)]))
             found[name] = option
@@ -75,6 +73,17 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
                     f"{who}: the default of {name}, {default!r}, is not of its type {hint.__name__}."
                 ) from error
     return found
+
+
+def _own_hook(component: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the config of a joinable's default hook, if that is registered and has options, all with defaults."""
+    own: Any = getattr(component, "own_hook", None)
+    entry = registry.find_target(f"{own.__module__}.{own.__qualname__}") if isinstance(own, type) else None
+    defaults = {} if entry is None else {name: option.default for name, option in options(own).items()}
+    if entry is None or not defaults or MISSING in defaults.values():
+        return None
+    # Hydra's own instantiate makes nothing of it, as the joinable does that.
+    return {"_target_": entry.path, "_partial_": True, **defaults}
 
 
 def runtime(component: Callable[..., Any]) -> list[str]:

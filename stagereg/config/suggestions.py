@@ -22,12 +22,16 @@ import stagereg.config.docstring as docstring
 import stagereg.registry as registry
 from stagereg.config.plugins import NAMED
 from stagereg.config.resolved_tree import SWITCHES
-from stagereg.config.schema import options
+from stagereg.config.schema import factory_of, options
 from stagereg.errors import ConfigError, nearest
-from stagereg.spec import find_group
+from stagereg.spec import find_group, with_article
 
 KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "notice_s")
 """The keys of the config ``stagereg``."""
+_NOT_A_DEFAULT = re.compile(
+    r"Could not override '([\w@./]+)'.*\n(?:Did you mean to override (\S+)\?\n)?"
+    r"To append to your default list use (\+\S+)"
+)
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
 """How an option of a kind is chosen, where that is not by the name of the kind alone."""
 
@@ -46,6 +50,9 @@ def explain(error: BaseException | None) -> str:
             r"Multiple values for ([\w@.]+)\. To override a value use 'override \1: (.*)'", str(error)
         ):
             line = f"{found[1]} is chosen already. Write {found[1]}={found[2]}, without +"
+        elif found := _NOT_A_DEFAULT.match(str(error)):
+            near = f" Did you mean {found[2]}?" if found[2] else ""
+            line = f"no default of the config is {found[1]}, so nothing is replaced.{near} To add it write {found[3]}"
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
             line = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
             off = [hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv]
@@ -79,6 +86,8 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     if nested is not None and error.key in options(nested):
         whole, first = parent._get_full_key(None), next(iter(options(nested)))
         return f"{whole} is given as a whole already. Write its parts: {error.full_key}=... beside {whole}.{first}=..."
+    if (kind := factory_of(hint)) is not None:
+        return _unknown_in_factory(parent, kind or "component", error)
     if hint is not Any and nested is None:
         return f"{parent._get_full_key(None)} takes any key, with a +: +{error.full_key}=..."
     typed = (isinstance(owner, type) and dataclasses.is_dataclass(owner)) or hint is not Any
@@ -88,6 +97,22 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     more = "" if typed or near else f". To add it, write +{error.full_key}=..."
     near = near or nearest(str(error.key), takes)
     return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
+
+
+def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseException) -> str:
+    """Return a line on a key of the component that makes a hook or another part: it is not chosen, or lacks the key."""
+    where = parent._get_full_key(None)
+    entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
+    if entry is None:
+        named = f"+{kind}@{where}=NAME {error.full_key}={_given(error)}"
+        return f"{where} has no options before a {kind} is chosen. Write {named}, with one of: {_names(kind)}"
+    takes = list(options(entry.load()))
+    near = nearest(str(error.key), takes)
+    return f"{entry.kind}/{entry.name} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}"
+
+
+def _names(kind: str) -> str:
+    return ", ".join(registry.names(kind)) if kind in registry.kinds() else "what you have registered"
 
 
 def _missing_fields(error: OmegaConfBaseException) -> str:
@@ -163,6 +188,9 @@ def _unknown_option(error: MissingConfigException) -> str:
     group, _, name = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options)
     others = [kind for kind in registry.kinds() if kind != group and name in registry.names(kind)]
-    where = f" {name} is a {others[0]}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
-    own = f". {NAMED}" if group in registry.kinds() else ""
-    return f"there is no {group}={name}.{where or nearest(name, options)} There is: {', '.join(options)}{own}"
+    where = f" {name} is {with_article(others[0])}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
+    hint = where or nearest(name, options)
+    if group in registry.kinds():
+        unlisted = registry.REGISTRY.unlisted(name)
+        return f"No {group} named {name!r}.{hint}\nThere is: {', '.join(options)}{unlisted}\n{NAMED}"
+    return f"there is no {group}={name}.{hint} There is: {', '.join(options)}"

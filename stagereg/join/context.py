@@ -28,7 +28,7 @@ from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type
 from stagereg.join.batches import Layout
 from stagereg.join.broken import collectives_of, discard_channels
 from stagereg.join.counts import SampleCounter
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.joinable import Joinable, JoinConfig, notify
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.loop import Mode, Terms
 from stagereg.join.mean_loss import MeanLoss, is_mean
@@ -302,7 +302,6 @@ class Join:
         session.start(self._loader, alike)
         # In reverse, as what watches a forward last is called first: the first joinable announces the step.
         session.hooks = [joinable.join_hook(**self._kwargs) for joinable in reversed(self._joinables)][::-1]
-        session.own_hooks = [hook for hook in session.hooks if isinstance(hook, JoinHook)]
         self._collectives = collectives_of(self._group)
         return session
 

@@ -62,7 +62,8 @@ class Joinable(ABC):
             they were reduced.
         reduced: whether the step that was shadowed last ended with reduced gradients, if it does reduce some.
         after: the joinable of the model whose gradients this one needs; ``None``: the nearest one listed before it.
-        hook: makes its hook when called with the joinable; ``None``: the hook of its own kind.
+        hook: makes its hook when called with the joinable; ``None``: :attr:`own_hook`.
+        own_hook: the class of its default hook. If that is registered, its options are in the joinable's config.
         session: the join it is in, while stagereg's ``Join`` has it attached.
     """
 
@@ -73,6 +74,7 @@ class Joinable(ABC):
     after: Joinable | None = None
     module: nn.Module | None = None
     hook: Callable[..., JoinHook] | None = None
+    own_hook: Callable[[Any], JoinHook] | None = None
     session: JoinSession | None = None
     _join_config: Any
 
@@ -112,13 +114,18 @@ class Joinable(ABC):
         """Whether this rank has begun a step that the others cannot finish without it."""
         return False
 
-    def make_hook(self, default: Callable[[Any], JoinHook]) -> JoinHook:
+    def make_hook(self, default: Callable[[Any], JoinHook] | None = None) -> JoinHook:
         """Return the hook of this joinable: of :attr:`hook` if that was chosen, else of ``default``.
 
+        ``default`` may be left out: it is :attr:`own_hook` then.
+
         Raises:
-            JoinError: what was chosen makes no hook.
+            JoinError: what was chosen makes no hook, or there is no hook.
         """
-        hook = (self.hook or default)(self)
+        make = self.hook or default or self.own_hook
+        if make is None:
+            raise JoinError(f"a {type(self).__name__} has no hook: set own_hook, or give make_hook the default one")
+        hook = make(self)
         if not callable(getattr(hook, "main_hook", None)) or not callable(getattr(hook, "post_hook", None)):
             raise JoinError(
                 f"the hook of a {type(self).__name__} must have main_hook and post_hook, as a JoinHook has; "
@@ -222,7 +229,10 @@ def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
         )
     config = joinable._join_config
-    return announce(joinable, reduces) if config.is_first_joinable and config.enable else None
+    work = announce(joinable, reduces) if config.is_first_joinable and config.enable else None
+    if is_native(joinable) and joinable.session is not None:
+        joinable.session.check_place(joinable)
+    return work
 
 
 def announce(joinable: Any, reduces: bool | None, throws_later: bool = False) -> dist.Work | None:

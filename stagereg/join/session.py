@@ -35,6 +35,13 @@ _STEPS = (
     "under no_sync). Or loop over join.iterate(loader)."
 )
 
+_BETWEEN = (
+    "in step {step}, a {kind} runs collectives between the forward and the backward of {model}. A rank without data "
+    "runs one hook after the other, so it cannot match them there. Run the whole step of the {kind} before that "
+    "forward, and list it before the model; or after the backward, and list it after the model. Or loop over "
+    "join.iterate(loader)."
+)
+
 _LOOK_S = 0.001
 
 _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
@@ -50,7 +57,6 @@ class JoinSession:
         self.joinables, self.terms, self._models = joinables, terms, models
         self.peers = Peers(wire, timeout_s, lambda: self.steps)
         self.hooks: Sequence[Any] = ()
-        self.own_hooks: Sequence[Any] = ()
         self.loop: Loop | None = None
         self._loops: list[Loop] = []
         self._suspended = False
@@ -58,6 +64,7 @@ class JoinSession:
         if terms.several_models:
             self._order = ModelOrder(models, lambda: self.steps, self._all_are_active)
         self._is_early = False  # whether the step of this batch was announced by an evaluation
+        self._warned = False  # of a joinable in the middle of a model's step
         self._announced = 0  # steps, by the first joinable, on torch's wire
         self._followed = 0  # steps of torch's wire, without data
 
@@ -86,6 +93,11 @@ class JoinSession:
     def shadowed(self) -> int:
         """How many of them came while this rank had no data."""
         return self._followed + sum(each.shadowed for each in self._memberships)
+
+    @property
+    def _own_hooks(self) -> list[Any]:
+        """The hooks that are stagereg's ``JoinHook``: they have more methods than torch's."""
+        return [hook for hook in self.hooks if hasattr(hook, "before_step") and hasattr(hook, "on_exhausted")]
 
     @property
     def _memberships(self) -> list[Membership]:
@@ -158,7 +170,10 @@ class JoinSession:
 
     def _all_are_active(self) -> bool:
         """Return whether all ranks have data in the last announced step; may wait for the other ranks."""
-        if (membership := self.membership) is not None:
+        membership = self.membership
+        if isinstance(membership, StoreMembership):  # which knows the plan alone
+            return membership.steps <= membership.shortest
+        if membership is not None:
             return len(membership.read().ranks) == self.peers.group.size()
         if (work := self.peers.announced) is None:  # no step yet
             return True
@@ -168,6 +183,25 @@ class JoinSession:
 
         self.peers.wait(is_known, "the next step")
         return work.is_completed() and int(work.get_future().value()[0].item()) == self.peers.group.size()
+
+    def check_place(self, joinable: Any) -> None:
+        """Check that the collectives of a joinable, about to run, are not in the middle of a model's step.
+
+        Raises: ``JoinError`` if they are, in a plain loop, and some rank has no data in this step.
+        """
+        if self.loop is not None and self.loop.iterates:
+            return
+        place = next(i for i, each in enumerate(self.joinables) if each is joinable)
+        for name, model in self._models.items():
+            is_before = any(each is model for each in self.joinables[:place])
+            if not model.has_unfinished_step or not (is_before or model.has_met):
+                continue
+            text = _BETWEEN.format(step=self.steps, kind=type(joinable).__name__, model=name)
+            if not self._all_are_active():
+                raise JoinError(text)
+            if not (self._warned or self.terms.throw):
+                self._warned = True
+                _log.warning("stagereg: this works only while all ranks have data: %s", text)
 
     def begin(self, reduces: bool | None) -> Membership | None:
         """A step begins on this rank, and ``reduces`` gradients or not: announce it; count it on torch's wire.
@@ -200,7 +234,7 @@ class JoinSession:
         if self.peers.responder is not None:
             self.peers.responder.start()
         self.peers.progress = self.peers.progress.begun(self.steps)
-        for hook in self.own_hooks:
+        for hook in self._own_hooks:
             hook.before_step()
         for hook in self.hooks:
             hook.main_hook()
@@ -222,7 +256,7 @@ class JoinSession:
             )
         if (order := self.order) is not None:
             self._leave_step(order)
-        for hook in self.own_hooks:
+        for hook in self._own_hooks:
             hook.on_exhausted()
         if self.loop is not None:
             was_last = self.loop.leave()

@@ -216,16 +216,16 @@ class StoreMembership(Membership):
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()
         self._skipped = False  # whether this rank did not reduce gradients in its last step
-        self._shortest, self._longest = min(lengths), max(lengths)
-        if throw and self._shortest < self._longest:
+        self.shortest, self._longest = min(lengths), max(lengths)
+        if throw and self.shortest < self._longest:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
             raise UnevenInputsError(
-                f"The inputs are uneven, so no step was taken: {each} batches.", lengths.index(self._shortest)
+                f"The inputs are uneven, so no step was taken: {each} batches.", lengths.index(self.shortest)
             )
 
     def some_never_had_data(self) -> bool:
         """See :meth:`Membership.some_never_had_data`; goes by the plan."""
-        return self._shortest == 0
+        return self.shortest == 0
 
     def read(self) -> ActiveRanks:
         """See :meth:`Membership.read`; never waits, and does not know who is active."""

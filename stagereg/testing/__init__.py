@@ -3,9 +3,9 @@
 ``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
 or hung, and where.
 
-``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``StorageContract`` and
-``TierContract`` are to be inherited: their methods try the promises of a kind of component on the author's own one,
-under pytest or without it (``Contract``, ``Outcome``).
+``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract``,
+``StorageContract`` and ``TierContract`` are to be inherited: their methods try the promises of a kind of component on
+the author's own one, under pytest or without it (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 if TYPE_CHECKING:
     from stagereg.testing.join import JoinableContract, JoinHookContract
+    from stagereg.testing.keep_contract import KeepContract
     from stagereg.testing.on_commit_contract import OnCommitContract
     from stagereg.testing.stager import StagerContract
     from stagereg.testing.storage_contract import StorageContract
@@ -27,6 +28,7 @@ __all__ = [
     "Contract",
     "JoinHookContract",
     "JoinableContract",
+    "KeepContract",
     "OnCommitContract",
     "Outcome",
     "RankFailure",
@@ -40,10 +42,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
-    modules = {"StagerContract": "stager", "OnCommitContract": "on_commit_contract", "TierContract": "tier_contract"}
-    modules["StorageContract"] = "storage_contract"
-    module = modules.get(name, "join")
-    return getattr(importlib.import_module(f"stagereg.testing.{module}"), name)
+    modules = {
+        "StagerContract": "stager",
+        "OnCommitContract": "on_commit_contract",
+        "KeepContract": "keep_contract",
+        "StorageContract": "storage_contract",
+        "TierContract": "tier_contract",
+    }
+    return getattr(importlib.import_module(f"stagereg.testing.{modules.get(name, 'join')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -197,6 +197,54 @@ def test_a_tier_without_a_contract_is_built_from_its_folder(tmp_path: Path, chec
     assert verdicts["tier/asking", "contract"] == "not shown"
 
 
+SEVERAL = """
+import stagereg
+from stagereg.checkpoint.tiers.disk import DiskTier
+from stagereg.testing import KeepContract, OnCommitContract
+
+@stagereg.register("join", "note")
+def note():
+    return None
+
+@stagereg.register("keep", "newest")
+class Newest:
+    def __init__(self, count: int):
+        self.count = count
+
+    def kept(self, checkpoints, metrics):
+        return {each.path: "newest" for each in checkpoints[: self.count]}
+
+@stagereg.register("on_commit", "note")
+class Note:
+    def committed(self, checkpoint):
+        pass
+
+@stagereg.register("tier", "mine")
+class Mine(DiskTier):
+    pass
+
+class NoteContract(OnCommitContract):
+    def make(self):
+        return Note()
+
+class RuleContract(KeepContract):
+    def make(self):
+        return Newest(2)
+"""
+
+
+@pytest.mark.slow
+def test_each_contract_of_a_file_is_of_its_kind(tmp_path: Path, check: Check) -> None:
+    file = tmp_path / "several.py"
+    file.write_text(SEVERAL)
+    cases = {(case["section"].split()[0], case["name"]): case["verdict"] for case in check(file, code=0)["cases"]}
+    assert cases["on_commit/note", "test_any_metrics"] == cases["on_commit/note", "contract"] == "kept"
+    assert cases["keep/newest", "test_newest_is_retained"] == cases["keep/newest", "contract"] == "kept"
+    assert cases["tier/mine", "test_durable"] == "kept"
+    assert ("tier/mine", "contract") not in cases
+    assert cases["join/note", "contract"] == "skipped"
+
+
 @pytest.mark.slow
 def test_a_stager_without_a_contract_is_built_from_defaults(tmp_path: Path, check: Check) -> None:
     file = tmp_path / "mine.py"

@@ -21,7 +21,7 @@ from stagereg.errors import ConfigError
 from ..support.wheels import ROOT, build, environment
 from .conftest import Command
 
-KINDS = ("stager", "joinable", "join_hook", "on_commit", "storage", "tier")
+KINDS = ("stager", "joinable", "join_hook", "on_commit", "keep", "storage", "tier")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
 
@@ -100,7 +100,7 @@ def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_fac
             assert not classes & {alias.name for node in imports for alias in node.names}
     texts = [file.read_text() for file in folder.rglob("*") if file.is_file()]
     assert not any(
-        re.search(r"lean.export|Bf16|\bEma|ddp_timed|TimedDdp|[Jj]ournal|[Zz]ipped|local_ssd|LocalSsd", text)
+        re.search(r"lean.export|Bf16|\bEma|ddp_timed|TimedDdp|[Jj]ournal|[Tt]hinned|[Zz]ipped|local_ssd|LocalSsd", text)
         for text in texts
     )
     assert all(ast.parse(file.read_text()) for file in folder.rglob("*.py") if file.stat().st_size)

@@ -110,7 +110,6 @@ def sorts(
     sentinel: int = Opaque(),
     nothing=None,
     lossy: Net = Net("h", group=torch.ones(1)),  # noqa: B008
-    _target_: str = "os.getcwd",
     *args: int,
     only: int = 1,
     **kwargs: int,
@@ -141,7 +140,7 @@ FIELDS = {
     "partly": (Any, "s"),
     "only": (int, 1),
 }
-RUNTIME = ["joinables", "enable", "opaque", "group", "sentinel", "nothing", "lossy", "_target_"]
+RUNTIME = ["joinables", "enable", "opaque", "group", "sentinel", "nothing", "lossy"]
 
 CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "budget": (ByteSize, ByteSize("4GiB"), "512MB", ByteSize(512 * 10**6)),

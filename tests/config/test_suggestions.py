@@ -68,14 +68,24 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         ),
         (
             "+join_hook=auto",
-            "there is no join_hook=auto. auto is a joinable: +joinable@join.joinables.NAME=auto. There is: ",
+            "No join_hook named 'auto'. auto is a joinable: +joinable@join.joinables.NAME=auto.\nThere is: ",
         ),
         ("throw=true", "the config takes no 'throw'. Write join.throw=true. It takes: "),
         ("resume=never", "the config takes no 'resume'. Write checkpoint.resume=never. It takes: "),
         ("every=10", "the config takes no 'every'. Write checkpoint.every=10. It takes: "),
         ("newest=5", "the config takes no 'newest'. Write checkpoint.keep.newest=5. It takes: "),
         ("files=5", "the config takes no 'files'. Write data.files=5. It takes: "),
-        ("stager=half", "there is no stager=half. There is: blocking, "),
+        (
+            "join_hook@join.joinables.model.hook=ddp",
+            "no default of the config is join_hook@join.joinables.model.hook, so nothing is replaced. To add it write "
+            "+join_hook@join.joinables.model.hook=ddp",
+        ),
+        (
+            "data@other=even",
+            "no default of the config is data@other, so nothing is replaced. Did you mean data? To add it write "
+            "+data@other=even",
+        ),
+        ("stager=half", "No stager named 'half'.\nThere is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
         ("stager=null", "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"),
         *((override, NO_NAME) for override in ("data=null", "+stager@other=null", "stager=3")),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hydra.utils import instantiate
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError, JoinError
 from stagereg.join.kinds.ddp import DdpHook, DdpJoinable
 from stagereg.join.kinds.metrics import MetricsJoinable
@@ -46,6 +50,29 @@ class CountingHook(DdpHook):
 @stagereg.register("joinable", "own_step")
 class OwnStep(StepJoinable):
     """A third party's joinable."""
+
+
+@stagereg.register("join_hook", "told")
+class ToldHook(stagereg.JoinHook):
+    """The default hook of a third party's joinable, with options."""
+
+    def __init__(self, joinable: Any, /, unit: str = "steps", times: int = 1) -> None:
+        self.unit, self.times = unit, times
+
+
+@stagereg.register("join_hook", "other")
+class OtherHook(stagereg.JoinHook):
+    """Another hook for the same joinable."""
+
+    def __init__(self, joinable: Any, /, unit: str = "ticks") -> None:
+        self.unit = unit
+
+
+@stagereg.register("joinable", "told")
+class Told(StepJoinable):
+    """A joinable whose hook has options."""
+
+    own_hook: Any = ToldHook
 
 
 def composed(folder: Any, overrides: list[str], app: str = APP) -> Any:
@@ -146,6 +173,62 @@ def test_a_joinable_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
     for name, (_, _, parts) in WRONG.items():
         assert all(each in errors[name] for each in parts), errors[name]
         assert len(errors[name]) < 400
+
+
+ADDED = "+joinable@join.joinables.last=told"
+HOOK = "join.joinables.last.hook"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hook"),
+    [
+        ([], (ToldHook, {"unit": "steps", "times": 1})),
+        ([f"{HOOK}.unit=batches"], (ToldHook, {"unit": "batches", "times": 1})),
+        ([f"{HOOK}.times=3"], (ToldHook, {"unit": "steps", "times": 3})),
+        ([f"+join_hook@{HOOK}=other"], (OtherHook, {"unit": "ticks"})),
+        ([f"+join_hook@{HOOK}=other", f"{HOOK}.unit=batches"], (OtherHook, {"unit": "batches"})),
+        ([f"{HOOK}=null"], (ToldHook, {"unit": "steps", "times": 1})),
+    ],
+)
+def test_options_of_a_default_hook_are_set_without_choosing_it(tmp_path: Path, overrides: list[str], hook: Any) -> None:
+    cfg = composed(tmp_path, [ADDED, *overrides]).join.joinables.last
+    for make in (stagereg.instantiate, *([] if hook[0] is OtherHook else [instantiate])):
+        made = make(cfg, step=print).join_hook()
+        assert (type(made), vars(made)) == hook
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([ADDED, f"{HOOK}.unti=x"], "join_hook/told takes no 'unti'. Did you mean 'unit'? It takes: unit, times"),
+        (
+            ["+joinable@join.joinables.last=step", f"{HOOK}.unit=x"],
+            f"{HOOK} has no options before a join_hook is chosen. Write +join_hook@{HOOK}=NAME {HOOK}.unit=x, with one",
+        ),
+    ],
+)
+def test_an_option_that_no_default_hook_has_is_refused_with_what_to_write(
+    tmp_path: Path, overrides: list[str], text: str
+) -> None:
+    with pytest.raises(HydraException) as error, mock.patch("sys.argv", ["app.py", *overrides]):
+        composed(tmp_path, overrides)
+    with mock.patch("sys.argv", ["app.py", *overrides]):
+        assert explain(error.value).startswith(text)
+    cfg = composed(tmp_path, ["+joinable@join.joinables.last=told", f"+join_hook@{HOOK}=told", f"{HOOK}.unit=x"])
+    assert cfg.join.joinables.last.hook.unit == "x"
+
+
+def test_a_hook_option_of_another_type_is_refused(tmp_path: Path) -> None:
+    cfg = composed(tmp_path, [ADDED, f"{HOOK}.times=x"]).join.joinables.last
+    with pytest.raises(ConfigError, match=r"join\.joinables\.last\.hook\.times: 'x' is not a whole number"):
+        stagereg.instantiate(cfg, step=print)
+
+
+def test_a_joinable_without_a_hook_is_refused() -> None:
+    joinable = Told(print)
+    joinable.own_hook = None
+    with pytest.raises(JoinError, match="a Told has no hook: set own_hook, or give make_hook the default one"):
+        joinable.make_hook()
 
 
 def bare(rank: int, world_size: int, cfg: Any) -> list[list[str]]:

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.plugin import CommittedCheckpoint
 
 __all__ = ["JournalWriter"]
 

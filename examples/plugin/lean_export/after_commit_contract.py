@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.plugin import CommittedCheckpoint
 from stagereg.testing import OnCommitContract
 
 from lean_export.after_commit import JournalWriter

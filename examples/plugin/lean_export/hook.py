@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from stagereg import JoinHook
+from stagereg.plugin import JoinHook
 
 if TYPE_CHECKING:
     from lean_export.joinable import EmaJoinable

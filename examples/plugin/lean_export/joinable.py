@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from stagereg import Joinable, JoinHook
-from stagereg.errors import ConfigError
+from stagereg.plugin import ConfigError, Joinable, JoinHook
 from torch import nn
 
 from lean_export.average import WeightAverage

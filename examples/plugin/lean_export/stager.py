@@ -7,10 +7,7 @@ and copied to host memory by stagereg's own stager, so an export takes half the 
 from __future__ import annotations
 
 import torch
-from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.memory import Pool
-from stagereg.stagers.async_stager import StateDict
-from stagereg.stagers.host import HostStager
+from stagereg.plugin import HostCopier, HostStager, Pool, StateDict
 
 __all__ = ["WIDE", "Bf16Stager"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from stagereg.checkpoint.storage.packed import PackedStorage
-from stagereg.errors import ConfigError
+from stagereg.plugin import ConfigError, PackedStorage
 
 __all__ = ["ZippedStorage"]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from stagereg import ByteSize
-from stagereg.checkpoint.tiers.tier import Tier
-from stagereg.errors import ConfigError
+from stagereg.plugin import ByteSize, ConfigError, Tier
 
 __all__ = ["LocalSsdTier"]
 

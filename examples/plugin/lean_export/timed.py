@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from stagereg.join.kinds.ddp import DdpHook, DdpJoinable
+from stagereg.plugin import DdpHook, DdpJoinable
 
 __all__ = ["TimedDdpHook"]
 

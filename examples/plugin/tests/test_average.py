@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from stagereg.errors import ConfigError
+from stagereg.plugin import ConfigError
 from torch import nn
 
 from lean_export.average import WeightAverage

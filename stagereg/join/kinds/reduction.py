@@ -40,6 +40,7 @@ class ReducingJoinable(TrackedJoinable):
     watched: Sequence[torch.Tensor] = ()  # the gradient of the first that has one shows what the loop does with them
     reduces: bool | None = None  # between a step's forward and its backward, whether that will reduce the gradients
     is_unfinished = False  # whether the last backward has not reduced them, so that they wait for the next one
+    has_met = False  # whether the forward of the step under way has run collectives
     was_shadowed = False  # whether the last step here was the hook's, so that the loop has not seen its gradients
     module: Any
 
@@ -72,6 +73,7 @@ class ReducingJoinable(TrackedJoinable):
 
     def expect_forward(self) -> None:
         """Check a forward with collectives. Raises: ``JoinError`` if ranks without data run another collective."""
+        self.has_met = True
         if self.session is not None and (order := self.session.order) is not None:
             order.check(self)
 
@@ -91,6 +93,7 @@ class ReducingJoinable(TrackedJoinable):
         policy.step_begins = self.reduces
         policy.steps += self.reduces
         self.is_unfinished, self.reduces, self.was_shadowed = not self.reduces, None, False
+        self.has_met = False
 
     def announce_reduction(self, reduces: bool) -> dist.Work:
         """Announce on torch's wire whether this step reduces gradients. The sum is the number of ranks that do.

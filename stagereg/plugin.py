@@ -1,0 +1,20 @@
+"""What a plugin may import: the names of ``plugin.pyi``, beside this file, each imported when it is first used.
+
+Until 1.0 a minor version may change one of these names, and the changelog then says how a plugin follows; from 1.0 on
+only a major version may. Other modules of stagereg change without notice. The contracts are in :mod:`stagereg.testing`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import stagereg
+
+_STUB = Path(__file__).with_suffix(".pyi")
+
+__getattr__ = partial(stagereg._attribute, __name__, _STUB)
+
+
+def __dir__() -> list[str]:
+    return list(__getattr__("__all__"))

@@ -1,0 +1,172 @@
+"""The contract of a retention rule, as tests to inherit: what a component of the kind ``keep`` promises.
+
+A trial shows the rule the checkpoints of made-up runs, after each commit, as ``Checkpointer`` does. The rule returns
+which checkpoints are retained; the checkpointer deletes the others.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest, step_name
+from stagereg.checkpoint.store.keep import KeepRule
+from stagereg.errors import BrokenPromiseError
+from stagereg.testing.contract import Contract
+
+_RUNS = {
+    "a long run": list(range(0, 200, 5)),
+    "a run that was rolled back": [10, 20, 30, 40, 20, 30, 25, 1000, 1001],
+    "a run that saved one step several times": [7, 7, 7, 8, 8],
+}
+"""Steps in the order of their commits."""
+_MANY = 500  # checkpoints in one directory
+_ODD: tuple[dict[str, float], ...] = (
+    {},
+    {"loss": math.nan},
+    {"loss": math.inf},
+    {"loss": -math.inf, "a/b": 1.0},
+    {"other": 0.0},
+    {"loss": 0.5},
+)
+
+
+class KeepContract(Contract):
+    """What a retention rule promises; inherit it, and override :meth:`make`.
+
+    The class has to be at the top of a module, so that ranks find it.
+    """
+
+    def make(self) -> KeepRule:
+        """Return a fresh rule; called once or more for each promise."""
+        raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics that a made-up run logged for a step. Override it if the rule needs a metric."""
+        return {"loss": 1.0 + abs(math.sin(step))}
+
+    def test_newest_is_retained(self) -> None:
+        """It retains the newest checkpoint: a rule that retains none counts as failed, and nothing is deleted."""
+        for what, steps in _RUNS.items():
+            list(self._play(what, steps))
+
+    def test_paths_and_reasons(self) -> None:
+        """Its answer has only paths of the given checkpoints, each with a reason: a line of text."""
+        for what, steps in _RUNS.items():
+            for shown, answer in self._play(what, steps):
+                paths = {each.path for each in shown}
+                for path, why in answer.items():
+                    if path not in paths:
+                        self.broken(f"{what}: it returned {path!r}, which is not the path of a given checkpoint")
+                    if not isinstance(why, str) or not why.strip() or not why.isprintable():
+                        self.broken(f"{what}: its reason for {path} is {why!r}, and has to be a line of text")
+
+    def test_none_and_one(self) -> None:
+        """Of no checkpoints it retains none, and of one checkpoint that one, whatever its step."""
+        if answer := self._ask(self.make(), []):
+            self.broken(f"of no checkpoints it returned {answer!r:.200}")
+        for step in (0, 1, 7, 1000):
+            list(self._play("a single checkpoint", [step]))
+
+    def test_any_metrics(self) -> None:
+        """A checkpoint may have no metrics or other ones, and metrics may be NaN or infinite."""
+        made = self._checkpoints("/runs", range(len(_ODD)))
+        odd = [replace(one, manifest=replace(one.manifest, metrics=more)) for one, more in zip(made, _ODD, strict=True)]
+        for newest in range(len(odd)):
+            self._retained("with odd metrics", self.make(), odd[newest:])
+
+    def test_same_answer_again(self) -> None:
+        """The same checkpoints get the same answer: again, from a fresh rule, and with metrics in another order."""
+        for what, steps in _RUNS.items():
+            rule = self.make()
+            for shown, answer in self._play(what, steps, rule):
+                for how, other, turned in (
+                    ("again", rule, False),
+                    ("a fresh rule", self.make(), False),
+                    ("with the metrics in another order", rule, True),
+                ):
+                    if differs := sorted(self._ask(other, shown, turned).keys() ^ answer.keys()):
+                        self.broken(f"{what}: {how}, it decides otherwise about {differs[0]}")
+
+    def test_leaves_all_as_it_is(self) -> None:
+        """It changes neither the list nor the metrics that it is given, and no file: the checkpointer deletes."""
+        with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
+            made = self._checkpoints(folder, range(9))
+            for each in made:
+                Path(each.path).mkdir()
+                Path(each.path, "a").write_bytes(b"a")
+            shown, metrics = list(made), {each.path: dict(each.manifest.metrics) for each in made}
+            before = deepcopy(metrics)
+            self.within(lambda: self.make().kept(shown, metrics))
+            if (shown, metrics) != (made, before):
+                self.broken("it changed the list or the metrics that it was given")
+            if gone := [each.path for each in made if not Path(each.path, "a").exists()]:
+                self.broken(f"it deleted {gone[0]}")
+
+    def test_paths_are_only_names(self) -> None:
+        """Checkpoints may be in an object store, with URLs as paths: it opens none of them."""
+        self._retained("in an object store", self.make(), self._checkpoints("s3://bucket/runs", range(0, 50, 10)))
+
+    def test_many_checkpoints(self) -> None:
+        """It comes back soon, of hundreds of checkpoints too: the thread that saves waits for it."""
+        self._retained(f"of {_MANY} checkpoints", self.make(), self._checkpoints("/runs", range(_MANY)))
+
+    def test_rank_0_alone(self) -> None:
+        """It is made on all ranks and called on rank 0 alone, so it does not use the process group."""
+        what = "called on one of two ranks: "
+        seen, _ = self.on_ranks(what, 2, _called_on_rank_0, type(self))
+        if seen:
+            self.broken(f"{what}{seen}")
+
+    def _play(
+        self, what: str, steps: Sequence[int], rule: KeepRule | None = None
+    ) -> Iterator[tuple[list[Checkpoint], dict[str, str]]]:
+        """Yield after each commit of a run the checkpoints that a rule was shown, and its answer."""
+        rule = rule or self.make()
+        there: list[Checkpoint] = []
+        for made in reversed(self._checkpoints("/runs", steps)):
+            there = [made, *there]
+            answer = self._retained(what, rule, there)
+            yield there, answer
+            there = [each for each in there if each.path in answer]
+
+    def _retained(self, what: str, rule: KeepRule, shown: list[Checkpoint]) -> dict[str, str]:
+        """Return the answer of a rule, which has the newest checkpoint."""
+        answer = self._ask(rule, shown)
+        if shown[0].path not in answer:
+            of = f"{len(shown)} checkpoints" if len(shown) > 1 else "one checkpoint"
+            self.broken(f"{what}: of {of}, it does not retain the newest, of step {shown[0].manifest.step}")
+        return answer
+
+    def _ask(self, rule: KeepRule, shown: list[Checkpoint], turned: bool = False) -> dict[str, str]:
+        metrics = {each.path: dict(each.manifest.metrics) for each in (shown[::-1] if turned else shown)}
+        answer: Any = self.within(lambda: rule.kept(list(shown), metrics))
+        if not isinstance(answer, Mapping):
+            self.broken(f"it returned {answer!r:.200}, and has to return a mapping from paths to reasons")
+        return dict(answer)
+
+    def _checkpoints(self, folder: str, steps: Sequence[int]) -> list[Checkpoint]:
+        """Checkpoints of a run, the newest first; a step that is saved again gets another name."""
+        made: list[Checkpoint] = []
+        for serial, step in enumerate(steps, 1):
+            token = f".{serial:012x}" if step in steps[: serial - 1] else ""
+            files = {"a": FileMark(1000 + serial, 0)}
+            manifest = Manifest(step, 2, serial, files, time=60 * serial, metrics=self.metrics(step))
+            made.append(Checkpoint(f"{folder}/{step_name(step)}{token}", manifest))
+        return made[::-1]
+
+
+def _called_on_rank_0(rank: int, world_size: int, kind: type[KeepContract]) -> str:
+    contract = kind()
+    rule = contract.make()
+    if rank == 0:
+        try:
+            contract._retained("a run", rule, contract._checkpoints("/runs", range(0, 50, 10)))
+        except BrokenPromiseError as broken:
+            return str(broken)
+    return ""
