@@ -79,8 +79,8 @@ def changes(
     """
     if before.get("metric") == now["metric"] and before.get("better", now["better"]) != now["better"]:
         raise ConfigError(
-            f"By {now['metric']}, {before['better']} is better in {names[0]} and {now['better']} in {names[1]}. Make the "
-            "baseline again with the right --direction, or give --direction here."
+            f"By {now['metric']}, {before['better']} is better in {names[0]} and {now['better']} in {names[1]}. Make "
+            "the baseline again with the right --direction, or give --direction here."
         )
     then, current = _rows(before, names[0]), _rows(now, names[1])
     if not then.keys() & current.keys():
