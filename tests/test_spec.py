@@ -133,7 +133,7 @@ def test_no_component_has_a_name_that_looks_misspelt(monkeypatch: pytest.MonkeyP
     entries = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]["stagereg.plugins"]
     targets = [(kind, target) for (kind, _), target in REGISTRY.built_in.items()]
     targets += [(point.partition(".")[0], target) for point, target in entries.items()]
-    assert len(entries) == 6
+    assert len(entries) == 8
     for kind, target in targets:
         component = pkgutil.resolve_name(target)
         if isinstance(component, type):

@@ -36,9 +36,9 @@ from stagereg.number_text import counted
 from stagereg.output import echo
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import directed, lacking, least_difference, usual
-from stagereg.sweep.plan import PLAN, held
+from stagereg.sweep.plan import PLAN
 from stagereg.sweep.result import JobResult, is_completed, jobs_in
-from stagereg.sweep.reuse import as_saved, fingerprint, flat
+from stagereg.sweep.reuse import as_saved, fingerprint, flat, held
 from stagereg.sweep.run import Run
 from stagereg.sweep.selection import Source, compared
 

@@ -29,9 +29,9 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity, gives_resume, raw
 from stagereg.number_text import counted
-from stagereg.sweep.plan import Plan, PlannedJob, SweepError, command_to_continue, held
+from stagereg.sweep.plan import Plan, PlannedJob, command_to_continue
 from stagereg.sweep.result import RESULT, is_completed, jobs_in
-from stagereg.sweep.reuse import Reuse, as_saved, expect_own, flat
+from stagereg.sweep.reuse import Reuse, SweepError, as_saved, expect_own, flat, held
 
 log = logging.getLogger(__name__)
 

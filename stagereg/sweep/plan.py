@@ -6,7 +6,6 @@ earlier sweeps in the directory. While the sweep runs, its process holds a lock.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,13 +13,11 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hydra.errors import ConfigCompositionException
-
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import ConfigError
 from stagereg.launch.command_line import CommandLine, Identity, quoted
 from stagereg.number_text import duration
 from stagereg.record import plain
@@ -28,12 +25,8 @@ from stagereg.sweep.result import OVERRIDES, RESULT, JobResult, write_whole
 
 PLAN = "sweep.json"
 FORMAT = 1
-_LOCKED = ".sweep"  # the folder that a running sweep locks; checkpoints may be in the directory of the sweep itself
-_DIR = "hydra.sweep.dir"
-
-
-class SweepError(ConfigError, ConfigCompositionException):
-    """A sweeper cannot do what it was asked for; it has run no job."""
+LOCKED = ".sweep"  # the folder that a running sweep locks; checkpoints may be in the directory of the sweep itself
+DIR = "hydra.sweep.dir"
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class Plan:
         """Whether the sweep runs at this moment, by its lock."""
         from stagereg.checkpoint.store.lock import holder
 
-        return holder(self.root / _LOCKED) is not None
+        return holder(self.root / LOCKED) is not None
 
     def _launched(self, job: JobResult) -> bool:
         """Whether this sweep has launched the job, and not only an earlier one: Hydra then writes the overrides."""
@@ -149,29 +142,11 @@ class Plan:
         return file.exists() and file.stat().st_mtime >= self.began
 
 
-@contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Let no other sweep run in a directory meanwhile; a kill releases it. Raises: ``SweepError`` if one does."""
-    from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
-
-    folder = directory / _LOCKED
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = StoreLock(folder, patience=0)
-    except CheckpointError:
-        raise SweepError(
-            f"{directory} is in use: another sweep runs there, {holder(folder) or Owner()}. Wait for its end, or take "
-            f"another {_DIR}."
-        ) from None
-    with lock:
-        yield
-
-
 def command_to_continue(sweep_dir: str) -> str:
     """Return this process's command line, so that it works as printed and uses the same directory again."""
     command, own = CommandLine.of_this_process(), sys.argv[1:]
-    given = [each.partition("=")[2] for each in own if each.lstrip("+").startswith(f"{_DIR}=")]
+    given = [each.partition("=")[2] for each in own if each.lstrip("+").startswith(f"{DIR}=")]
     if given[-1:] not in ([sweep_dir], [quoted(sweep_dir)]):
         is_plain = re.fullmatch(r"[\w./-]+", sweep_dir)
-        own = [*own, f"{_DIR}={sweep_dir if is_plain else quoted(sweep_dir)}"]
+        own = [*own, f"{DIR}={sweep_dir if is_plain else quoted(sweep_dir)}"]
     return shlex.join([sys.orig_argv[0], *command.start[1:], *own])

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity
-from stagereg.sweep.plan import SweepError
+from stagereg.sweep.plan import DIR, LOCKED
 from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in, yaml_of
 
 _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
+
+
+class SweepError(ConfigError, ConfigCompositionException):
+    """A sweeper cannot do what it was asked for; it has run no job."""
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Let no other sweep run in a directory meanwhile; a kill releases it. Raises: ``SweepError`` if one does."""
+    from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
+
+    folder = directory / LOCKED
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = StoreLock(folder, patience=0)
+    except CheckpointError:
+        raise SweepError(
+            f"{directory} is in use: another sweep runs there, {holder(folder) or Owner()}. Wait for its end, or take "
+            f"another {DIR}."
+        ) from None
+    with lock:
+        yield
 
 
 class Reuse:

@@ -74,7 +74,7 @@ class StorageContract(Contract):
 
     def test_ties(self) -> None:
         """Tensors that share memory, such as tied weights, transposed views and slices, each keep their values."""
-        x = torch.arange(35.0).reshape(5, 7)
+        x = torch.arange(35.0, dtype=torch.float32, device="cpu").reshape(5, 7)
         self._round_trip({"a": x, "tied": x, "turned": x.t(), "row": x[1], "column": x[:, 1], "slice": x[1:3, 2:]})
 
     def test_objects(self) -> None:
@@ -83,8 +83,19 @@ class StorageContract(Contract):
 
     def test_save_after_save(self) -> None:
         """One storage writes one checkpoint after the other; keys, shapes and dtypes may change in between."""
-        states: list[dict[str, Any]] = [{"x": torch.ones(5), "n": (torch.zeros(1), 1)}]
-        states += [{"x": torch.arange(300), "y": torch.ones(2)}, {"x": torch.full((5,), 2.0)}]
+        states: list[dict[str, Any]] = [
+            {
+                "x": _ones(5),
+                "n": (torch.zeros(1, dtype=torch.float32, device="cpu"), 1),
+            }
+        ]
+        states += [
+            {
+                "x": torch.arange(300, dtype=torch.int64, device="cpu"),
+                "y": _ones(2),
+            },
+            {"x": torch.full((5,), 2.0, dtype=torch.float32, device="cpu")},
+        ]
         with _folder() as folder:
             self._save(folder, *states)
             for step, state in enumerate(states, 1):
@@ -111,7 +122,7 @@ class StorageContract(Contract):
 
     def test_pickled(self) -> None:
         """It can be pickled before it writes and afterwards, with the marks of its files."""
-        state = {"x": torch.arange(5), "n": 3}
+        state = {"x": torch.arange(5, dtype=torch.int64, device="cpu"), "n": 3}
         with _folder() as folder:
             storage = self._pickled(self.make())
             self._by_torch(save, dict(state), storage_writer=storage, checkpoint_id=f"{folder}/step")
@@ -137,7 +148,7 @@ class StorageContract(Contract):
         with _folder() as folder:
             self._expect("", self.on_ranks("", 2, _save_shards, type(self), folder, False))
             full = dict.fromkeys(_PLACES, _full()) | {"uneven": _full()[:1]}
-            self._expect_restored(folder, {"sharded": full, "of.rank1": torch.ones(3)})
+            self._expect_restored(folder, {"sharded": full, "of.rank1": _ones(3)})
         with _folder() as folder:
             self._save(folder, {"sharded": full})
             found = self.on_ranks("", 2, _restore_shards, type(self), folder)
@@ -241,31 +252,40 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
 def _random(dtype: torch.dtype, count: int) -> torch.Tensor:
     """Return elements with random bits, which no conversion leaves as they are."""
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+    return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, device="cpu", generator=generator).view(
+        dtype
+    )
+
+
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.float32, device="cpu")
 
 
 def _tensors() -> dict[str, Any]:
     values = {str(dtype).removeprefix("torch."): _random(dtype, 60) for dtype in (*_INTEGERS, *_FLOATS)}
     return {
         **values,
-        "bool": torch.arange(60) % 3 == 0,
-        "scalar": torch.tensor(-0.0),
-        "count": torch.tensor(2**53 + 1),
-        "empty": torch.empty(0, 3),
-        "nothing": torch.empty(0, dtype=torch.int64),
+        "bool": torch.arange(60, dtype=torch.int64, device="cpu") % 3 == 0,
+        "scalar": torch.tensor(-0.0, dtype=torch.float32, device="cpu"),
+        "count": torch.tensor(2**53 + 1, dtype=torch.int64, device="cpu"),
+        "empty": torch.empty(0, 3, dtype=torch.float32, device="cpu"),
+        "nothing": torch.empty(0, dtype=torch.int64, device="cpu"),
         "large": _random(torch.float32, _LARGE),
         "matrix": _random(torch.bfloat16, 60).reshape(3, 4, 5),
         "transposed": _random(torch.float32, 60).reshape(6, 10).t(),
         "column": _random(torch.float32, 60).reshape(6, 10)[:, 3],
-        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "parameter": torch.nn.Parameter(_ones(3)),
     }
 
 
 def _objects() -> dict[str, Any]:
     return {
-        "pair": (torch.arange(3), 1, b"x"),
-        "deep": {1: {"a": (1, 2.5)}, "list": [torch.ones(2), {}, [], {"pair": (torch.ones(2), None)}]},
-        "ordered": OrderedDict(b=1, a=torch.ones(1)),
+        "pair": (torch.arange(3, dtype=torch.int64, device="cpu"), 1, b"x"),
+        "deep": {
+            1: {"a": (1, 2.5)},
+            "list": [_ones(2), {}, [], {"pair": (_ones(2), None)}],
+        },
+        "ordered": OrderedDict(b=1, a=_ones(1)),
         "counter": Counter({30: 1}),
         "text": "ü\n",
         "bytes": b"\0" * 100_000,
@@ -275,7 +295,7 @@ def _objects() -> dict[str, Any]:
 
 
 def _full() -> torch.Tensor:
-    return torch.arange(7 * 9.0).reshape(7, 9)
+    return torch.arange(7 * 9.0, dtype=torch.float32, device="cpu").reshape(7, 9)
 
 
 def _blank(value: Any) -> Any:
@@ -310,7 +330,11 @@ def _restore(rank: int, world_size: int, kind: type[StorageContract], folder: st
 
 
 def _save_shards(rank: int, world_size: int, kind: type[StorageContract], folder: str, restores: bool = True) -> str:
-    state = {"sharded": _sharded(), "same": torch.ones(4), f"of.rank{rank}": torch.full((3,), float(rank))}
+    state = {
+        "sharded": _sharded(),
+        "same": _ones(4),
+        f"of.rank{rank}": torch.full((3,), float(rank), dtype=torch.float32, device="cpu"),
+    }
     _save(kind().make(), folder, state)
     dist.barrier()
     return difference(_restored(kind().make(), folder, _blank(state), 1), state) if restores else ""
@@ -324,7 +348,7 @@ def _restore_shards(rank: int, world_size: int, kind: type[StorageContract], fol
 def _fill_disk(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with contextlib.suppress(CheckpointError), Checkpointer(folder, storage=kind().make(), keep=9) as saving:
-        saving.save(1, {"large": torch.ones(1)})
+        saving.save(1, {"large": _ones(1)})
         saving.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         saving.save(2, {"large": _random(torch.float32, _LARGE)})

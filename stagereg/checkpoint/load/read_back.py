@@ -62,7 +62,7 @@ class _Files(CheckpointFiles):
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         for x in wanted.values():
             if isinstance(x, torch.Tensor):  # new memory may hold the very bytes that a reader leaves out
-                torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(_UNREAD)
+                torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage()).fill_(_UNREAD)
         super()._read_elsewhere(wanted)
 
     def load_object(self, name: str, data: bytes | bytearray) -> int:

@@ -139,7 +139,8 @@ def test_a_fallback_is_recorded_and_without_a_good_one_an_error(root: Path, tmp_
     flip(path_of(root, 200) / DATA)
     with record.recording(tmp_path, 0, 1):
         restore(root)
-    [event] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "fallback" in line]
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    [event] = [each for each in events if each["event"] == "fallback"]
     assert (event["step"], event["damaged"], event["lost"]) == (100, 200, 100)
     assert event["why"].startswith(f"{DATA}: flipped bits")
     (path_of(root, 100) / "manifest.json").unlink()

@@ -276,7 +276,7 @@ def test_a_config_makes_a_mapping_a_list_or_one(tmp_path: Path) -> None:
             assert [caller._name for caller in checkpointer._calls._callers] == names
     wrong = {"_target_": "stagereg.stagers.blocking.BlockingStager"}
     for given in (wrong, [wrong], {"t": wrong}):
-        with pytest.raises(ConfigError, match="takes a on_commit, not stager/blocking"):
+        with pytest.raises(ConfigError, match="takes an on_commit, not stager/blocking"):
             stagereg.instantiate({**config, "on_commit": given})
 
 
