@@ -23,6 +23,7 @@ from stagereg.errors import LaunchError
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
+from stagereg.sweep.reuse import held
 
 from ..support.samples import BEGAN, Sample, write_events, write_hydra, write_run
 from . import programs
@@ -271,6 +272,10 @@ def test_another_sweeper_is_refused_where_jobs_are_since_it_would_number_its_own
     assert f"holds 1 job of an earlier sweep, and {BASIC} numbers its jobs from 0: " in said
     assert said.endswith("Take another hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved.\n")
     Compare("loss").on_multirun_start(config(tmp_path, {"repeats": 1}))
+    shutil.rmtree(tmp_path / "3")
+    with held(tmp_path / "other"), pytest.raises(SystemExit, match="1"):
+        Compare("loss").on_multirun_start(config(tmp_path / "other"))
+    assert "is in use: another sweep runs there" in capsys.readouterr().err
 
 
 def test_a_job_that_resumed_and_recorded_no_step_failed_and_has_no_figures(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from omegaconf import OmegaConf
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg import Checkpointer
-from stagereg.sweep.plan import Plan, held
+from stagereg.sweep.plan import Plan
 from stagereg.sweep.result import JobResult, jobs_in
+from stagereg.sweep.reuse import held
 
 from . import programs
 from .programs import App
@@ -277,6 +278,68 @@ def test_a_second_sweep_in_the_directory_of_a_running_one_is_refused(
     assert "is in use: another sweep runs there, process " in capsys.readouterr().err
     assert [path.name for path in directory.out.iterdir()] == [".sweep"], "it has written nothing"
     assert directory.run(Sweep(("1",))) == 0
+
+
+def test_a_job_is_the_same_only_if_its_config_is_known_to_be_the_same(
+    pages: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by an environment variable in it, and if Hydra saves no config."""
+    directory = Directory(tmp_path)
+    for scale, more in ((1, "+note=${oc.env:NOTE_OF_TEST,none}"), (2, "hydra.output_subdir=null")):
+        for then, note, jobs in ((1, "a", 1), (1, "a", 1), (scale, "b", 2)):
+            monkeypatch.setenv("NOTE_OF_TEST", note)
+            assert directory.run(Sweep(("1",), scale=then), more) == 0
+            assert len(list(directory.out.glob("*/result.json"))) == jobs
+        shutil.rmtree(directory.out)
+
+
+@pytest.mark.parametrize(
+    ("subdir", "line"),
+    [
+        (".job${lr}", "where `stagereg report` does not find it. Choose a folder below "),
+        ("../${lr}", "where `stagereg report` does not find it. Choose a folder below "),
+        ("${lr}", "Choose folders of which none is in another."),
+    ],
+)
+def test_a_directory_in_which_no_report_finds_a_job_is_refused(
+    pages: list[Any], subdir: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Directory(tmp_path)
+    assert directory.run(Sweep(("1", "1/2")), f"hydra.sweep.subdir={subdir}") == 1
+    assert line in capsys.readouterr().err
+    assert not jobs_in(directory.out)
+
+
+def test_an_option_of_a_group_cannot_compare_the_sweep_in_another_way(
+    pages: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, way in (("one", "maximize"), ("two", "minimize")):
+        (tmp_path / "exp").mkdir(exist_ok=True)
+        (tmp_path / "exp" / f"{name}.yaml").write_text(f"# @package _global_\nsweep: {{direction: {way}}}\n")
+    assert Directory(tmp_path).run(Sweep(("1",)), "+exp=one,two") == 1
+    said = capsys.readouterr().err
+    assert "+exp=one sets sweep.direction=maximize, and the sweep has sweep.direction=" in said
+    assert "Give it on the command line: sweep.direction=maximize." in said
+
+
+class Unruly(Directory):
+    """Its jobs change the working directory, and delete what the job before has left."""
+
+    def train(self, cfg: Any) -> Any:
+        os.chdir("/")
+        shutil.rmtree(self.out / "0", ignore_errors=str(cfg.lr) == "1")
+        return super().train(cfg)
+
+
+def test_a_job_that_moves_away_moves_no_other_and_one_that_is_gone_is_no_success(
+    pages: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = Unruly(tmp_path)
+    assert directory.run(Sweep(("1",))) == 0
+    assert Path.cwd() == tmp_path
+    assert directory.run(Sweep(("1", "2"))) == 1
+    assert pages[-1].warnings[-1].startswith(f"The sweep in {directory.out} is not complete: 1 of 2 completed")
 
 
 def test_a_stopped_sweep_prints_how_many_jobs_are_completed_and_what_runs_the_others(
