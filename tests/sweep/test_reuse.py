@@ -291,6 +291,11 @@ def test_a_job_is_the_same_only_if_its_config_is_known_to_be_the_same(
             assert directory.run(Sweep(("1",), scale=then), more) == 0
             assert len(list(directory.out.glob("*/result.json"))) == jobs
         shutil.rmtree(directory.out)
+    directory.run(Sweep(("1",)), more)
+    result = directory.out / "0" / "result.json"  # of an earlier release
+    result.write_text(result.read_text().replace('"config": ', '"other": '))
+    directory.run(Sweep(("1",)), more)
+    assert len(list(directory.out.glob("*/result.json"))) == 2
 
 
 @pytest.mark.parametrize(
