@@ -193,8 +193,10 @@ def option_table(comparison: Comparison) -> Table | None:
             given = "not given" if value is None else parameter_text(value)
             rows.append(("" if at else one.name, given, next(texts), against, one.runs[value]))
         if one.counting < one.others or not one.medians:
-            ran, have = (f"{one.counting} of {one.others}", "have") if one.medians else ("no", "has")
-            notes.append(f"{one.name} is not balanced: {ran} combinations of the others {have} every value and count.")
+            notes.append(
+                f"{one.name} is not balanced: of {counted(one.others, 'combination')} of the other options, "
+                f"{one.counting if one.medians else 0} ran with every value of it and count here."
+            )
     if not rows:
         return None
     heads = ("option", "value", comparison.ranking.head, "against best", "runs")

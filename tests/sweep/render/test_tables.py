@@ -275,7 +275,10 @@ class TestByOption:
             ("", "2", "1", "best"),
             ("", "3", "1", "best"),
         ]
-        assert "a is not balanced: 1 of 2 combinations of the others have every value and count." in table.caption
+        assert (
+            "a is not balanced: of 2 combinations of the other options, 1 ran with every value of it and count here."
+            in table.caption
+        )
         assert tables.option_table(grid({"a=1 b=x": [1.0], "a=2 b=y": [2.0]})) is None
 
     def test_only_completed_finite_runs_that_are_ranked_count(self) -> None:
