@@ -102,7 +102,7 @@ class StorageContract(Contract):
                 self._expect_restored(folder, state, step)
 
     def test_no_arguments(self) -> None:
-        """It can be built without arguments, and then reads what it wrote with any: a checkpoint has only its name."""
+        """It can be built without arguments, and then reads what make() wrote: a checkpoint has only its name."""
         kind = type(self.make())
         try:
             built = kind()
