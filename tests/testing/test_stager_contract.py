@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.plugin import BlockingStager
 from stagereg.testing import StagerContract
 
 from ..support.pages import expect_table_of_contracts
@@ -52,7 +53,23 @@ class HeldOverlappedLate(StagerContract):
         return stager
 
 
+class RoundsWhatHasDimensions(BlockingStager):
+    def stage(self, state_dict: Any) -> Any:
+        return super().stage(self.map_memory(state_dict, lambda x: x.bfloat16()))
+
+
+class HeldRounded(StagerContract):
+    """What is expected depends on the shape, which the slice of a tensor without dimensions does not have."""
+
+    def make(self) -> AsyncStager:
+        return RoundsWhatHasDimensions()
+
+    def expected(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.is_floating_point() and tensor.dim() else tensor
+
+
 HELD = [
+    HeldRounded,
     registered("blocking"),
     registered("pinned_cached"),
     registered("overlapped"),
@@ -155,6 +172,7 @@ def test_every_stager_keeps_it_from_an_accelerator(name: str) -> None:
 
 AUTHORS = """
 import stagereg
+from stagereg.plugin import BlockingStager
 from stagereg.testing import StagerContract
 
 class AliasingStager(stagereg.BlockingAsyncStager):
