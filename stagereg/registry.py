@@ -59,6 +59,7 @@ for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
 
 # A name is an option on Hydra's command line and a file name there: no dot, slash, comma, equals sign or at sign.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_MEANINGS = {"null", "true", "false", "_self_"}
 _TARGET = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(\[.*\])?")
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -178,6 +179,8 @@ class Registry:
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: use letters, digits, '_' and '-'.")
+        if name.lower() in _MEANINGS:
+            raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: a config gives it another meaning.")
         caller = sys._getframe(1)
         file = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 

@@ -103,7 +103,8 @@ def check_component(kind: str, name: str, component: object) -> None:
     Refuses a parameter that no config can set, as Hydra has another use for its name.
     """
     with contextlib.suppress(TypeError, ValueError):  # one written in C may have no signature
-        if taken := [each for each in inspect.signature(cast("Any", component)).parameters if each in HYDRA_KEYS]:
+        names = inspect.signature(cast("Any", component)).parameters
+        if taken := [each for each in names if each in (*HYDRA_KEYS, "defaults")]:
             who = f"{getattr(component, '__module__', '')}.{getattr(component, '__qualname__', component)}"
             raise RegistryError(
                 f"{who} cannot be the {kind} {name!r}:\n  its parameter {taken[0]!r} cannot be an option, as Hydra "

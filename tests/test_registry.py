@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
+import stagereg.plugin
 from stagereg import registry
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError
 from stagereg.spec import HYDRA_KEYS, REQUIRED
@@ -149,9 +150,16 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
 
 
 def test_what_cannot_be_an_option_is_refused() -> None:
-    for name in ("", "a.b", "a/b", "a=b", "a,b", "a@b", "1st", "a b", 3, None):
+    for name in ("", "a.b", "a/b", "a=b", "a,b", "a@b", "1st", "a b", 3, None, "null", "True", "_self_"):
         with pytest.raises(RegistryError, match="is not a name"):
             stagereg.register("stager", name)
+
+    class Reserved(stagereg.plugin.BlockingStager):
+        def __init__(self, defaults: int = 1) -> None:
+            super().__init__()
+
+    with pytest.raises(RegistryError, match="its parameter 'defaults' cannot be an option"):
+        stagereg.register("stager", "reserved")(Reserved)
     for thing in (3, None, object()):
         with pytest.raises(RegistryError, match="register a class or a function"):
             stagereg.register("stager", "mine")(thing)
@@ -161,6 +169,7 @@ def test_what_cannot_be_an_option_is_refused() -> None:
 
 SELF_REGISTERED = """
 import stagereg
+import stagereg.plugin
 @stagereg.register("join", "both")
 def make():
     return 7

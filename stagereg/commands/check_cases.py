@@ -126,6 +126,7 @@ class _Cases:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._contracts: list[tuple[str, type[Contract]]] = []  # with their sections
+        self._targets: dict[str, tuple[str, str]] = {}  # by section: a variable of the environment and its value
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
         case = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
@@ -191,6 +192,8 @@ class _Cases:
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{found}; {write}")
         else:
+            variable = _TARGET.format(entry.kind)
+            self._targets[section] = variable, os.environ[variable]
             self._contracts.append((section, found))
 
     def _add(self, section: str, entry: Entry, contract: Any) -> None:
@@ -229,7 +232,9 @@ class _Cases:
             self.write(*self._case(item), "skipped", "not tried: the process has ended")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self.write(*self._case(item))
+        case = self._case(item)
+        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # of several of one kind
+        self.write(*case)
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         error = call.excinfo.value if call.excinfo else None

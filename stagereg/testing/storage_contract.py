@@ -95,6 +95,7 @@ class StorageContract(Contract):
                 "y": _ones(2),
             },
             {"x": torch.full((5,), 2.0, dtype=torch.float32, device="cpu")},
+            *({"x": torch.full((_LARGE,), step, dtype=torch.float32, device="cpu")} for step in (4.0, 5.0)),
         ]
         with _folder() as folder:
             self._save(folder, *states)

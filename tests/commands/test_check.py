@@ -118,6 +118,32 @@ def check(command: Command) -> Check:
     return lambda *arguments, code: command("check", "--json", *arguments, code=code).json
 
 
+TWO_RULES = """
+import stagereg
+
+@stagereg.register("keep", "a_wrong")
+class Wrong:
+    def kept(self, checkpoints, metrics):
+        return {checkpoints[-1].path: "the oldest"} if checkpoints else {}
+
+@stagereg.register("keep", "b_right")
+class Right:
+    def kept(self, checkpoints, metrics):
+        return {checkpoint.path: "all" for checkpoint in checkpoints}
+"""
+
+
+@pytest.mark.slow
+def test_two_components_of_one_kind_without_contracts_are_tried_one_by_one(tmp_path: Path, check: Check) -> None:
+    file = tmp_path / "rules.py"
+    file.write_text(TWO_RULES)
+    verdicts: dict[str, set[str]] = {}
+    for case in check(file, code=1)["cases"]:
+        verdicts.setdefault(case["section"].split()[0], set()).add(case["verdict"])
+    assert "broken" in verdicts["keep/a_wrong"]
+    assert "broken" not in verdicts["keep/b_right"]
+
+
 # A process that ends by itself is quickly tried with doctor, which has the same children.
 def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))

@@ -342,11 +342,16 @@ def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_result
     assert "No answer: no job has stall_ms.\nFigures there are: returned.accuracy.\n" in capsys.readouterr().out
 
 
-def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path) -> None:
+def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = config(tmp_path)
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "-m"])
     made.hydra.overrides.task = ["a='x y'", "sweep.repeats=3", "++sweep.repeat=1", "+sweep.mine=2"]
     Compare().on_job_end(made, ended(1.0))
     arguments = shlex.split(JobResult.read(tmp_path / "0").command)
     assert arguments[-3:] == ["a='x y'", "+sweep.mine=2", "hydra.job.chdir=true"]
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])  # the config has hydra.mode=MULTIRUN
+    (tmp_path / "0" / "result.json").unlink()
+    Compare().on_job_end(made, ended(1.0))
+    assert JobResult.read(tmp_path / "0").command.endswith(" hydra.job.chdir=true hydra.mode=RUN")
     assert arguments[0] == sys.orig_argv[0]
     assert os.sep not in arguments[0] or Path(arguments[0]).exists()
