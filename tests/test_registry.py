@@ -169,7 +169,6 @@ def test_what_cannot_be_an_option_is_refused() -> None:
 
 SELF_REGISTERED = """
 import stagereg
-import stagereg.plugin
 @stagereg.register("join", "both")
 def make():
     return 7

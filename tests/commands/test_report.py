@@ -14,8 +14,9 @@ import pytest
 import stagereg.sweep.render as render
 from stagereg.commands.reporting import figure_text, in_order
 from stagereg.sweep.comparison import Comparison
-from stagereg.sweep.plan import Plan, PlannedJob, held
+from stagereg.sweep.plan import Plan, PlannedJob
 from stagereg.sweep.result import JobResult, results
+from stagereg.sweep.reuse import held
 
 from ..support.samples import (
     BEGAN,

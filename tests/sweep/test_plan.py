@@ -13,8 +13,9 @@ import pytest
 
 from stagereg.errors import ConfigError
 from stagereg.number_text import duration
-from stagereg.sweep.plan import PLAN, Plan, PlannedJob, Progress, command_to_continue, held
+from stagereg.sweep.plan import PLAN, Plan, PlannedJob, Progress, command_to_continue
 from stagereg.sweep.result import jobs_in
+from stagereg.sweep.reuse import held
 
 from ..support.samples import result, write_hydra
 
