@@ -103,7 +103,7 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
 
 
 def _real(value: Any) -> float | None:
-    """The real number that ``value`` is, also as a tensor of one element; ``None`` if it is none."""
+    """Return ``value`` as a float, also of a tensor of one element; ``None`` if it is not a real number."""
     if value is None or isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:

@@ -79,7 +79,7 @@ class Observation:
     kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
     traces: list[str] = field(default_factory=list)  # what was left behind, one text each
     sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
-    hung: bool = False  # it took half of its time, as where stagereg's Join has waited in vain
+    hung: bool = False  # it took half of its time, for example since stagereg's Join timed out
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Options of optimizers and schedulers that a restore has replaced by the saved ones, as ``load_state_dict`` does.
 
 A run that is started again with more steps, or with another weight decay, continues with the old values. Values that
-change while a run trains, such as the learning rate of a schedule, are no options.
+change while a run trains, such as the learning rate of a schedule, are not options.
 """
 
 from __future__ import annotations

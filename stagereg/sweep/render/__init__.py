@@ -22,7 +22,7 @@ FILES = ("compare.csv", "compare.svg", "compare.png", "report.html")
 def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     """Write the files of ``comparison`` and return their paths.
 
-    If there is nothing to draw, or no matplotlib, the pictures are left out, and older ones removed.
+    If there is nothing to draw, or no matplotlib, ``write`` leaves out the plots and removes older ones.
     """
     documents = {"compare.csv": tables.csv_text(comparison).encode()}
     try:
