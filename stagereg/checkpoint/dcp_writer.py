@@ -33,10 +33,11 @@ from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import exchange, local_path, sync
+from stagereg.checkpoint.store.local_files import exchange, local_path
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, DamagedError
 from stagereg.registry import build
+from stagereg.small_files import sync
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 _PATIENCE_S = 1.0  # for the end of the thread of a save that has just failed

@@ -28,9 +28,10 @@ from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.local_files import exchange, sync
+from stagereg.checkpoint.store.local_files import exchange
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, kind_of
+from stagereg.small_files import sync
 
 _log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.pending_save import Target
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.local_files import sync
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
+from stagereg.small_files import sync
 
 
 class TierTarget(Target):

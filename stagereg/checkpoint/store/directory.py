@@ -26,8 +26,9 @@ from stagereg.checkpoint.format.manifest import (
     step_name,
 )
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import discard, local_path, mark_file, sync
+from stagereg.checkpoint.store.local_files import local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
+from stagereg.small_files import discard, sync
 
 _NOTES = (KEPT, RESTORED, SWEEP_JOB)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
@@ -54,24 +53,6 @@ def _mark_piece(descriptor: int, piece: range) -> FileMark:
     while at < piece.stop and (count := os.preadv(descriptor, [block[: piece.stop - at]], at)):
         at, crc = at + count, crc32(block[:count], crc)
     return FileMark(at - piece.start, crc)
-
-
-def sync(path: Path) -> None:
-    """Have a file or a directory safely on the disk. Raises: ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def discard(path: str) -> None:
-    """Delete a file or a directory, as far as that can be; a link is not followed. Raises nothing."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 def exchange(beside: Path, path: Path, aside: Path) -> Path:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from stagereg.checkpoint.format.manifest import step_of
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import discard, sync
 from stagereg.checkpoint.store.lock import LOCK
 from stagereg.checkpoint.tiers.part import Part, SaveId, is_manifest, manifest_name
 from stagereg.machine import boot_id
+from stagereg.small_files import discard, sync
 
 _log = logging.getLogger(__name__)
 

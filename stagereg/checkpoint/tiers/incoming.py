@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import sync
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.part import Part
 from stagereg.errors import CheckpointError
+from stagereg.small_files import sync
 
 
 class IncomingPart:
