@@ -2,6 +2,7 @@
 
 A tuple with a tensor in it, or a value of an allowed type (``torch.serialization.add_safe_globals([T])``), is stored by
 ``torch.save`` and read with ``torch.load(weights_only=True)``. Both are tried before the save, without tensor data.
+What is read goes through :mod:`.archives` and :mod:`.archive_pickle` first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import pickle
 import random
 import sys
-import zipfile
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import stagereg.checkpoint.format.split_tensors as split_tensors
+from stagereg.checkpoint.format.archive_pickle import expect_bounded
+from stagereg.checkpoint.format.archives import Archive, records
 from stagereg.checkpoint.format.wrappers import form_of, name_of, wraps
 from stagereg.data import is_stateful
 from stagereg.errors import CheckpointError, reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-_MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
 NOT_REACHED = (
     "which a restore does not reach there. Put each such object under a name of its own in the state, as in {'model': "
@@ -91,13 +93,14 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
             f"{name!r} cannot be saved: it is {kind}, and pickling that fails ({reason(error)}). "
             "Leave it out of the state, or give what it consists of."
         ) from error
+    inside = records(stream.getbuffer())
     try:
-        found = _read(stream)
+        found = _read(inside)
     except Exception as error:
         _expect_no_object(name, value, error)
         expect_no_data(name, value, (Dataset,))
         text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
-        raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
+        raise CheckpointError(f"{name!r} would not load back: {_refusal(inside, error, text)}") from error
     if form and not (isinstance(found, torch.Tensor) and wraps(found) and form_of(found) == form):
         raise CheckpointError(
             f"{name!r} would not load back: torch.load makes something else of a {name_of(value)} than torch.save was "
@@ -168,41 +171,25 @@ def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb
 
 def load(name: str, data: bytes | bytearray) -> Any:
     """Return an object from the ``data`` of ``torch.save``. Raises: ``CheckpointError``."""
-    stream = io.BytesIO(data)
+    found: Mapping[str, memoryview] = {}
     try:
-        _expect_stored(stream)
-        return _read(stream)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name!r:.100} was not read: {error}.") from error
+        found = records(data)
+        return _read(found)
     except Exception as error:
-        text = "If you trust who wrote it, allow"
-        raise CheckpointError(f"{name!r:.100} was not read: {_refusal(stream, error, text)}") from error
+        own = isinstance(error, CheckpointError) or not found
+        why = f"{error}." if own else _refusal(found, error, "If you trust who wrote it, allow")
+        raise CheckpointError(f"{name!r:.100} was not read: {why}") from error
 
 
-def _expect_stored(stream: io.BytesIO) -> None:
-    """Make sure that nothing in an archive of torch's would be inflated, or takes more memory than it has bytes."""
-    try:
-        records = zipfile.ZipFile(stream).infolist()
-    except zipfile.BadZipFile:
-        raise CheckpointError("it is no archive as torch writes them") from None
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise CheckpointError("it has compressed records, which torch does not write")
-    if sum(record.file_size for record in records) > len(stream.getbuffer()):
-        raise CheckpointError("its records claim to have more bytes than there are")
+def _read(found: Mapping[str, memoryview]) -> Any:
+    expect_bounded(found)
+    return torch.load(Archive(found), map_location="cpu", mmap=False, weights_only=True)  # type: ignore[arg-type]
 
 
-def _read(stream: io.BytesIO) -> Any:
-    # Torch allows its type by itself. Making one connects this process with others, by environment variables.
-    if _MESH in stream.getvalue():
-        raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
-    stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=True)
-
-
-def _refusal(stream: io.BytesIO, error: Exception, otherwise: str) -> str:
+def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) -> str:
     """Return what an archive has that torch does not read, and the call that would allow it."""
-    stream.seek(0)
     try:
+        stream: Any = Archive(found)
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]
     except Exception:
         names = []

@@ -1,70 +1,178 @@
 """``.metadata`` of ``torch.distributed.checkpoint``: a pickle that may name the types of torch's metadata only.
 
-torch unpickles this file, which may run code. Here any other name in it is refused, and nothing is imported.
+torch unpickles this file, which may run code. Here any other name in it is refused, and nothing is imported. The
+classes that it names are never in reach of its instructions, and each value of it has the type that belongs there.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+from collections.abc import Iterable
+from functools import partial
 from pathlib import PosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint.filesystem as filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from stagereg.checkpoint.format.manifest import METADATA, is_name
+from stagereg.checkpoint.format.encoding import without_gc
+from stagereg.checkpoint.format.manifest import METADATA, MOST, is_name
+from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
+METADATA_BYTES = 1 << 30  # a longer file is not read
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
-_TYPES = (
-    torch_metadata.Metadata,
-    torch_metadata.MetadataIndex,
-    torch_metadata.StorageMeta,
-    torch_metadata.TensorProperties,
-    torch_metadata.BytesStorageMetadata,
-    torch_metadata.ChunkStorageMetadata,
-    torch_metadata.TensorStorageMetadata,
-    _ENCODING,
-    filesystem._StorageInfo,
-    torch.Size,
-)
-_KNOWN: dict[str, Any] = {
-    **{f"{kind.__module__}.{kind.__name__}": kind for kind in _TYPES},
-    **{f"torch.{each}": dtype for each, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+_INFO = filesystem._StorageInfo
+_OBJECTS: tuple[type, ...] = (Metadata, MetadataIndex, StorageMeta, TensorProperties, BytesStorageMetadata)
+_OBJECTS += (ChunkStorageMetadata, TensorStorageMetadata, _INFO)
+_DTYPES = {f"torch.{each}": dtype for each, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_MADE: dict[str, Any] = {
+    **{f"{kind.__module__}.{kind.__name__}": partial(kind.__new__, kind) for kind in _OBJECTS},
+    f"{_ENCODING.__module__}.{_ENCODING.__name__}": _ENCODING,
+    "torch.Size": torch.Size,
     "torch.serialization._get_layout": lambda name: torch.strided,
     # Some Pythons pickle the member of an enumeration as getattr(kind, name).
     "builtins.getattr": lambda kind, name: _ENCODING.__members__[name],
     "pathlib.PosixPath": PosixPath,
     "pathlib._local.PosixPath": PosixPath,
 }
+_ARGUMENTS = (int, str, tuple, Name)
+_PROPERTIES = (torch.dtype, torch.layout, bool, _ENCODING)
 
 
-def loads(content: bytes) -> torch_metadata.Metadata:
-    """Return the metadata in the content of the file. Raises: ``CheckpointError``, and what ``pickle`` raises."""
-    metadata: torch_metadata.Metadata = _Unpickler(io.BytesIO(content)).load()
-    return metadata
+def loads(content: bytes) -> Metadata:
+    """Return the metadata in the content of the file. Raises: ``CheckpointError``."""
+    try:
+        with without_gc():
+            metadata = _Unpickler(content).load()
+            _expect_sound(metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of any class, since the file may hold anything
+        raise CheckpointError(
+            f"its {METADATA} is not what torch writes: {type(error).__name__}: {error!s:.200}"
+        ) from error
+    found: Metadata = metadata
+    return found
 
 
 def file_sizes(content: bytes) -> dict[str, int]:
     """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
+    sizes: dict[str, int] = {}
     try:
-        sizes: dict[str, int] = {}
         for info in loads(content).storage_data.values():
             name, end = info.relative_path, info.offset + info.length
-            if not is_name(name) or "/" in name or name in (".", "..") or type(end) is not int:
+            if not is_name(name) or "/" in name or name in (".", ".."):
                 raise ValueError(f"it names {name!r:.100}, which is not a file of the directory")
             sizes[name] = max(end, sizes.get(name, 0))
-        return sizes
-    except Exception as error:  # of any class, since the file may hold anything
-        raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    return sizes
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _KNOWN[f"{module}.{name}"]
-        except KeyError:
+        full = f"{module}.{name}"
+        if full in _DTYPES:
+            return _DTYPES[full]
+        if full not in _MADE:
             text = f"its {METADATA} names {module[:100]}.{name[:100]}, which is no metadata; nothing was imported."
-            raise CheckpointError(text) from None
+            raise CheckpointError(text)
+        return Name(full)
+
+    def call(self, of: Any, given: Any) -> Any:
+        if type(of) is not Name or type(given) is not tuple:
+            raise ValueError("it calls something that no metadata calls")
+        for each in given:
+            if type(each) not in _ARGUMENTS:
+                raise ValueError("it calls something that no metadata calls")
+        return _MADE[of](*given)
+
+    def build(self, made: Any, state: Any) -> None:
+        if type(made) is TensorProperties:
+            if type(state) is not tuple or any(type(each) not in _PROPERTIES for each in state):
+                raise ValueError("the properties of a tensor in it are none")
+            made.__setstate__(state)
+        elif type(made) in _OBJECTS and type(state) is dict:
+            if type(made) is MetadataIndex:  # before it is hashed
+                _expect(state.get("fqn"), str)
+                if state.get("offset") is not None:
+                    _expect_size(state["offset"])
+            vars(made).update(state)
+        else:
+            raise ValueError("it gives a state to something that has none")
+
+    def make_tuple(self, items: list[Any]) -> Any:
+        for item in items:
+            if type(item) is tuple:
+                for each in item:
+                    if type(each) is tuple:
+                        raise ValueError("it has tuples inside each other, as no metadata has them")
+        return tuple(items)
+
+    def set_items(self, of: Any, items: list[Any]) -> None:
+        if type(of) is not dict:
+            raise ValueError("it sets an item of something that is no dict")
+        of.update(zip(items[::2], items[1::2], strict=True))
+
+
+# -- checking
+
+
+def _expect_sound(metadata: Any) -> None:
+    """Raise an exception if some part of metadata has another type than torch gives it."""
+    _expect(metadata, Metadata)
+    for name, entry in _items(metadata.state_dict_metadata):
+        _expect(name, str)
+        if type(entry) is TensorStorageMetadata:
+            _expect(entry.properties, TensorProperties)
+            _expect(entry.properties.dtype, torch.dtype)
+            _expect(entry.chunks, list)
+            _expect_size(entry.size)
+            for chunk in entry.chunks:
+                _expect(chunk, ChunkStorageMetadata)
+                _expect_size(chunk.offsets, len(entry.size))
+                _expect_size(chunk.sizes, len(entry.size))
+        else:
+            _expect(entry, BytesStorageMetadata)
+    for name, way in _items(metadata.planner_data or {}):
+        _expect(name, str)
+        _expect(way, tuple)
+        if not way or any(type(key) is not str and not _is_number(key) for key in way):
+            raise ValueError(f"the place of {name!r:.100} in the state is none")
+    for index, info in _items(metadata.storage_data):
+        _expect(index, MetadataIndex)
+        _expect(info, _INFO)
+        _expect(info.relative_path, str)
+        if not _is_number(info.offset) or not _is_number(info.length):
+            raise ValueError(f"the place of {index.fqn!r:.100} in its file is none")
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    _expect(value, dict)
+    found: Iterable[tuple[Any, Any]] = value.items()
+    return found
+
+
+def _expect(value: Any, kind: type) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"it has a {type(value).__name__} where a {kind.__name__} belongs")
+
+
+def _expect_size(value: Any, ndim: int | None = None) -> None:
+    _expect(value, torch.Size)
+    if ndim not in (None, len(value)):
+        raise ValueError("a part of a tensor in it has other dimensions than the tensor")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST

@@ -1,0 +1,196 @@
+"""The pickle in an archive of ``torch.save``, gone through before torch reads it.
+
+``torch.load(weights_only=True)`` runs no code of a pickle, and does allocate what it says: ``torch.Tensor(1 << 30)`` is
+as much memory, not filled. Here the same instructions make placeholders, so that torch gets only what ``torch.save``
+writes: tensors lie within the records, and nothing is larger than the bytes allow for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._utils import IMPORT_MAPPING, NAME_MAPPING
+
+from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
+from stagereg.errors import CheckpointError
+
+_DEEPEST = 1000  # tuples inside each other, which Python hashes and compares on the stack of the thread
+_WAYS = 1 << 20  # into a tuple, beside one for each byte of the pickle
+_MESH = "torch.distributed.device_mesh.DeviceMesh"
+_STORAGES = {f"torch.{kind}": dtype.itemsize for dtype, kind in torch.storage._dtype_to_storage_type_map().items()} | {
+    "torch.storage.UntypedStorage": 1
+}
+
+
+class _Storage(NamedTuple):
+    """Stands for the content of a record."""
+
+    elements: int
+
+
+class _Tensor(NamedTuple):
+    """Stands for a tensor."""
+
+    whole: bool  # whether it has no more elements than its storage
+
+
+class _Object(NamedTuple):
+    """Stands for any other object that was made."""
+
+    kind: str
+
+
+_BYTES = _Object("bytes")
+
+
+class _Tuple(tuple[Any, ...]):
+    """Stands for a tuple."""
+
+    depth: int
+    ways: int  # to all that is in it, where what is in it several times counts as often
+
+
+def expect_bounded(found: Mapping[str, memoryview]) -> None:
+    """Raise an exception if the pickle of these records would make torch take memory that they do not have."""
+    _Unpickler(found).load()
+
+
+class _Unpickler(BoundedUnpickler):
+    def __init__(self, found: Mapping[str, memoryview]) -> None:
+        super().__init__(found["data.pkl"])
+        self._found = found
+        self._most_ways = _WAYS + len(found["data.pkl"])
+        allowed = torch.serialization.get_safe_globals()
+        self._allowed = {of[1] if isinstance(of, tuple) else f"{of.__module__}.{of.__qualname__}" for of in allowed}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in NAME_MAPPING:
+            module, name = NAME_MAPPING[module, name]
+        else:
+            module = IMPORT_MAPPING.get(module, module)
+        full = f"{module}.{name}"
+        if full == _MESH:  # torch allows it by itself
+            raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
+        return Name(full)
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, of, key, location, count = pid
+        if type(pid) is not _Tuple or kind != "storage" or type(of) is not Name or type(key) is not str:
+            raise CheckpointError("it names a record in a way that torch does not")
+        if type(location) is not str or type(count) is not int or count < 0:
+            raise CheckpointError("it names a record in a way that torch does not")
+        if count * _STORAGES[of] != len(self._found[f"data/{key}"]):
+            raise CheckpointError(f"its record {key:.20} has another length than its pickle says")
+        return _Storage(count)
+
+    def call(self, of: Any, given: Any) -> Any:
+        if type(of) is not Name or type(given) not in (_Tuple, tuple):
+            raise CheckpointError("it calls something that torch does not write")
+        if of in _RULES:
+            return _RULES[of](self, *given)
+        if of not in self._allowed:
+            raise ValueError(f"it calls {of:.100}")
+        return _Object(of)
+
+    def build(self, made: Any, state: Any) -> None:
+        if type(made) is not _Object:
+            raise CheckpointError("it gives a state to something that has none")
+
+    def make_tuple(self, items: list[Any]) -> Any:
+        made, inside = _Tuple(items), [item for item in items if type(item) is _Tuple]
+        made.depth = 1 + max((item.depth for item in inside), default=0)
+        made.ways = 1 + len(items) + sum(item.ways for item in inside)
+        if made.depth > _DEEPEST or made.ways > self._most_ways:
+            raise CheckpointError("it has tuples that are nested too deeply, or in each other too often")
+        return made
+
+    def set_items(self, of: Any, items: list[Any]) -> None:
+        if type(of) is not dict and of not in (_Object("collections.OrderedDict"), _Object("collections.Counter")):
+            raise CheckpointError("it sets an item of something that is no dict")
+
+
+def _tensor(_: _Unpickler, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
+    if type(storage) is not _Storage or any(type(each) is not int for each in size):
+        raise CheckpointError("it has a tensor of no record")
+    return _Tensor(math.prod(size) <= storage.elements)
+
+
+def _quantized(reader: _Unpickler, *given: Any) -> _Tensor:
+    made = _tensor(reader, *given)
+    for each in (made, *given):  # torch takes memory for each element, and not for the storage
+        _expect_whole(each)
+    return made
+
+
+def _parameter(_: _Unpickler, data: Any, *more: Any) -> _Tensor:
+    if type(data) not in (_Tensor, _Object):
+        raise CheckpointError("it has a parameter that is no tensor")
+    return _Tensor(False)
+
+
+def _of_type(reader: _Unpickler, of: Any, kind: Any, given: Any, state: Any) -> Any:
+    reader.call(of, given)
+    return _Tensor(False)  # the state may change it
+
+
+def _made_of(*kinds: type) -> Callable[..., Any]:
+    """Return the rule for a function with arguments of these kinds, all that it makes being as large as they are."""
+
+    def make(_: _Unpickler, *given: Any) -> Any:
+        for each in given:
+            if type(each) not in kinds:
+                raise CheckpointError(f"it calls a function with a {type(each).__name__.strip('_').lower()}")
+            _expect_whole(each)
+        return _Object("")
+
+    return make
+
+
+def _expect_whole(made: Any) -> None:
+    """Raise ``CheckpointError`` for a tensor with more elements than its storage, also one in a tuple or list."""
+    for each in made if isinstance(made, (tuple, list)) and type(made) is not _Tensor else [made]:
+        if type(each) is _Tensor and not each.whole:
+            raise CheckpointError("it has a tensor with more elements than its record has")
+
+
+def _named(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda reader, *given: rule(reader, *given) and _Object(name)
+
+
+def _bytearray(_: _Unpickler, *content: Any) -> _Object:
+    if content not in ((), (_BYTES,)):
+        raise CheckpointError("it has bytes that Python does not write so")
+    return _Object("bytearray")
+
+
+def _encoded(_: _Unpickler, text: Any, codec: Any) -> Any:
+    if type(text) is not str or codec not in ("latin1", "latin-1"):
+        raise CheckpointError("it has bytes that Python does not write so")
+    return _BYTES
+
+
+_ANY = (_Tensor, _Object, _Tuple, Name, int, float, str, bool, type(None))
+_DICTS = {kind: _named(kind, _made_of(dict)) for kind in ("collections.OrderedDict", "collections.Counter")}
+_RULES: dict[str, Callable[..., Any]] = _DICTS | {
+    **{f"torch._utils.{name}": _tensor for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")},
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch.nn.parameter.Parameter": _parameter,
+    "torch._utils._rebuild_sparse_tensor": _made_of(*_ANY),
+    "torch._utils._rebuild_nested_tensor": _made_of(_Tensor),
+    "torch._utils._rebuild_meta_tensor_no_storage": _made_of(*_ANY),
+    "torch._utils._rebuild_wrapper_subclass": _made_of(*_ANY),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _made_of(*_ANY),
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.serialization._get_layout": _made_of(str),
+    "torch.Size": _made_of(_Tuple, tuple),
+    "torch.device": _made_of(str, int),
+    "_codecs.encode": _encoded,
+    "builtins.bytearray": _bytearray,
+    "builtins.set": _made_of(list),
+    "builtins.complex": _made_of(float),
+}

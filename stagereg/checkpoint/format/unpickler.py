@@ -1,0 +1,111 @@
+"""Pickles of others, read one instruction at a time: nothing is imported or called but what a reader knows by name.
+
+Python's own unpickler in C allocates by the numbers in a file before it looks at them, and changes classes. This one
+takes memory in proportion to the bytes of the file. An instruction that is not listed here ends it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+_TORCH_SAVE = (  # those that ``torch.load(weights_only=True)`` knows
+    pickle.PROTO + pickle.STOP + pickle.MARK + pickle.GLOBAL + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET
+    + pickle.LONG_BINGET + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1
+    + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINSTRING
+    + pickle.EMPTY_TUPLE + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT + pickle.EMPTY_SET
+    + pickle.BINPERSID
+)  # fmt: skip
+_PICKLE = pickle.FRAME + pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
+
+
+class _Instructions(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise ValueError(f"the instruction {code} of its pickle is not read")
+
+
+class Name(str):
+    """The full name of a class or function in a pickle, which stands for it."""
+
+    __slots__ = ()
+
+
+class BoundedUnpickler(pickle._Unpickler):
+    """Reads ``data`` by :meth:`load`. Raises: any exception, if something in it is not known."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        super().__init__(io.BytesIO(data), encoding="bytes")
+        self.memo: dict[int, Any]
+        self.stack: list[Any]
+        self.pop_mark: Callable[[], list[Any]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Name(f"{module}.{name}")
+
+    def call(self, of: Any, given: Any) -> Any:
+        """Return what a function or class called ``of`` makes of arguments."""
+        raise NotImplementedError
+
+    def build(self, made: Any, state: Any) -> None:
+        """Give an object that :meth:`call` has made a state."""
+        raise NotImplementedError
+
+    def make_tuple(self, items: list[Any]) -> Any:
+        """Return a tuple that can be hashed and shown in little time: Python does both once for each way into it."""
+        raise NotImplementedError
+
+    def set_items(self, of: Any, items: list[Any]) -> None:
+        """Put keys and values, one after the other, into a dict."""
+        raise NotImplementedError
+
+    def _tuple_of(self, count: int) -> None:
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise ValueError("a tuple in it has fewer items than it needs")
+        self.stack[-count:] = [self.make_tuple(items)]
+
+    def _marked_tuple(self) -> None:
+        items = self.pop_mark()
+        self.stack.append(self.make_tuple(items) if items else ())
+
+    def _called(self) -> None:
+        given = self.stack.pop()
+        self.stack[-1] = self.call(self.stack[-1], given)
+
+    def _built(self) -> None:
+        state = self.stack.pop()
+        self.build(self.stack[-1], state)
+
+    def _appended(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise ValueError("it appends to something that is no list")
+        self.stack[-1].extend(items)
+
+    def _item_set(self) -> None:
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self.set_items(self.stack[-1], items)
+
+    def _items_set(self) -> None:
+        items = self.pop_mark()
+        self.set_items(self.stack[-1], items)
+
+    dispatch: ClassVar[Any] = _Instructions({code: pickle._Unpickler.dispatch[code] for code in _TORCH_SAVE + _PICKLE})
+    dispatch |= {
+        pickle.TUPLE[0]: _marked_tuple,
+        pickle.TUPLE1[0]: lambda self: self._tuple_of(1),
+        pickle.TUPLE2[0]: lambda self: self._tuple_of(2),
+        pickle.TUPLE3[0]: lambda self: self._tuple_of(3),
+        pickle.REDUCE[0]: _called,
+        pickle.NEWOBJ[0]: _called,
+        pickle.BUILD[0]: _built,
+        pickle.APPEND[0]: _appended,
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.SETITEM[0]: _item_set,
+        pickle.SETITEMS[0]: _items_set,
+    }
