@@ -30,7 +30,7 @@ from stagereg.errors import CheckpointError
 PER_RANK = "per_rank"  # the type of a value that ranks have each for itself (:mod:`.merging`)
 PLAIN, REPLICATED = "plain", "replicated"
 """How a tensor of an optimizer's state comes back beside a ``DTensor``, where that cannot be told by its shape."""
-_DEEPEST = 200
+DEEPEST = 200  # containers inside each other
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _NUMPY = "numpy."  # before the dtype, the type of a scalar of NumPy; without NumPy it is read as Python's number
@@ -126,7 +126,7 @@ def encode(value: Any, name: str) -> Encoded:
     try:
         return Encoded(json.dumps(_encode(value, name, found, 0)), found)
     except RecursionError:
-        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.") from None
+        raise CheckpointError(f"{name[:200]!r} is nested more than {DEEPEST} deep; flatten it.") from None
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
@@ -145,8 +145,8 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
             objects.append(name)
             pickled.expect_loadable(name, value)
             return {}
-    if depth == _DEEPEST:
-        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+    if depth == DEEPEST:
+        raise CheckpointError(f"{name[:200]!r} is nested more than {DEEPEST} deep; flatten it.")
     if not is_mapping:
         return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
     try:
@@ -227,7 +227,7 @@ def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
         return tree
     if not tree and type(tree) is dict and name is not None:
         return Leaf(name)
-    if depth == _DEEPEST:
+    if depth == DEEPEST:
         raise RecursionError
     depth += 1
     if type(tree) is list:

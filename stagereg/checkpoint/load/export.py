@@ -61,7 +61,8 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
         checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
-        state = {name: _without_numpy(encoding.fill(structure)) for name, structure in parts.items()}
+        known: dict[int, tuple[Any, Any]] = {}
+        state = {name: _without_numpy(encoding.fill(structure), known) for name, structure in parts.items()}
         _write({out: partial(_write_pt, state if only is None else state[only])}, [out], replace)
         return Exported(sorted(state), [], [out])
     prefix = "" if only is None else f"{only}."
@@ -194,14 +195,23 @@ def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
     file.write(f"{text}\n".encode())
 
 
-def _without_numpy(value: Any) -> Any:
-    """Return a structure, changed in place, with Python's numbers for NumPy's, which ``weights_only`` refuses."""
-    if isinstance(value, (dict, list)):
-        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            value[key] = _without_numpy(item)
-    elif type(value) in (tuple, set, frozenset):
-        return type(value)(map(_without_numpy, value))
-    return value.item() if type(value).__module__ == "numpy" else value
+def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """Return a structure, changed in place, with Python's numbers for NumPy's, which ``weights_only`` refuses.
+
+    ``known`` has containers by their ids, each with its result: what was read may have one in many places.
+    """
+    if not isinstance(value, (dict, list, tuple, set, frozenset)):
+        return value.item() if type(value).__module__ == "numpy" else value
+    if id(value) not in known:
+        made = value
+        known[id(value)] = value, made
+        if isinstance(value, (dict, list)):
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[key] = _without_numpy(item, known)
+        elif type(value) in (tuple, set, frozenset):
+            made = type(value)(_without_numpy(item, known) for item in value)
+        known[id(value)] = value, made
+    return known[id(value)][1]
 
 
 def _write_pt(state: Any, file: IO[bytes]) -> None:

@@ -18,7 +18,7 @@ import torch
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.load.placing as placing
 import stagereg.checkpoint.state.entries as entries
-from stagereg.checkpoint.format.damage import Condition
+from stagereg.checkpoint.format.damage import Condition, refusing
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
@@ -93,10 +93,11 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         Raises:
             CheckpointError: there is no such name, or it cannot be read.
         """
-        structure = copy.deepcopy(self.structure(name, rank))
-        for leaf in encoding.marks(structure):
-            leaf.value = self._read(leaf)
-        return encoding.fill(structure)
+        with refusing(f"{name!r:.100} of {self.path}"):
+            structure = copy.deepcopy(self.structure(name, rank))
+            for leaf in encoding.marks(structure):
+                leaf.value = self._read(leaf)
+            return encoding.fill(structure)
 
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of an entry, as :meth:`entry`. Raises: ``CheckpointError`` if there is no such name."""
@@ -127,13 +128,11 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
     def _read(self, leaf: Leaf) -> Any:
         if self._closed:
             raise ClosedError(f"{self.path} was closed; open it again.")
-        try:
+        with refusing(f"{leaf.name!r:.100} of {self.path}"):
             if (found := self.files.mapped(leaf.stored)) is not None:
                 return found
             wanted = Leaf(leaf.name, leaf.stored)
             self.files.read([wanted])
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise CheckpointError(f"{leaf.name!r:.100} of {self.path} was not read: {error}") from error
         return wanted.value
 
 
@@ -172,7 +171,7 @@ def first_good(path: str, verify: bool, passing_over: Callable[[Condition], obje
 
     ``passing_over`` is called with each newer checkpoint that is not good.
     """
-    with ExitStack() as reading:
+    with refusing(path), ExitStack() as reading:
         chosen, passed = newest(path, verify, reading)
         for each in passed:
             passing_over(each)

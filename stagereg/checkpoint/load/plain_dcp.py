@@ -8,7 +8,7 @@ torch, integer keys have become text, and empty containers are missing.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -19,14 +19,16 @@ import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
-from stagereg.checkpoint.format.encoding import Leaf, walk
+from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import MANIFEST, METADATA
-from stagereg.checkpoint.format.torch_metadata import loads
+from stagereg.checkpoint.format.torch_metadata import METADATA_BYTES, loads
 from stagereg.checkpoint.load.reading import CheckpointFiles
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, reason
+from stagereg.small_files import read_small
 
-_EMPTY = 10_000  # items of a list of which nothing is saved
+_EMPTY = 10_000  # items of lists of which nothing is saved
+_MOST_OPTIONS = 10_000  # values inside each other in the options of a group
 
 
 def is_plain_dcp(path: str) -> bool:
@@ -39,23 +41,34 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
     """Return the files of a directory, and the unread structure of its state. Raises: ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
-        metadata = loads((folder / METADATA).read_bytes())
+        metadata = loads(read_small(os.path.realpath(folder / METADATA), METADATA_BYTES))
         places = metadata.storage_data.items()
         results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
         content = tables(metadata, [results], _pickled(metadata))
         sizes = {name: os.stat(name).st_size for name in content["files"]}
         files = CheckpointFiles(path, Index({**content, "state": {}}, sizes))
+        ways = {name: (metadata.planner_data or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
+        _expect_short(ways)
         state: dict[str, Any] = {}
-        for name in metadata.state_dict_metadata:
-            way = (metadata.planner_data or {}).get(name, (name,))
-            if any(type(key) is int and key > len(content["tensors"]) + _EMPTY for key in way):
-                raise ValueError(f"{name!r:.100} is said to be in a list with more items than there are")
+        for name, way in ways.items():
             set_element(state, way, Leaf(name, files.index.find(name)))
-    except CheckpointError:
-        raise
     except Exception as error:
-        raise CheckpointError(f"{path} was not read: {type(error).__name__}: {str(error)[:300]}") from error
+        raise CheckpointError(f"{path} was not read: {reason(error)[:400]}") from error
     return files, state
+
+
+def _expect_short(ways: Mapping[str, tuple[str | int, ...]]) -> None:
+    """Raise ``ValueError`` if there would be many more containers, or items of lists, than are saved."""
+    inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
+    for name, way in ways.items():
+        if len(way) > DEEPEST:
+            raise ValueError(f"{name!r:.100} is said to be in more than {DEEPEST} containers inside each other")
+        for at, key in enumerate(way):
+            inside[way[:at]].update([key] if type(key) is int else ())
+        if len(inside) > 8 * len(ways) + _EMPTY:
+            raise ValueError("its values are said to be in more containers than there can be")
+    if sum(max(keys) + 1 - len(keys) for keys in inside.values() if keys) > len(ways) + _EMPTY:
+        raise ValueError("its values are said to be in lists with more items than there are")
 
 
 def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,13 +83,29 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
         elif any(key.split(".")[0] == "param_groups" for key in value):
             dotted = {".".join(map(str, path)): leaf for path, leaf in walk(value)}
             options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
+            if not options:  # no groups, of which an empty list was saved
+                found[name] = value
+                continue
             files.read([*options.values()])
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
+            for key, option in plain.items():
+                _expect_few(key, option)
             saved = optimizer_forms.of_dotted({**dotted, **plain})
             found[name] = _with_all(optimizer_forms.as_torchs(saved), value)
         else:
             found[name] = by_name(files, value)
     return found
+
+
+def _expect_few(key: str, option: Any) -> None:
+    """Raise ``CheckpointError`` for a value that has many inside each other, each time that it is shown."""
+    left, count = [option], 0
+    while left:
+        value, count = left.pop(), count + 1
+        if isinstance(value, (dict, list, tuple, set)):
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+        if count + len(left) > _MOST_OPTIONS:
+            raise CheckpointError(f"the option {key:.100} has more than {_MOST_OPTIONS:,} values.")
 
 
 def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
