@@ -55,10 +55,10 @@ class _Tuple(tuple[Any, ...]):
 
 def expect_bounded(found: Mapping[str, memoryview]) -> None:
     """Raise an exception if the pickle of these records would make torch take memory that they do not have."""
-    _Unpickler(found).load()
+    _Walk(found).load()
 
 
-class _Unpickler(BoundedUnpickler):
+class _Walk(BoundedUnpickler):
     def __init__(self, found: Mapping[str, memoryview]) -> None:
         super().__init__(found["data.pkl"])
         self._found = found
@@ -112,26 +112,26 @@ class _Unpickler(BoundedUnpickler):
             raise CheckpointError("it sets an item of something that is no dict")
 
 
-def _tensor(_: _Unpickler, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
+def _tensor(_: _Walk, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
     if type(storage) is not _Storage or any(type(each) is not int for each in size):
         raise CheckpointError("it has a tensor of no record")
     return _Tensor(math.prod(size) <= storage.elements)
 
 
-def _quantized(reader: _Unpickler, *given: Any) -> _Tensor:
+def _quantized(reader: _Walk, *given: Any) -> _Tensor:
     made = _tensor(reader, *given)
     for each in (made, *given):  # torch takes memory for each element, and not for the storage
         _expect_whole(each)
     return made
 
 
-def _parameter(_: _Unpickler, data: Any, *more: Any) -> _Tensor:
+def _parameter(_: _Walk, data: Any, *more: Any) -> _Tensor:
     if type(data) not in (_Tensor, _Object):
         raise CheckpointError("it has a parameter that is no tensor")
     return _Tensor(False)
 
 
-def _of_type(reader: _Unpickler, of: Any, kind: Any, given: Any, state: Any) -> Any:
+def _of_type(reader: _Walk, of: Any, kind: Any, given: Any, state: Any) -> Any:
     reader.call(of, given)
     return _Tensor(False)  # the state may change it
 
@@ -139,7 +139,7 @@ def _of_type(reader: _Unpickler, of: Any, kind: Any, given: Any, state: Any) -> 
 def _made_of(*kinds: type) -> Callable[..., Any]:
     """Return the rule for a function with arguments of these kinds, all that it makes being as large as they are."""
 
-    def make(_: _Unpickler, *given: Any) -> Any:
+    def make(_: _Walk, *given: Any) -> Any:
         for each in given:
             if type(each) not in kinds:
                 raise CheckpointError(f"it calls a function with a {type(each).__name__.strip('_').lower()}")
@@ -160,13 +160,13 @@ def _named(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     return lambda reader, *given: rule(reader, *given) and _Object(name)
 
 
-def _bytearray(_: _Unpickler, *content: Any) -> _Object:
+def _bytearray(_: _Walk, *content: Any) -> _Object:
     if content not in ((), (_BYTES,)):
         raise CheckpointError("it has bytes that Python does not write so")
     return _Object("bytearray")
 
 
-def _encoded(_: _Unpickler, text: Any, codec: Any) -> Any:
+def _encoded(_: _Walk, text: Any, codec: Any) -> Any:
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise CheckpointError("it has bytes that Python does not write so")
     return _BYTES

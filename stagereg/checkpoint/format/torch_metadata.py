@@ -53,7 +53,7 @@ def loads(content: bytes) -> Metadata:
     """Return the metadata in the content of the file. Raises: ``CheckpointError``."""
     try:
         with without_gc():
-            metadata = _Unpickler(content).load()
+            metadata = _MetadataUnpickler(content).load()
             _expect_sound(metadata)
     except CheckpointError:
         raise
@@ -79,7 +79,7 @@ def file_sizes(content: bytes) -> dict[str, int]:
     return sizes
 
 
-class _Unpickler(BoundedUnpickler):
+class _MetadataUnpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in _DTYPES:
@@ -147,7 +147,7 @@ def _expect_sound(metadata: Any) -> None:
     for name, way in _items(metadata.planner_data or {}):
         _expect(name, str)
         _expect(way, tuple)
-        if not way or any(type(key) is not str and not _is_number(key) for key in way):
+        if not way or type(way[0]) is not str or any(type(key) is not str and not _is_number(key) for key in way):
             raise ValueError(f"the place of {name!r:.100} in the state is none")
     for index, info in _items(metadata.storage_data):
         _expect(index, MetadataIndex)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 _TORCH_SAVE = (  # those that ``torch.load(weights_only=True)`` knows
-    pickle.PROTO + pickle.STOP + pickle.MARK + pickle.GLOBAL + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET
+    pickle.PROTO + pickle.MARK + pickle.GLOBAL + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET
     + pickle.LONG_BINGET + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1
     + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINSTRING
     + pickle.EMPTY_TUPLE + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT + pickle.EMPTY_SET
     + pickle.BINPERSID
 )  # fmt: skip
-_PICKLE = pickle.FRAME + pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
+_PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
 
 
 class _Instructions(dict[int, Any]):
@@ -36,10 +36,20 @@ class BoundedUnpickler(pickle._Unpickler):
     """Reads ``data`` by :meth:`load`. Raises: any exception, if something in it is not known."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        super().__init__(io.BytesIO(data), encoding="bytes")
-        self.memo: dict[int, Any]
-        self.stack: list[Any]
+        stream = io.BytesIO(data)
+        super().__init__(stream, encoding="bytes")
+        self.read, self.readline = stream.read, stream.readline
+        self.stack: list[Any] = []
+        self.metastack: list[list[Any]] = []
+        self.append = self.stack.append
         self.pop_mark: Callable[[], list[Any]]
+
+    def load(self) -> Any:
+        """Return what the pickle makes. Frames, which are for readers of streams, count for nothing."""
+        read, dispatch = self.read, self.dispatch
+        while (code := read(1)) != pickle.STOP:
+            dispatch[ord(code)](self)
+        return self.stack.pop()
 
     def find_class(self, module: str, name: str) -> Any:
         return Name(f"{module}.{name}")
@@ -97,6 +107,7 @@ class BoundedUnpickler(pickle._Unpickler):
 
     dispatch: ClassVar[Any] = _Instructions({code: pickle._Unpickler.dispatch[code] for code in _TORCH_SAVE + _PICKLE})
     dispatch |= {
+        pickle.FRAME[0]: lambda self: self.read(8),
         pickle.TUPLE[0]: _marked_tuple,
         pickle.TUPLE1[0]: lambda self: self._tuple_of(1),
         pickle.TUPLE2[0]: lambda self: self._tuple_of(2),

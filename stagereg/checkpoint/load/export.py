@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import torch
 
 import stagereg.checkpoint.format.encoding as encoding
+from stagereg.checkpoint.format.damage import refusing
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.load.opened import OpenCheckpoint, tensors_of
@@ -60,9 +61,10 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
-        checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
         known: dict[int, tuple[Any, Any]] = {}
-        state = {name: _without_numpy(encoding.fill(structure), known) for name, structure in parts.items()}
+        with refusing(checkpoint.path):
+            checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
+            state = {name: _without_numpy(encoding.fill(structure), known) for name, structure in parts.items()}
         _write({out: partial(_write_pt, state if only is None else state[only])}, [out], replace)
         return Exported(sorted(state), [], [out])
     prefix = "" if only is None else f"{only}."
@@ -174,7 +176,8 @@ def _write_tensors(
     file.write(head({name: kinds[name] for name in order}, about))
     for name in order:
         leaf = leaves[name]
-        files.read([leaf])
+        with refusing(f"{name!r:.100} of {files.path}"):
+            files.read([leaf])
         if leaf.value.numel():
             file.write(view_of(_cast(name, leaf.value, kinds[name][0]).contiguous()))
         leaf.value = None
@@ -218,8 +221,10 @@ def _write_pt(state: Any, file: IO[bytes]) -> None:
     """Write what ``torch.load(weights_only=True)`` takes, which is tried. Raises: ``CheckpointError``, ``OSError``."""
     try:
         torch.save(state, file)
-    except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
-        raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
+    except Exception as error:  # also of torch's archive, which could not be ended after what the file has raised
+        failed = next((each for each in causes(error) if isinstance(each, OSError)), None)
+        text = f"torch.save cannot write it ({reason(error)}); a .safetensors has the tensors alone."
+        raise failed or CheckpointError(text) from (None if failed else error)
     file.flush()
     try:
         torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)

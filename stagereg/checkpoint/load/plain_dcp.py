@@ -28,7 +28,7 @@ from stagereg.errors import CheckpointError, reason
 from stagereg.small_files import read_small
 
 _EMPTY = 10_000  # items of lists of which nothing is saved
-_MOST_OPTIONS = 10_000  # values inside each other in the options of a group
+_LONGEST_OPTION = 1 << 20  # values and characters that are shown of an option of a group
 
 
 def is_plain_dcp(path: str) -> bool:
@@ -89,7 +89,7 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             files.read([*options.values()])
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
             for key, option in plain.items():
-                _expect_few(key, option)
+                _expect_short_option(key, option)
             saved = optimizer_forms.of_dotted({**dotted, **plain})
             found[name] = _with_all(optimizer_forms.as_torchs(saved), value)
         else:
@@ -97,15 +97,16 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _expect_few(key: str, option: Any) -> None:
-    """Raise ``CheckpointError`` for a value that has many inside each other, each time that it is shown."""
-    left, count = [option], 0
+def _expect_short_option(key: str, option: Any) -> None:
+    """Raise ``CheckpointError`` for a value that would take much memory to show, as what is in it many times does."""
+    left, length = [option], 0
     while left:
-        value, count = left.pop(), count + 1
+        value = left.pop()
+        length += len(value) if isinstance(value, (str, bytes, bytearray)) else 1
         if isinstance(value, (dict, list, tuple, set)):
             left += [*value, *value.values()] if isinstance(value, dict) else value
-        if count + len(left) > _MOST_OPTIONS:
-            raise CheckpointError(f"the option {key:.100} has more than {_MOST_OPTIONS:,} values.")
+        if length + len(left) > _LONGEST_OPTION:
+            raise CheckpointError(f"the option {key:.100} of an optimizer is too large to be one.")
 
 
 def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
