@@ -1,25 +1,70 @@
-"""The address at which other machines of a run reach this one, by what the launcher has set."""
+"""The address at which the other ranks of a run reach this machine, by what the launcher has set; ports there."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
 import struct
+import weakref
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NOWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation alone; nothing is sent there
 
 
-def own_address() -> str:
-    """Return the address at which other machines of this run reach this one; never fails.
+def is_one_machine() -> bool:
+    """Return whether all ranks of this run are on this machine, as the launcher says; False if it does not say so."""
+    variables = os.environ
+    here = variables.get("LOCAL_WORLD_SIZE")
+    if "SLURM_STEP_NUM_NODES" in variables and "TORCHELASTIC_RUN_ID" not in variables:
+        here = variables.get("SLURM_STEP_NUM_TASKS") if variables["SLURM_STEP_NUM_NODES"] == "1" else None
+    return _is_loopback(variables.get("MASTER_ADDR", "")) or (here is not None and here == variables.get("WORLD_SIZE"))
 
-    That of the interface that ``GLOO_SOCKET_IFNAME`` names, else the one that leads to ``MASTER_ADDR``, else the one
-    that leads anywhere; 127.0.0.1 if nothing does.
+
+def loopback() -> str:
+    """Return the address of ``MASTER_ADDR`` if that is a loopback address, else 127.0.0.1."""
+    master = os.environ.get("MASTER_ADDR", "")
+    return master if _is_loopback(master) and master != "localhost" else "127.0.0.1"
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one address; if this machine does not have that address, on all interfaces.
+
+    Forked processes close the socket.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        opened = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        opened = socket.create_server(("", port), family=family, backlog=512, dualstack_ipv6=both)
+    _log.debug("stagereg: this process listens on %s port %d", *opened.getsockname()[:2])
+    close_in_forks(opened)
+    return opened
+
+
+def close_in_forks(opened: socket.socket) -> None:
+    """Have forked processes close a socket: while they hold it, others do not see that this process has ended."""
+    _open.add(opened)
+
+
+def own_address() -> str:
+    """Return the address at which the other ranks of this run reach this machine; never fails.
+
+    A loopback address if all ranks are on this machine; else that of the interface that ``GLOO_SOCKET_IFNAME`` names,
+    else the one that leads to ``MASTER_ADDR``, else the one that leads anywhere; 127.0.0.1 if nothing does.
+    """
+    if is_one_machine():
+        return loopback()
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and (found := _interface(name)):
             return found
@@ -57,3 +102,7 @@ def _interface(name: str) -> str:
             if its == name and scope == "00":  # global
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
     return ""
+
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, _open)))

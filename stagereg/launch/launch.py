@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import stagereg.launch.first_step as first_step
+from stagereg.address import listen
 from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError, at_least
 from stagereg.launch.agreed_values import VALUES, resolved
@@ -35,7 +36,8 @@ from stagereg.launch.rank import (
     resume_overrides,
 )
 from stagereg.launch.restarts import Progress, Restarts
-from stagereg.launch.run_store import GATHER_S, RunStore
+from stagereg.launch.run_secret import GATHER_S, SECRET, agreed_secret, new_secret
+from stagereg.launch.run_store import RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
 from stagereg.machine import tunables
@@ -75,7 +77,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
     restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
     with LocalRanks() as local:
         store = _open_store(task)
-        variables = {**_variables(task, nproc, store.port), VALUES: json.dumps(resolved(cfg))}
+        variables = {**_variables(task, nproc, store), VALUES: json.dumps(resolved(cfg))}
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, variables)
         run = _Run(local, store, task, start, directory, overrides, restarts)
         while True:
@@ -219,11 +221,15 @@ def _open_store(task: SchedulerTask) -> Any:
     """The store of the run, which task 0 has, once all tasks have come to it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    limit = timedelta(seconds=GATHER_S)
+    limit, port, listener = timedelta(seconds=GATHER_S), task.port, None
     try:
-        store = TCPStore(task.host, task.port, is_master=task.index == 0, timeout=limit, wait_for_workers=False)
+        if task.index == 0 and task.is_one_machine:  # else torch listens on all interfaces
+            opened = listen(task.host, task.port)
+            port, listener = opened.getsockname()[1], opened.detach()
+        begins = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listener}
+        store: Any = TCPStore(task.host, port, is_master=task.index == 0, **begins)  # type: ignore[arg-type]
         _meet(store, task, "started", GATHER_S)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         where = f"the {task.count} tasks of the job have not met at {task.host}:{task.port} in {GATHER_S} s"
         raise LaunchError(f"{where}: {error}") from error
     return store
@@ -235,10 +241,12 @@ def _meet(store: Any, task: SchedulerTask, what: str, limit_s: float) -> None:
     store.wait([f"{what}/{index}" for index in range(task.count)], timedelta(seconds=limit_s))
 
 
-def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
+def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
     """The environment of this task's ranks: each takes one core, as processes share the cores."""
-    one_machine = task.host == SchedulerTask.host
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine and sys.platform == "linux" else {}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if task.is_one_machine and sys.platform == "linux" else {}
+    secret = os.environ.get(SECRET, "")
+    if task.count > 1:
+        secret = agreed_secret(store, task.index, task.count, secret)
     return {
         "OMP_NUM_THREADS": "1",
         **loopback,
@@ -248,7 +256,8 @@ def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(task.count * nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": task.host,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        SECRET: secret or new_secret(),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own
     }
 

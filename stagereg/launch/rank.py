@@ -26,6 +26,7 @@ import stagereg.launch.loss as loss
 import stagereg.launch.phases as phases
 import stagereg.record as record
 import stagereg.shutdown as shutdown
+from stagereg.address import is_one_machine, listen, loopback
 from stagereg.crash_report import format_error
 from stagereg.errors import (
     ConfigError,
@@ -102,10 +103,9 @@ class Rank:
             end_with(int(launcher or os.getppid()))
             phases.mark("launched", phases.process_start(str(os.getppid())))
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-        from torch.distributed.rendezvous import rendezvous
 
-        store, rank, world_size = next(iter(rendezvous("env://")))
-        store = PrefixStore("stagereg", store)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = PrefixStore("stagereg", _open_store(rank, world_size))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = ranks_here(world_size)
         attempt = name_attempt(store, rank, world_size) if launcher is None else os.environ.get(ATTEMPT, "0")
@@ -283,6 +283,19 @@ class Rank:
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
+def _open_store(rank: int, world_size: int) -> Any:
+    """Connect to the store of the run; rank 0 opens it, unless the launcher has, on loopback where that is enough."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
+
+    if is_one_machine() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_ADDR"] = host = loopback()
+        if rank == 0:
+            port = int(os.environ["MASTER_PORT"])
+            return TCPStore(host, port, world_size, True, master_listen_fd=listen(host, port).detach())
+    return next(iter(rendezvous("env://")))[0]
+
+
 def is_rank() -> bool:
     """Whether this process was started as a rank."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -334,6 +347,8 @@ def _process_group(rank: Rank) -> Iterator[None]:
     if dist.is_initialized():  # by what has started the rank
         yield
         return
+    if is_one_machine() and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens at the address of the host's name
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())

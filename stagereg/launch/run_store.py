@@ -15,14 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import stagereg.record as record
 from stagereg.errors import LaunchError
+from stagereg.launch.run_secret import GATHER_S, agreed_secret, await_key, given_secret
 from stagereg.launch.watch import Watch
-
-GATHER_S = 600  # seconds in which the ranks of a run may start one after another
 
 
 class FailureNote:
@@ -81,7 +79,7 @@ class RunStore:
 
         Waits until the run has begun.
         """
-        _await_key(self._all_attempts, "run", "rank 0 did not begin")
+        await_key(self._all_attempts, "run", "rank 0 did not begin")
         about = json.loads(self._all_attempts.get("run"))
         return {**about, "attempt": record.attempt_of(about["name"], self._attempt)}
 
@@ -133,10 +131,12 @@ class RunStore:
             if hub is not None:
                 self.set("hub", hub)
                 return hub
-            _await_key(self._store, "hub", "rank 0 did not come to its job")
+            await_key(self._store, "hub", "rank 0 did not come to its job")
             return list(self.get("hub"))
 
-        self._watch = Watch(self._rank, notice_s, meet, on_lost)
+        # Of this attempt alone: a process that an earlier one has left is a stranger.
+        secret = agreed_secret(self._store, self._rank, self._world_size, given_secret()) + self._attempt
+        self._watch = Watch(self._rank, self._world_size, notice_s, secret, meet, on_lost)
         failed = False
         try:
             yield self._watch
@@ -201,7 +201,7 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
     """
     mine = store.add("drawn", 1)
     if rank > 0:
-        _await_key(store, f"answer/{mine}", "rank 0 did not start")
+        await_key(store, f"answer/{mine}", "rank 0 did not start")
         name: str = store.get(f"answer/{mine}").decode()
         store.add(f"received/{name}", 1)
         return name
@@ -223,10 +223,3 @@ def _expect_open(store: Any, limit_s: float) -> None:
         store = store.underlying_store
     if hasattr(store, "port"):
         socket.create_connection((store.host, store.port), limit_s).close()
-
-
-def _await_key(store: Any, key: str, failure: str) -> None:
-    try:
-        store.wait([key], timedelta(seconds=GATHER_S))
-    except RuntimeError as error:
-        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error

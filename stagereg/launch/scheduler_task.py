@@ -22,6 +22,10 @@ class SchedulerTask:
     host: str = "127.0.0.1"  # where task 0 waits for the others; the default where all are on one machine
     port: int = 0  # likewise; 0 for any that is free
 
+    @property
+    def is_one_machine(self) -> bool:
+        return self.host == SchedulerTask.host
+
     @classmethod
     def current(cls) -> SchedulerTask:
         """The task that submitit has made of this process; the only task if it has not."""

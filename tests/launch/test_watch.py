@@ -39,7 +39,7 @@ def meet(hub):
     return json.loads((root / "hub").read_text())
 
 notice_s = 60.0 if what == "is asked to end" else 2.0
-watch = Watch(rank, notice_s, meet, lambda text: print(text, flush=True))
+watch = Watch(rank, 3, notice_s, "sesame", meet, lambda text: print(text, flush=True))
 print("UP", flush=True)
 if what == "needs time":
     watch.give_time(100)

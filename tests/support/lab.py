@@ -294,7 +294,8 @@ def missing() -> str:
 def children_of(pid: int) -> list[int]:
     """Return the processes that a process has started, as this host has them; none if it is gone."""
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        threads = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(each) for each in " ".join(threads).split()]
     except OSError:
         return []
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
@@ -66,8 +67,8 @@ def serving(
     folder: MachineFolder, room: Callable[[int], str] = nothing_lacks, durable: bool = False
 ) -> Iterator[PartServer]:
     """A server of a machine's folder, on the loopback interface."""
-    server = PartServer(folder, SECRET, durable, room)
-    server.address = ("127.0.0.1", server.address[1])
+    with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1"):  # as where all ranks are on one machine
+        server = PartServer(folder, SECRET, durable, room)
     try:
         yield server
     finally:

@@ -19,7 +19,7 @@ from mmap import mmap
 from typing import Any
 
 import stagereg.checkpoint.tiers.wire as wire
-from stagereg.address import own_address
+from stagereg.address import listen, own_address
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.incoming import IncomingPart
@@ -55,9 +55,9 @@ class PartServer:
         self._sockets: dict[socket.socket, threading.Thread] = {}
         self._strangers = threading.Semaphore(_STRANGERS)
         self._closed, self._warned = False, False
-        self._listener = _listen()
-        wire.track(self._listener)
-        self.address: tuple[str, int] = (own_address(), self._listener.getsockname()[1])
+        own = own_address()
+        self._listener = listen(own)
+        self.address: tuple[str, int] = (own, self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="stagereg-tier-listen", daemon=True)
         self._thread.start()
 
@@ -142,14 +142,6 @@ class PartServer:
             with self._lock:
                 self._sockets.pop(caller, None)
             caller.close()
-
-
-def _listen() -> socket.socket:
-    """Return a socket that listens on all interfaces, IPv6 too where there is any."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=512)
 
 
 class _Session:

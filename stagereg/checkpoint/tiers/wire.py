@@ -17,10 +17,10 @@ import select
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stagereg.address import close_in_forks
 from stagereg.checkpoint.format.checksum import crc32
 
 PROGRESS_S = 10.0  # seconds without a byte after which a transfer has failed
@@ -130,7 +130,7 @@ def _moving() -> Iterator[None]:
 
 def accept(opened: socket.socket, secret: bytes) -> Connection:
     """Return the connection to one who has called, when it has proved to be of this run. Raises: ``OSError``."""
-    track(opened)
+    close_in_forks(opened)
     ends, nonce = time.monotonic() + GREETING_S, secrets.token_bytes(_NONCE_BYTES)
     _put(opened, _HELLO + nonce, ends)
     answer = _take(opened, _NONCE_BYTES + _PROOF_BYTES, ends)
@@ -145,7 +145,7 @@ def connect(address: tuple[str, int], secret: bytes) -> Connection:
     """Return a connection to one who has proved to be of this run, as this side does. Raises: ``OSError``."""
     opened = socket.create_connection(address, GREETING_S)
     try:
-        track(opened)
+        close_in_forks(opened)
         ends, own = time.monotonic() + 2 * GREETING_S, secrets.token_bytes(_NONCE_BYTES)  # strangers may be first
         hello = _take(opened, len(_HELLO) + _NONCE_BYTES, ends)
         nonce = hello[len(_HELLO) :]
@@ -178,12 +178,3 @@ def _take(opened: socket.socket, count: int, ends: float) -> bytes:
             raise ConnectionResetError("the other side has closed the connection")
         data += got
     return data
-
-
-def track(opened: socket.socket) -> None:
-    """Have forked processes close a socket: while they hold it, others do not see that this process has ended."""
-    _open.add(opened)
-
-
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, _open)))

@@ -1,0 +1,107 @@
+"""The secret of a run, by which its processes know each other: in the environment, or agreed by ranks that have none.
+
+The launcher passes a secret to its ranks in their environment, which other users cannot read. Ranks of another launcher
+that the user has not given one agree on it: rank 0 holds the secret in memory, and the store has the path of that
+memory, which only processes of the same user on the same machine can open. Ranks on another machine cannot, and only
+for them the secret itself goes through the store, which anybody can read who reaches it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+from stagereg.errors import LaunchError
+from stagereg.machine import machine_name
+
+SECRET = "STAGEREG_SECRET"
+"""The environment variable with the secret of a run: the same text on all its ranks, or on none."""
+GATHER_S = 600  # seconds in which the ranks of a run may start one after another
+_log = logging.getLogger(__name__)
+
+
+def new_secret() -> str:
+    return secrets.token_hex(32)
+
+
+@functools.cache
+def given_secret() -> str:
+    """Return the secret in the environment, or nothing, and take it from there: other programs get it no more."""
+    return os.environ.pop(SECRET, "")
+
+
+def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
+    """Return ``given``, or a new secret that all ranks have. Collective.
+
+    Raises:
+        LaunchError: a rank was given a secret and rank 0 was not, or a rank does not come in :data:`GATHER_S` seconds.
+    """
+    if rank > 0:
+        await_key(store, "secret/place", "rank 0 did not come to its job")
+        place = json.loads(store.get("secret/place"))
+        if (place is None) != bool(given):
+            store.set("secret/elsewhere", "")  # rank 0 waits no longer
+            having, lacking = (0, rank) if place is None else (rank, 0)
+            raise LaunchError(
+                f"rank {having} has {SECRET} in its environment, and rank {lacking} has not: set that variable to the "
+                "same random text for all ranks, or for none."
+            )
+        return given or _read(store, *place)
+    if given:
+        store.set("secret/place", "null")
+        return given
+    secret, memory = new_secret(), -1
+    try:
+        if hasattr(os, "memfd_create"):
+            memory = os.memfd_create("stagereg-secret")
+            os.write(memory, secret.encode())
+        store.set("secret/place", json.dumps([machine_name(), f"/proc/{os.getpid()}/fd/{memory}"]))
+        deadline = time.monotonic() + GATHER_S
+        while (read := store.add("secret/read", 0)) < world_size - 1 and not store.check(["secret/elsewhere"]):
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{read + 1} of {world_size} ranks came in {GATHER_S} s: look at the others")
+            time.sleep(0.01)
+        if read < world_size - 1:
+            _log.info(
+                "stagereg: ranks on several machines agree on a secret through the rendezvous store, which anybody can "
+                "read who reaches it. The variable %s, the same random text on all ranks, replaces that.",
+                SECRET,
+            )
+            store.set("secret/text", secret)
+    finally:
+        if memory >= 0:
+            os.close(memory)
+    return secret
+
+
+def _read(store: Any, machine: str, path: str) -> str:
+    """Return the secret from the memory of rank 0 on this machine, else from the store."""
+    try:
+        if machine == machine_name():
+            with open(path) as memory:
+                if text := memory.read(200):
+                    store.add("secret/read", 1)
+                    return text
+    except (OSError, ValueError):  # another container
+        pass
+    store.set("secret/elsewhere", "")
+    await_key(store, "secret/text", "rank 0 did not come to its job")
+    return str(store.get("secret/text").decode())
+
+
+def await_key(store: Any, key: str, failure: str) -> None:
+    """Wait for a key of a store.
+
+    Raises:
+        LaunchError: it does not come in :data:`GATHER_S` seconds; ``failure`` says what that means.
+    """
+    try:
+        store.wait([key], timedelta(seconds=GATHER_S))
+    except RuntimeError as error:
+        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error
