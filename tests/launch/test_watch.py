@@ -63,12 +63,14 @@ class Ranks:
 
     def __init__(self, root: Path) -> None:
         self.root, self.processes = root, list[subprocess.Popen[bytes]]()
+        self.master = "127.0.0.1"  # so all ranks are on this machine
 
     def start(self, *whats: str) -> None:
         for rank, what in enumerate(whats):
             with (self.root / f"out{rank}").open("wb") as out:
                 command = [sys.executable, "-c", RANK, str(rank), str(self.root), what]
-                self.processes.append(subprocess.Popen(command, cwd=self.root, stdout=out, stderr=subprocess.STDOUT))
+                how = {"cwd": self.root, "env": {**os.environ, "MASTER_ADDR": self.master}}
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, **how))
         assert comes_true(lambda: all("UP" in self.said(rank) for rank in range(len(whats))), BOUND_S)
 
     def said(self, rank: int) -> str:
@@ -140,6 +142,7 @@ def test_a_signal_to_all_processes_is_none_to_a_pulse(ranks: Ranks, number: sign
     """As Slurm sends it to each process of a step: the rank saves, and must not be taken for lost meanwhile."""
     ranks.start("", "")
     pulses = [pulse for each in ranks.processes for pulse in children_of(each.pid)]
+    assert len(pulses) == 2
     for pulse in pulses:
         os.kill(pulse, number)
     ranks.processes[1].kill()
@@ -167,6 +170,73 @@ def test_a_rank_that_a_debugger_holds_is_not_lost(ranks: Ranks) -> None:
     finally:
         debugger.kill()
         debugger.wait()
+
+
+def kill_pulse(process: subprocess.Popen[bytes]) -> int:
+    [pulse] = children_of(process.pid)
+    os.kill(pulse, signal.SIGKILL)
+    assert comes_true(lambda: children_of(process.pid) not in ([], [pulse]), BOUND_S), "it is not started again"
+    return pulse
+
+
+@pytest.mark.parametrize("master", ["127.0.0.1", ""], ids=["one machine", "several"])
+@pytest.mark.parametrize("whose", [[0], [1], [0, 1, 2]], ids=["of the hub", "of another", "of all"])
+def test_a_pulse_that_is_killed_costs_no_rank_and_is_started_again(ranks: Ranks, whose: list[int], master: str) -> None:
+    ranks.master = master
+    ranks.start("", "", "")
+    for rank in whose:
+        kill_pulse(ranks.processes[rank])
+    time.sleep(2 * NOTICE_S)  # in which a rank that is silent would be lost
+    assert not any("lost" in ranks.said(rank) for rank in range(3)), [ranks.said(rank) for rank in range(3)]
+    ranks.processes[2].kill()
+    for rank in (0, 1):
+        assert comes_true(lambda rank=rank: "lost rank 2" in ranks.said(rank), BOUND_S)
+        assert "its process has ended" in ranks.said(rank)
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_rank_that_ends_while_a_pulse_is_away_is_named(ranks: Ranks, ends: int) -> None:
+    """The hub that comes next knows which ranks there were, and a rank that finds the port closed knows of rank 0."""
+    ranks.start("", "", "")
+    [hub] = children_of(ranks.processes[0].pid)
+    os.kill(ranks.processes[0].pid, signal.SIGSTOP)  # which starts no pulse now
+    os.kill(hub, signal.SIGKILL)
+    ranks.processes[ends].kill()
+    if ends != 0:
+        os.kill(ranks.processes[0].pid, signal.SIGCONT)
+    for rank in {0, 2} - {ends}:
+        assert comes_true(lambda rank=rank: f"lost rank {ends}" in ranks.said(rank), BOUND_S)
+    assert "its process has ended" in ranks.said(2)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_pulse_that_is_killed_again_and_again_is_done_without(ranks: Ranks, whose: int) -> None:
+    ranks.start("", "", "")
+
+    def is_done_without() -> bool:
+        for pulse in children_of(ranks.processes[whose].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pulse, signal.SIGKILL)
+        return "The run continues without it" in ranks.said(whose)
+
+    assert comes_true(is_done_without, BOUND_S)
+    time.sleep(2 * NOTICE_S)
+    assert not any("lost" in ranks.said(rank) for rank in range(3)), [ranks.said(rank) for rank in range(3)]
+    assert all(each.poll() is None for each in ranks.processes)
+    if whose == 0:
+        assert all("rank failures are not detected" in ranks.said(rank) for rank in (1, 2))
+    else:
+        ranks.processes[2].kill()
+        assert comes_true(lambda: "lost rank 2" in ranks.said(0), BOUND_S), "the others go on as before"
+
+
+def test_a_rank_that_ends_in_order_after_its_pulse_was_killed_is_not_lost(ranks: Ranks) -> None:
+    ranks.start("", "ends", "")
+    [pulse] = children_of(ranks.processes[1].pid)
+    os.kill(pulse, signal.SIGKILL)
+    assert ranks.processes[1].wait(BOUND_S) == 0
+    time.sleep(2 * NOTICE_S)
+    assert not any("lost" in ranks.said(rank) for rank in (0, 2)), [ranks.said(rank) for rank in range(3)]
 
 
 GARBAGE: dict[str, Callable[[str], bytes]] = {
