@@ -23,6 +23,7 @@ from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.preemption import exit_before_first_step
 from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_overrides, run_recorded
+from stagereg.launch.run_secret import SECRET, new_secret
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
@@ -93,6 +94,8 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _import_plugins()
         if rank is not None:
             _follow(rank)
+        elif parsed(sys.argv[1:]).multirun:  # the tasks of a scheduler's job inherit it, and tell it to no store
+            os.environ.setdefault(SECRET, new_secret())
         _run_hydra(job, arguments)
         if rank is not None and rank.launched:  # the rest of the script is the launcher's
             sys.exit()

@@ -127,7 +127,7 @@ class Pulse:
         self._lost: dict[int, tuple[str, str]] = {}
         self._said = False  # whether the rank has said that it ends
         self._ends_by: float | None = None
-        self._is_off = False  # rank 0 has no pulse any more
+        self._is_off = False  # rank 0 has no pulse any more, or has ended in order
         self._was_welcome = False
         self._away_since, self._again_at = time.monotonic(), 0.0  # since when the hub has not known this one
         self._stopped_since: float | None = None
@@ -279,6 +279,7 @@ class Pulse:
                 break
             line.heard = time.monotonic()
             if text == "bye":
+                self._is_off = self._listener is None
                 self._rank.send(json.dumps({"left": line.rank}))
                 self._close(line)
                 break

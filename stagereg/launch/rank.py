@@ -286,13 +286,16 @@ class Rank:
 def _open_store(rank: int, world_size: int) -> Any:
     """Connect to the store of the run; rank 0 opens it, unless the launcher has, on loopback where that is enough."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
     if is_one_machine() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_ADDR"] = host = loopback()
         if rank == 0:
             port = int(os.environ["MASTER_PORT"])
-            return TCPStore(host, port, world_size, True, master_listen_fd=listen(host, port).detach())
+            with contextlib.suppress(OSError):  # torch says why, or has this process's store there
+                own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
+                return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
     return next(iter(rendezvous("env://")))[0]
 
 

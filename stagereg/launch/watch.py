@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stagereg.address import listen, own_address
-from stagereg.launch.pulse import RETURN_S, proof
+from stagereg.launch.pulse import RETURN_S, printable, proof
 
 _log = logging.getLogger(__name__)
 _PULSE = Path(__file__).with_name("pulse.py")
@@ -52,7 +52,10 @@ class Watch:
             own = own_address()
             self._listener = listen(own)
             meet([own, self._listener.getsockname()[1], name])
-        self._hub = None if rank == 0 else meet(None)
+        self._hub = None
+        if rank > 0:
+            host, port, its = meet(None)  # by a store that anybody may write to
+            self._hub = [host, port, printable(its)]
         self._about = rank, name, secret
         self._config = {"rank": rank, "name": name, "notice_s": notice_s, "secret": secret, "hub": self._hub}
         self._config["world_size"] = world_size

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import stagereg.registry as registry
+from stagereg.address import listen
 from stagereg.crash_report import signal_name
 from stagereg.errors import StageregError
 from stagereg.installed import DISTRIBUTION
@@ -104,7 +105,10 @@ def run_ranks(
     shipment = pack(fn, tuple(args), dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="stagereg-ranks-") as folder:
         # On a free port; it lives here, so no rank's end takes it from the others.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        opened = listen("127.0.0.1")
+        own: Any = {"wait_for_workers": False, "master_listen_fd": opened.fileno()}
+        store = TCPStore(*opened.getsockname(), is_master=True, **own)
+        opened.detach()
         sizes = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         limit_s, port = timeout_s + _PG_EXTRA_S, store.port
         deadline = time.monotonic() + timeout_s
