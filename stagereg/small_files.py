@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import re
 import secrets
@@ -17,28 +19,58 @@ import stat
 MOST_BYTES = 1 << 24  # of a note
 _OURS = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_log = logging.getLogger(__name__)
 
 
-def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes.
+class UnfitFileError(OSError):
+    """A file that nothing of the project is read from: not a regular file, too large, or of another user."""
+
+
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, owner: int | None = None, mode: int = 0o666
+) -> int:
+    """Open a regular file and return its descriptor; never waits, and never follows a link.
+
+    Args:
+        path: the file; with ``O_CREAT`` in ``flags`` it need not exist.
+        flags: of ``os.open``.
+        owner: the id of the user who must own the file; ``None`` for any user.
+        mode: of a new file, less the umask.
 
     Raises:
         FileNotFoundError: nothing is there.
-        OSError: it is a link, a pipe, a device or a directory; it has more bytes; or it cannot be read.
+        UnfitFileError: it is a link, a pipe, a device or a directory, or another user owns it.
+        OSError: it cannot be opened.
     """
-    _expect_regular(path, os.lstat(path).st_mode)  # opening a device may do something
-    descriptor = os.open(path, _READ)
-    with open(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
-        _expect_regular(path, found.st_mode)
-        if found.st_size <= most:
+    with contextlib.suppress(FileNotFoundError) if flags & os.O_CREAT else contextlib.nullcontext():
+        _expect_regular(path, os.lstat(path))  # opening a device may do something
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        _expect_regular(path, os.fstat(descriptor), owner)
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int | None = None) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes. Raises as :func:`open_regular`."""
+    with open(open_regular(path, owner=owner), "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size <= most:
             data = bytearray()
             while len(data) <= most and (block := file.read(min(1 << 20, most + 1 - len(data)))):
                 data += block
             if len(data) <= most:
                 return bytes(data)
-    raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+    raise UnfitFileError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+
+
+@functools.cache  # once a process
+def warn_skipped(path: str, error: UnfitFileError) -> None:
+    """Log that a small file is skipped, and why."""
+    _log.warning("stagereg: skipped %s: %s. Delete it or move it away.", path, error.strerror)
 
 
 def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:
@@ -56,7 +88,7 @@ def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flus
             if flush:
                 os.fsync(file.fileno())
         except BaseException:
-            discard(os.fspath(path))
+            _unlink(path)
             raise
 
 
@@ -70,16 +102,16 @@ def replace_small(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, 
     try:
         os.replace(beside, path)
     except BaseException:
-        discard(beside)
+        _unlink(beside)
         raise
     if flush:
-        sync(os.path.dirname(beside))
+        sync(os.path.dirname(beside) or ".")
 
 
 def temporary(path: str | os.PathLike[str]) -> str:
     """Return a name that nobody can foresee, in the folder of ``path``; makes nothing."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return f"{folder}/.{name}.{secrets.token_hex(6)}.tmp"
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
 
 
 def temporary_of(name: str) -> str | None:
@@ -90,7 +122,7 @@ def temporary_of(name: str) -> str | None:
 
 def sync(path: str | os.PathLike[str]) -> None:
     """Have a file or a directory safely on the disk. Raises: ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -102,10 +134,16 @@ def discard(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        _unlink(path)
 
 
-def _expect_regular(path: str | os.PathLike[str], mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+def _unlink(path: str | os.PathLike[str]) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _expect_regular(path: str | os.PathLike[str], found: os.stat_result, owner: int | None = None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise UnfitFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    if owner not in (None, found.st_uid):
+        raise UnfitFileError(errno.EPERM, f"it belongs to another user, {found.st_uid}", os.fspath(path))

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "stagereg"
 
 # From the bottom up. The modules of one line may import those of the lines above it, and each other.
 LAYERS = [
-    {"_version", "errors"},
+    {"_version", "errors", "small_files"},
     {
         "sizes",
         "durations",
