@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from stagereg.checkpoint.format.damage import Condition
-from stagereg.checkpoint.format.manifest import Checkpoint, plain_name
+from stagereg.checkpoint.format.manifest import FOLLOWED, Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import with_those_of_torch
 from stagereg.checkpoint.store.lock import StoreLock
@@ -29,8 +29,8 @@ from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.durations import seconds_of
 from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError
 from stagereg.output import above_zero
+from stagereg.small_files import UnfitFileError
 
-_NOTE = "done.json"
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
 _LOOK_S = 0.2  # how often a signal is looked for
 _PAUSE_S = 5.0  # seconds before the first retry of a command, then doubled
@@ -157,7 +157,9 @@ class _Follower:
 
     def _lock(self) -> StoreLock:
         try:
-            return self._notes.lock()
+            hold = self._notes.lock()
+            self._notes.backend.tidy()
+            return hold
         except CheckpointError as error:
             if (owner := self._notes.holder()) is None:
                 raise
@@ -226,7 +228,7 @@ class _Follower:
         self._done[key], self._furthest = how, max(self._furthest, checkpoint.manifest.step)
         self._waiting -= self._done.keys()
         note = {"command": self._asked.command, "furthest": self._furthest, "done": self._done}
-        self._notes.backend.replace(_NOTE, f"{json.dumps(note, indent=1)}\n".encode())
+        self._notes.backend.replace(FOLLOWED, f"{json.dumps(note, indent=1)}\n".encode())
 
     def _run(self, checkpoint: Checkpoint) -> str:
         command = [argument.replace("{}", checkpoint.path) for argument in self._asked.command]
@@ -252,12 +254,12 @@ class _Follower:
 
     def _read(self) -> None:
         try:
-            read: Any = json.loads(self._notes.note(_NOTE) or b"{}")
+            read: Any = json.loads(self._notes.note(FOLLOWED, needed=True) or b"{}")
             self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
             self._furthest = int(read.get("furthest", -1))
             self._begun = self._furthest >= 0
-        except (ValueError, TypeError, AttributeError) as error:
-            where = f"{self._notes.root}/{_NOTE}"
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, UnfitFileError) as error:
+            where = f"{self._notes.root}/{FOLLOWED}"
             raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error
         if self._asked.failed:
             self._done = {key: how for key, how in self._done.items() if how != "failed"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import stagereg.checkpoint.store.directory as directory
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.lock import StoreLock
@@ -145,14 +146,14 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
-    real = Path.read_bytes
+    real = directory.read_small
 
-    def read_bytes(path: Path) -> bytes:
-        if path == path_of(tmp_path, 200) / "manifest.json":
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+    def read_small(path: str, most: int) -> bytes:
+        if path == str(path_of(tmp_path, 200) / "manifest.json"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, most)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(directory, "read_small", read_small)
     seen = command("ls", tmp_path, "--json").json["checkpoints"]
     assert [each["state"] for each in seen] == ["unclear", "not verified"]
     assert "Permission denied" in seen[0]["why"]

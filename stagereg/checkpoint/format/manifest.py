@@ -21,6 +21,8 @@ from stagereg.errors import CheckpointError
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
+FOLLOWED = "done.json"  # of `stagereg follow`, in a directory of its own
+RUN = ".run.json"  # the id and the branches of a run with a tier
 LATEST = "latest"
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # of `DcpWriter`, whose directories have no manifest

@@ -113,7 +113,7 @@ class RestoreRecord(NamedTuple):
             restored, run, failures = read.get("restored", ""), read.get("run", ""), read.get("failures", ())
             found = cls(str(restored), None if most is None else int(most), times)
             return found._replace(run=str(run), failures=tuple(map(str, failures)), **numbers)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
             return cls()
 

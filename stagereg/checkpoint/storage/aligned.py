@@ -25,6 +25,7 @@ from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.forks import private_memory
+from stagereg.small_files import open_regular
 
 PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
 BLOCK_BYTES = 4 << 20  # bytes of a file that have a CRC-32 of their own; the last block may be shorter
@@ -41,18 +42,20 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 class DiskFile:
     """A new, empty file at ``path``, past the page cache if ``direct`` and possible. Raises: ``OSError`` with the path.
 
+    A regular file there is replaced, and anything else is an error. ``mode`` is of a new file, less the umask.
+
     Attributes:
         refused: whether the file system has refused to be written past the page cache.
     """
 
-    def __init__(self, path: str, direct: bool) -> None:
+    def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
         self._path, self._at, self.refused = path, 0, False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
-            self._descriptor = os.open(path, flags | (_O_DIRECT if direct else 0), 0o666)
+            self._descriptor = open_regular(path, flags | (_O_DIRECT if direct else 0), mode=mode)
         except OSError:
             self.refused = direct
-            self._descriptor = os.open(path, flags, 0o666)
+            self._descriptor = open_regular(path, flags, mode=mode)
 
     def write(self, data: memoryview) -> None:
         """Write what comes next: whole pages, but for the last call."""

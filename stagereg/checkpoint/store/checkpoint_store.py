@@ -25,6 +25,7 @@ from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.checkpoint.store.retention import Retention
 from stagereg.errors import CheckpointError
+from stagereg.small_files import UnfitFileError, warn_skipped
 
 _log = logging.getLogger(__name__)
 
@@ -98,11 +99,20 @@ class CheckpointStore:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
         return self.look(f"{self.root}/{LATEST}").checkpoint
 
-    def note(self, name: str) -> bytes:
-        """Return a small file of the root, which ``backend.replace`` has written; empty if it is not there."""
+    def note(self, name: str, needed: bool = False) -> bytes:
+        """Return a small file of the root, which ``backend.replace`` has written; empty if it is not there.
+
+        Something else under its name is skipped with a warning; if the file is ``needed``, raises ``UnfitFileError``.
+        """
+        path = f"{self.root}/{name}"
         try:
-            return self.backend.read(f"{self.root}/{name}")
+            return self.backend.read(path)
         except FileNotFoundError:
+            return b""
+        except UnfitFileError as error:
+            if needed:
+                raise
+            warn_skipped(path, error)
             return b""
 
     def leftovers(self) -> list[str]:

@@ -9,14 +9,15 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, damage_of
 from stagereg.checkpoint.format.manifest import (
+    FOLLOWED,
     KEPT,
     LATEST,
     MANIFEST,
     RESTORED,
+    RUN,
     SWEEP_JOB,
     Checkpoint,
     FileMark,
@@ -28,9 +29,10 @@ from stagereg.checkpoint.format.manifest import (
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
-from stagereg.small_files import discard, sync
+from stagereg.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
 
-_NOTES = (KEPT, RESTORED, SWEEP_JOB)
+_MOST_BYTES = 1 << 30  # of a file in the directory of a checkpoint
+_NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 
 
 class Directory:
@@ -52,12 +54,12 @@ class Directory:
         return os.path.realpath(local_path(path))
 
     def read(self, path: str) -> bytes:
-        return Path(path).read_bytes()
+        return read_small(path, MOST_BYTES if os.path.dirname(path) == self.root else _MOST_BYTES)
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
         if flush:
-            sync(Path(path))
-        return mark_file(Path(path), part)
+            sync(path)
+        return mark_file(path, part)
 
     def holder(self) -> Owner | None:
         return holder(self.root)
@@ -67,24 +69,24 @@ class Directory:
         return StoreLock(self.root)
 
     def write(self, path: str, data: bytes) -> None:
-        Path(path).write_bytes(data)
-        sync(Path(path))
+        try:
+            write_new(path, data)
+        except FileExistsError:
+            replace_small(path, data)
 
     def replace(self, name: str, data: bytes) -> None:
         if data:
-            beside = f"{self.root}/.{name}.tmp"
-            self.write(beside, data)
-            os.replace(beside, f"{self.root}/{name}")
-            sync(Path(self.root))
+            replace_small(f"{self.root}/{name}", data)
         else:
             self.delete(f"{self.root}/{name}")
 
     def delete(self, path: str) -> None:
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
     def commit(self, written: str, manifest: Manifest) -> str:
-        self.write(f"{written}/{MANIFEST}", manifest.dumps().encode())
-        sync(Path(written))
+        write_new(f"{written}/{MANIFEST}", manifest.dumps().encode())
+        sync(written)
         failpoint("described")
         final = f"{self.root}/{step_name(manifest.step)}"
         if os.path.lexists(final):
@@ -92,7 +94,7 @@ class Directory:
         os.rename(written, final)
         failpoint("renamed")
         try:
-            sync(Path(self.root))
+            sync(self.root)
         except OSError:
             with contextlib.suppress(OSError):  # as far as it can be undone where the disk fails
                 os.rename(final, written)
@@ -100,10 +102,14 @@ class Directory:
         return final
 
     def point(self, name: str) -> None:
-        link = Path(self._hidden(name))
-        link.symlink_to(name)
-        link.replace(f"{self.root}/{LATEST}")
-        sync(Path(self.root))
+        link = self._hidden(name)
+        os.symlink(name, link)
+        try:
+            os.replace(link, f"{self.root}/{LATEST}")
+        except OSError:
+            discard(link)
+            raise
+        sync(self.root)
 
     def link(self, checkpoint: Checkpoint) -> str:
         plain = f"{self.root}/{plain_name(checkpoint.name)}"
@@ -117,9 +123,9 @@ class Directory:
         except OSError:
             self.discard(beside)
             raise
-        sync(Path(beside))
+        sync(beside)
         os.rename(beside, plain)
-        sync(Path(self.root))
+        sync(self.root)
         failpoint("named")
         return plain
 
@@ -140,9 +146,12 @@ class Directory:
         discard(path)
 
     def tidy(self) -> Sequence[str]:
-        left = [path for name in _NOTES if os.path.lexists(path := f"{self.root}/.{name}.tmp")]
-        for path in left:
-            discard(path)
+        left: list[str] = []
+        with contextlib.suppress(OSError):
+            for path in [f"{self.root}/{name}" for name in os.listdir(self.root) if temporary_of(name) in _NOTES]:
+                with contextlib.suppress(OSError):  # a directory is not ours
+                    os.unlink(path)
+                    left.append(path)
         return left
 
     def _hidden(self, name: str) -> str:

@@ -13,6 +13,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.errors import ConfigError
+from stagereg.small_files import open_regular
 
 FILE_URL = "file://"
 _THREADS = min(4, os.cpu_count() or 1)
@@ -31,9 +32,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(expanded).absolute()
 
 
-def mark_file(path: Path, part: range = WHOLE) -> FileMark:
-    """Read a file, or a part of it, once, on a few threads, and return size and checksum."""
-    with path.open("rb", buffering=0) as file:
+def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileMark:
+    """Read a regular file, or a part of it, once, on a few threads, and return size and checksum."""
+    with open(open_regular(path), "rb", buffering=0) as file:
         end = min(part.stop, os.fstat(file.fileno()).st_size)
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
         if len(pieces) < 2:

@@ -157,10 +157,19 @@ class StoreLock:
     def _make(self) -> bool:
         """Take it, unless another process has it, or has just deleted it."""
         self._close()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR):
+                raise
+            text = f"{self._path} cannot be locked: it is not a regular file. Delete it or move it away."
+            raise CheckpointError(text) from error
         ours = False
         try:
             ours = self._is_ours()
+            if ours and os.fstat(self._descriptor).st_nlink > 1:  # a write would change a file of another name
+                os.unlink(self._path)
+                return self._make()
         finally:
             if not ours:
                 self._close()

@@ -16,6 +16,7 @@ from collections.abc import Generator
 from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.lease import LEASE_S, Lease, LeaseRecord
+from stagereg.small_files import UnfitFileError, temporary_of, warn_skipped
 
 _PREFIX = ".reading."
 
@@ -54,7 +55,7 @@ class Readers:
         """
         now, root = time.monotonic(), self._backend.root
         there = [self._lease(name) for name in self._backend.list(root) if _being_read(name)]
-        self._leases = {each: self._leases.get(each, now) for each in there}
+        self._leases = {each: self._leases.get(each, now) for each in there if each is not None}
         found: dict[str, list[LeaseRecord]] = {}
         for (name, record), since in self._leases.items():
             if not record.is_orphaned() and now <= since + LEASE_S:
@@ -63,10 +64,16 @@ class Readers:
                 self._backend.delete(f"{root}/{name}")
         return found
 
-    def _lease(self, name: str) -> tuple[str, LeaseRecord]:
-        with contextlib.suppress(OSError):
-            return name, LeaseRecord.loads(self._backend.read(f"{self._backend.root}/{name}"))
-        return name, LeaseRecord()
+    def _lease(self, name: str) -> tuple[str, LeaseRecord] | None:
+        """Return a lease with its name; ``None`` if it cannot be one."""
+        path = f"{self._backend.root}/{name}"
+        try:
+            return name, LeaseRecord.loads(self._backend.read(path))
+        except UnfitFileError as error:
+            warn_skipped(path, error)
+            return None
+        except OSError:
+            return name, LeaseRecord()
 
 
 def reader_name(checkpoint: str) -> str:
@@ -75,7 +82,8 @@ def reader_name(checkpoint: str) -> str:
 
 
 def _being_read(name: str) -> str | None:
-    """Return which checkpoint the file ``name`` is a lease of, None if it is none."""
+    """Return the checkpoint that the file ``name`` is a lease of, if need be a half-renewed one; else ``None``."""
+    name = temporary_of(name) or name
     checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
     return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None
 

@@ -7,7 +7,6 @@ when that is free.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.errors import nearest
 from stagereg.option_text import option
+from stagereg.small_files import UnfitFileError, warn_skipped
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +51,14 @@ class Retention:
 
     def kept(self) -> dict[str, str]:
         """Return why the last save has kept checkpoints, by their names; nothing where all are simply the newest."""
-        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-            read = json.loads(self._backend.read(f"{self._backend.root}/{KEPT}"))
+        path = f"{self._backend.root}/{KEPT}"
+        try:
+            read = json.loads(self._backend.read(path))
             return {name: why for name, why in read.items() if isinstance(why, str) and why.isprintable()}
+        except UnfitFileError as error:
+            warn_skipped(path, error)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            pass
         return {}
 
     def retire(self, before: list[Condition], made: Checkpoint, keep: Keep | GuardedRule) -> list[Condition]:
@@ -165,13 +170,14 @@ class Retention:
 
     def _explain(self) -> None:
         """Write why checkpoints are kept, where that is not simply since they are the newest."""
-        if set(self._why.values()) != {"newest"}:
-            names = {os.path.basename(path): text for path, text in self._why.items()}
-            self._backend.replace(KEPT, json.dumps(names, indent=1).encode())
-            self._explains = True
-        elif self._explains:
-            self._backend.replace(KEPT, b"")
-            self._explains = False
+        explains = set(self._why.values()) != {"newest"}
+        names = {os.path.basename(path): text for path, text in self._why.items()}
+        if explains or self._explains:
+            try:
+                self._backend.replace(KEPT, json.dumps(names, indent=1).encode() if explains else b"")
+                self._explains = explains
+            except OSError as error:  # it is for people alone
+                self._warn_once(f"why checkpoints are kept is not noted in {self._backend.root}: {error}")
 
     def _warn_once(self, text: str) -> None:
         subject = text.partition(" in ")[0]

@@ -30,7 +30,7 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
         return
     from hydra.core.hydra_config import HydraConfig
 
-    with contextlib.suppress(ValueError):  # damaged
+    with contextlib.suppress(ValueError, RecursionError):  # corrupt
         noted = json.loads(store.note(SWEEP_JOB) or b"null")
     if not isinstance(noted, dict) or gives_resume(raw(HydraConfig.get().overrides.task)):
         return

@@ -14,7 +14,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.store.directory as directory
 from stagereg.checkpoint.format.manifest import Checkpoint, Manifest, new_token
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.bucket import Bucket
@@ -144,7 +143,7 @@ def fail_half_way(kind: str, backend: Backend, at: int, patch: pytest.MonkeyPatc
     def failing(self: Any, written: str, manifest: Manifest) -> str:
         with pytest.MonkeyPatch.context() as within:
             if kind == "directory":
-                within.setattr(directory, "sync", count(directory.sync))
+                within.setattr(os, "fsync", count(os.fsync))
                 within.setattr(os, "rename", count(os.rename))
             elif kind == "bucket":
                 within.setattr(MemoryFileSystem, "pipe_file", count(MemoryFileSystem.pipe_file))

@@ -109,7 +109,7 @@ def test_old_checkpoints_are_deleted_also_without_links(
 
     if not linked:
         (root / "latest").unlink()
-    monkeypatch.setattr(Path, "symlink_to", symlink_to)
+    monkeypatch.setattr(os, "symlink", symlink_to)
     monkeypatch.setattr(CheckpointStore, "sweep", lambda store: None)
     save(root, 3, 4, keep=1)
     assert sorted(os.listdir(root)) == [*left, "step-00000004"]
