@@ -38,8 +38,8 @@ from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.survivors import Survivors, await_saved
-from stagereg.checkpoint.tiering import Tiering, notes_of
-from stagereg.checkpoint.tiers.tier import NoTier, Tier
+from stagereg.checkpoint.tiering import Tiering, acquire_with_tier, notes_of
+from stagereg.checkpoint.tiers.tier import Tier
 from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
 from stagereg.join.peers import followers
 from stagereg.launch import first_step, phases
@@ -163,8 +163,7 @@ class Checkpointer:
             alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
             options.expect_alike(self._ranks, alike)
             token = self._hold.open(dir)
-            if not isinstance(chosen, NoTier):
-                self._hold.acquire_on_all()
+            acquire_with_tier(chosen, self._hold, self._ranks, self._stores)
             phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
             self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule, read_back)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.crashes import CrashCounter
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -15,6 +16,7 @@ from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.save.tier_target import TierTarget
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.tiers.folder import make_private
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.errors import CheckpointError, ConfigError
@@ -114,6 +116,19 @@ def notes_of(tier: Tier) -> str:
             f"{choice('tier', 'disk', dir='PATH')}, or {choice('tier', 'memory')}."
         )
     return os.path.join(tier.dir, _NOTES)
+
+
+def acquire_with_tier(tier: Tier, hold: DirectoryLock, ranks: RankGroup, stores: bool) -> None:
+    """Take the lock that a run with a tier has from its start. Collective. Raises: ``CheckpointError``, on all ranks.
+
+    A run that ``stores`` nowhere else gets its folder of :func:`notes_of` first, which nobody else may enter.
+    """
+    if isinstance(tier, NoTier):
+        return
+    if not stores:
+        failing = f"{option('tier.dir', tier.dir)} cannot be used"
+        ranks.run_on_all(failing, lambda: make_private(os.path.join(tier.prepare(), _NOTES)))
+    hold.acquire_on_all()
 
 
 def _log_what_it_survives(near: NearCopies, stores: bool) -> None:

@@ -40,7 +40,8 @@ def ends(act: Callable[[], object]) -> BaseException | None:
         try:
             act()
         except BaseException as error:
-            found.append(error)
+            error.__cause__ = error.__context__ = None  # or a lock would live as long as its traceback
+            found.append(error.with_traceback(None))
         else:
             found.append(None)
 

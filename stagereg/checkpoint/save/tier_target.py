@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -21,7 +20,9 @@ from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.tiers.near import NearCopies
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
-from stagereg.small_files import sync
+from stagereg.small_files import replace_small
+
+_PRIVATE = 0o600  # whatever the umask is
 
 
 class TierTarget(Target):
@@ -29,6 +30,7 @@ class TierTarget(Target):
 
     def __init__(self, near: NearCopies, ranks: RankGroup, schedule: Schedule) -> None:
         self.near, self._files = near, DcpStorage(direct="auto" if near.tier.durable else "never")
+        self._files.mode = _PRIVATE
         super().__init__(f"the tier {near.tier.dir}", ranks, self._files, schedule, repeats=True)
         self._save: SaveId | None = None
         self._index = b""  # on rank 0
@@ -41,7 +43,8 @@ class TierTarget(Target):
         return self.near.folder.directory(self._save), False
 
     def expect_room(self, nbytes: int) -> None:
-        """Raise ``OSError`` if this machine has no room for so many bytes of each of its ranks."""
+        """Make the folder of the save. Raise ``OSError`` if it has no room for so many bytes of each rank here."""
+        self.near.folder.make(self._save)
         if why := self.near.lacking(nbytes * self.near.ranks_here):
             raise OSError(errno.ENOSPC, why)
 
@@ -53,10 +56,7 @@ class TierTarget(Target):
         return dict(self._files.marks)
 
     def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
-        place = Path(path, INDEX)
-        place.write_bytes(index)
-        if self.near.tier.durable:
-            sync(place)
+        replace_small(f"{path}/{INDEX}", index, _PRIVATE, self.near.tier.durable)
         self._index = index
 
     def complete(self, step: int) -> None:

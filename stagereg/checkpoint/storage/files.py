@@ -57,7 +57,10 @@ class FileStorage(Storage):
     Attributes:
         path: the directory or URL; empty if none was named yet.
         blocks: of each file that has a mark, the CRC-32 of each block of :data:`.aligned.BLOCK_BYTES`.
+        mode: of new files in a directory, less the umask.
     """
+
+    mode = 0o666
 
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         self._direct = direct
@@ -149,7 +152,7 @@ class FileStorage(Storage):
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
         """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
         path = f"{self.path.rstrip('/')}/{name}"
-        target = Upload(path) if is_url(path) else DiskFile(path, self._direct)
+        target = Upload(path) if is_url(path) else DiskFile(path, self._direct, self.mode)
         self._buffers = self._buffers or make_buffers(self._buffer_bytes)
         with AlignedFile(target, self._buffers) as file:
             try:

@@ -11,28 +11,44 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
-import shutil
+import re
+import shlex
+import stat
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
-from stagereg.checkpoint.format.manifest import step_of
+from stagereg.checkpoint.format.manifest import RUN, plain_name, step_of
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lock import LOCK
 from stagereg.checkpoint.tiers.part import Part, SaveId, is_manifest, manifest_name
+from stagereg.errors import CheckpointError
 from stagereg.machine import boot_id
-from stagereg.small_files import discard, sync
+from stagereg.option_text import option
+from stagereg.small_files import (
+    UnfitFileError,
+    discard,
+    read_small,
+    replace_small,
+    sync,
+    temporary_of,
+    warn_skipped,
+    write_new,
+)
 
 _log = logging.getLogger(__name__)
 
-NOTE = ".run.json"  # the run's id and branches, in the folder of the run, in that of the tier, and in the store
+NOTE = RUN  # in the folder of the run, in that of the tier, and in the store
 BOOT = ".boot"  # notes since which boot the folder of a run is there, where files do not outlive one
 _COPIED = ".copied"
 _RECEIVED = ".received"
+_HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # a save that is being deleted
+_PRIVATE = 0o600
+_MANIFEST_BYTES = 1 << 28  # of a part; a block of 4 MiB takes some ten bytes
 
 
 class MachineFolder:
     """Those of one run. Errors are ``OSError``.
+
+    Others may be able to rename the folder, so what is read in it must be this user's, file by file.
 
     Args:
         root: the folder of the tier, for all runs.
@@ -43,21 +59,26 @@ class MachineFolder:
     def __init__(self, root: str, run: str, durable: bool) -> None:
         self.path, self._durable = f"{root}/{run}", durable
 
-    def make(self) -> None:
-        """Make the folder, also where somebody has deleted it under a run that goes on."""
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
-        if not self._durable and not (noted := Path(self.path, BOOT)).exists():
-            noted.write_text(boot_id())
+    def make(self, save: SaveId | None = None) -> None:
+        """Make the folder, and that of a save, also where somebody has deleted it under a run that goes on.
+
+        Raises: ``CheckpointError`` if the folder is not this user's alone.
+        """
+        make_private(self.path)
+        if not self._durable and not os.path.lexists(f"{self.path}/{BOOT}"):
+            self._replace(self.path, BOOT, boot_id())
+        if save is not None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.directory(save), 0o700)
 
     def prepare(self) -> None:
-        """Make the folder; delete what a reboot has made void."""
-        noted, since = Path(self.path, BOOT), ""
-        with contextlib.suppress(FileNotFoundError):
-            since = noted.read_text()
+        """Make the folder; delete what a reboot has made void. Raises as :meth:`make`."""
+        make_private(self.path)
+        since = read_own(f"{self.path}/{BOOT}").decode(errors="replace")
         if not self._durable and since != boot_id():
             if since:
                 _log.warning("stagereg: %s is from before a reboot, and what was in memory then is void.", self.path)
-                noted.unlink()
+                os.unlink(f"{self.path}/{BOOT}")
             self.delete((), keep=True)
         self.make()
 
@@ -78,10 +99,11 @@ class MachineFolder:
         """Make a part complete whose files are in :meth:`directory`, each flushed if this is durable."""
         folder = self.directory(part.save)
         if received:
-            Path(folder, manifest_name(part.rank) + _RECEIVED).touch()
+            with contextlib.suppress(FileExistsError):
+                write_new(f"{folder}/{manifest_name(part.rank)}{_RECEIVED}", b"", _PRIVATE, flush=False)
         self._replace(folder, manifest_name(part.rank), part.dumps())
         if self._durable:
-            sync(Path(self.path))
+            sync(self.path)
         failpoint("part")
 
     def note_copied(self, part: Part, machines: Sequence[str]) -> None:
@@ -96,7 +118,7 @@ class MachineFolder:
                     gone = f"{self.path}/.{name}.tmp"  # in one step no part of it is complete any more
                     with contextlib.suppress(OSError):
                         os.rename(f"{self.path}/{name}", gone)
-                    shutil.rmtree(gone, ignore_errors=True)
+                    discard(gone)
 
     def drop(self, save: SaveId, ranks: Collection[int]) -> None:
         """Delete the parts of these ranks in a save: they are not what was staged."""
@@ -106,43 +128,73 @@ class MachineFolder:
 
     def sweep(self) -> None:
         """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
-        for entry in [*os.scandir(self.path)]:
-            if entry.name in (LOCK, NOTE, BOOT):
-                continue
-            if step_of(entry.name) is None:
-                discard(entry.path)
-                continue
-            parts = [*_parts_in(entry.path)]
+        for name in os.listdir(self.path):
+            if _HIDDEN.fullmatch(name) or temporary_of(name) in (NOTE, BOOT):
+                discard(f"{self.path}/{name}")
+        for folder in [f"{self.path}/{name}" for name in self._saves()]:
+            parts = [*_parts_in(folder)]
             known = {manifest_name(each.rank) + more for each in parts for more in ("", _COPIED, _RECEIVED)}
             known |= {name for each in parts for name in each.files}
-            for name in os.listdir(entry.path):
+            for name in os.listdir(folder):
                 if name not in known:
-                    discard(f"{entry.path}/{name}")
+                    discard(f"{folder}/{name}")
             with contextlib.suppress(OSError):
-                os.rmdir(entry.path)
+                os.rmdir(folder)
 
     def remove(self) -> None:
-        """Delete all of it, also what is noted, once nobody holds the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete all saves and notes, and the folder if nothing else is in it. For the process that holds the lock."""
+        self.delete((), keep=True)
+        for name in (LOCK, NOTE, BOOT):
+            discard(f"{self.path}/{name}")
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
 
     def _saves(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return [name for name in os.listdir(self.path) if step_of(name) is not None]
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as found:
+            return [each.name for each in found if _is_save(each.name) and each.is_dir(follow_symlinks=False)]
         return []
 
     def _replace(self, folder: str, name: str, text: str) -> None:
-        beside = Path(folder, f".{name}.{secrets.token_hex(4)}.tmp")  # two senders may complete one part
-        beside.write_text(text)
-        if self._durable:
-            sync(beside)
-        os.replace(beside, f"{folder}/{name}")
-        if self._durable:
-            sync(Path(folder))
+        replace_small(f"{folder}/{name}", text.encode(), _PRIVATE, self._durable)
 
 
-def read_part(folder: str, name: str) -> Part:
-    """Read the manifest of a part. Raises ``ValueError`` if it is invalid or has another save or rank; ``OSError``."""
-    part = Part.loads(Path(folder, name).read_bytes())
+def make_private(path: str) -> None:
+    """Make a folder that nobody else may enter, if it does not exist.
+
+    Raises:
+        CheckpointError: it exists, and is a link, another user's, or others may write to it.
+        OSError: it cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(path, mode=0o700)
+    found = os.lstat(path)
+    cure = "Delete it"
+    if not stat.S_ISDIR(found.st_mode):
+        why = "is a link, or not a folder"
+    elif found.st_uid != os.geteuid():
+        why = f"belongs to another user, {found.st_uid}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        cure = f"If you trust what is in it, run `chmod go-w {shlex.quote(path)}`"
+    else:
+        return
+    other = option("tier.dir", "PATH")
+    raise CheckpointError(f"{path} {why}, so what is in it may be forged. {cure}, or give this run another {other}.")
+
+
+def read_own(path: str) -> bytes:
+    """Return the content of a note that this user wrote; empty if there is none. Raises as :func:`.read_small`."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_small(path, owner=os.geteuid())
+    return b""
+
+
+def read_part(folder: str, name: str, owner: int | None = None) -> Part:
+    """Read the manifest of a part, which a user must own. Raises as :func:`.read_small`.
+
+    Raises: ``ValueError`` too, if it is invalid or has another save or rank.
+    """
+    part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
         raise ValueError("it is of another save or rank")
     return part
@@ -157,16 +209,24 @@ def _parts_in(folder: str) -> Iterator[Part]:
 
 def _complete_part(folder: str, name: str) -> Part | None:
     try:
-        part = read_part(folder, name)
+        part = read_part(folder, name, os.geteuid())
         for file, known in part.files.items():
-            if (size := os.lstat(f"{folder}/{file}").st_size) != known.nbytes:
-                raise ValueError(f"{file} has {size} of {known.nbytes} bytes")
+            found = os.lstat(f"{folder}/{file}")
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise ValueError(f"{file} is not a regular file of this user")
+            if found.st_size != known.nbytes:
+                raise ValueError(f"{file} has {found.st_size} of {known.nbytes} bytes")
         return part
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
         _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
         return None
+
+
+def _is_save(name: str) -> bool:
+    """Whether a folder has the name of a save, which has a token."""
+    return step_of(name) is not None and name != plain_name(name)
 
 
 def names_part(name: str) -> bool:
@@ -177,6 +237,10 @@ def names_part(name: str) -> bool:
 def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
     """Return what is noted of the part with this manifest: where its copies are, and whether it is one."""
     copied = ""
-    with contextlib.suppress(OSError, ValueError):
-        copied = Path(folder, name + _COPIED).read_text()
+    try:
+        copied = read_small(f"{folder}/{name}{_COPIED}").decode()
+    except UnfitFileError as error:
+        warn_skipped(f"{folder}/{name}{_COPIED}", error)
+    except (OSError, ValueError):
+        pass
     return tuple(copied.split("\n")) if copied else (), os.path.exists(f"{folder}/{name}{_RECEIVED}")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import threading
 import time
-from pathlib import Path
 
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.tiers.folder import MachineFolder
 from stagereg.checkpoint.tiers.part import Part
 from stagereg.errors import CheckpointError
-from stagereg.small_files import sync
+from stagereg.small_files import discard, sync, write_new
 
 
 class IncomingPart:
@@ -33,17 +31,18 @@ class IncomingPart:
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # of a file the system lets one write at a time, and has others spin
         self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
-        os.makedirs(self._hidden, mode=0o700)
+        folder.make(part.save)
+        os.mkdir(self._hidden, 0o700)
         self._missing = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
         self.left = part.nbytes
         self._half = len(self._missing) // 2
         for name in part.files:
-            os.close(os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            write_new(f"{self._hidden}/{name}", b"", 0o600, flush=False)
 
     def write(self, name: str, number: int, block: memoryview) -> None:
         """Take a block whose checksum is right."""
         at, begin = 0, self.part.files[name].block(number).start
-        descriptor = os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             with self._turn:
                 while at < len(block):
@@ -71,11 +70,11 @@ class IncomingPart:
         directory = self._folder.directory(self.part.save)
         for name in self.part.files:
             if self._durable:
-                sync(Path(self._hidden, name))
+                sync(f"{self._hidden}/{name}")
             os.replace(f"{self._hidden}/{name}", f"{directory}/{name}")
         os.rmdir(self._hidden)
         self._folder.complete(self.part, received=True)
 
     def discard(self) -> None:
         """Delete what has come, unless it is complete. Twice is harmless; raises nothing."""
-        shutil.rmtree(self._hidden, ignore_errors=True)
+        discard(self._hidden)

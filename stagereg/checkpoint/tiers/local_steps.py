@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import Unclear, damage_of, difference
@@ -21,6 +20,7 @@ from stagereg.checkpoint.tiers.folder import BOOT, NOTE, names_part, notes_of_pa
 from stagereg.checkpoint.tiers.inventory import Lineage, lineage_of
 from stagereg.checkpoint.tiers.part import TOKEN, Part, PartFile
 from stagereg.machine import boot_id
+from stagereg.small_files import UnfitFileError, open_regular, read_small, warn_skipped
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,7 @@ def _is_run(path: str) -> bool:
 
 def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> LocalRun:
     run = os.path.basename(path)
-    texts, boot = [], ""
-    with contextlib.suppress(OSError):
-        texts = [Path(path, NOTE).read_bytes()]
-    with contextlib.suppress(OSError, ValueError):
-        boot = Path(path, BOOT).read_text()
-    lineage = lineage_of(texts, run)
+    lineage, boot = lineage_of([_note(f"{path}/{NOTE}")], run), _note(f"{path}/{BOOT}").decode(errors="replace")
     steps = []
     for name in names:
         if step_of(name) is not None and os.path.isdir(f"{path}/{name}"):
@@ -156,6 +151,17 @@ def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> L
             if os.path.isdir(step.path):
                 steps.append(step)
     return LocalRun(path, run, tuple(sorted(steps, key=lambda each: each.order, reverse=True)), holder(path))
+
+
+def _note(path: str) -> bytes:
+    """Return the content of a note of any user; empty if it cannot be read."""
+    try:
+        return read_small(path)
+    except UnfitFileError as error:
+        warn_skipped(path, error)
+    except OSError:
+        pass
+    return b""
 
 
 def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], object] | None) -> LocalStep:
@@ -199,7 +205,7 @@ def _damage(path: str, known: PartFile, content: bool) -> str:
             return "no regular file"
         if wrong := difference(FileMark(known.nbytes, 0), about.st_size):
             return wrong
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+        with open(open_regular(path), "rb") as file:
             for number, expected in enumerate(known.blocks) if content else ():
                 if (found := crc32(file.read(len(known.block(number))))) != expected:
                     return f"flipped bits in block {number}: its CRC-32 is {found:08x} and was {expected:08x}"

@@ -13,9 +13,8 @@ import os
 import secrets
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 import stagereg.checkpoint.tiers.inventory as inventory
@@ -23,9 +22,10 @@ import stagereg.record as record
 from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.tiers.copying import CopyLag, CopyThread
-from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder
+from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder, read_own
 from stagereg.checkpoint.tiers.inventory import Lineage, NearStep
 from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.checkpoint.tiers.peer import Peer
@@ -37,6 +37,7 @@ from stagereg.errors import CheckpointError, name_ranks
 from stagereg.machine import boot_id
 from stagereg.option_text import option
 from stagereg.output import size_text
+from stagereg.small_files import UnfitFileError, replace_small
 
 _log = logging.getLogger(__name__)
 
@@ -122,10 +123,16 @@ class NearCopies:
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
         """Make the folder of the tier; return its path, what is noted of this run, and a secret for it."""
         root = self.tier.prepare()
-        known = [] if self.shared else _read(Path(root, NOTE))
-        if self.shared and self._ranks.rank == 0:
-            known = [self._store.note(NOTE)]
+        known: list[bytes] = []
+        if not self.shared:
+            known = _noted(f"{root}/{NOTE}")
+        elif self._ranks.rank == 0:
+            known = self._stored()
         return root, known, secrets.token_bytes(_SECRET_BYTES)
+
+    def _stored(self) -> list[bytes]:
+        """Return what is noted of this run in the store, which lasts."""
+        return _noted(f"{self._store.root}/{NOTE}", lambda _: self._store.note(NOTE, needed=True), "")
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Agreed]:
         """Return, on rank 0, each rank's folder, the run's id, which is new if nobody knows it, and its secret."""
@@ -170,14 +177,15 @@ class NearCopies:
 
     def _begin(self) -> list[bytes]:
         """Take this machine's folder, clear it, and return what is noted of the run's branches."""
-        texts = [self._store.note(NOTE)] if self._ranks.rank == 0 and self.shared else []
+        texts = self._stored() if self._ranks.rank == 0 and self.shared else []
         if self.leads:
-            if not self.shared:
-                os.makedirs(self._store.root, exist_ok=True)
             self._lock = StoreLock(self.folder.path)
             self.folder.prepare()
             self.folder.sweep()
-            texts += _read(Path(self.folder.path, NOTE))
+            if not self.shared:
+                self._store.backend.tidy()
+                Directory(os.path.dirname(self.folder.path)).tidy()
+            texts += _noted(f"{self.folder.path}/{NOTE}")
         return texts
 
     def _connect(self, machine: str) -> Peer:
@@ -218,11 +226,9 @@ class NearCopies:
         if self._ranks.rank == 0 and self.shared:
             self._store.backend.replace(NOTE, text)
         if self.leads:
-            folder = Path(self.folder.path)
-            for place in (folder, folder.parent)[: 1 if self.shared else 2]:
-                beside = place / f"{NOTE}.tmp"
-                beside.write_bytes(text)
-                beside.replace(place / NOTE)
+            folder = self.folder.path
+            for place in (folder, os.path.dirname(folder))[: 1 if self.shared else 2]:
+                replace_small(f"{place}/{NOTE}", text, 0o600, self.tier.durable)
 
     # -- saving, on the background thread
 
@@ -256,8 +262,8 @@ class NearCopies:
         self._serial += 1
         self._whole = [each for each in self._whole if each.folder in turn.stay]
         self._copied &= turn.stay
-        with contextlib.suppress(OSError):  # writing shows it, on all ranks
-            self.folder.make()
+        with contextlib.suppress(OSError, CheckpointError):  # writing shows it, on all ranks
+            self.folder.make(turn.save)
             if self.leads and not os.path.exists(f"{self.folder.path}/{NOTE}"):  # the folder was deleted
                 self._note()
         if self.leads:
@@ -383,7 +389,18 @@ def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence
     return whole[-max(most - 1, 1) :]
 
 
-def _read(path: Path) -> list[bytes]:
-    with contextlib.suppress(FileNotFoundError):
-        return [path.read_bytes()]
-    return []
+def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tier.dir") -> list[bytes]:
+    """Return what is noted of a run, if anything is. Raises: ``CheckpointError`` if it is something else; ``OSError``.
+
+    Without it the run would not find its steps, so it is not skipped as other notes are.
+    """
+    try:
+        if text := read(path):
+            Lineage.loads(text)
+        return [text] if text else []
+    except (UnfitFileError, ValueError) as error:
+        more = f", or give this run another {option(other, 'PATH')}" if other else ""
+        raise CheckpointError(
+            f"{path}, which notes the run and its branches, cannot be used: {getattr(error, 'strerror', error)}. Bring "
+            f"it back from a copy. Or delete it{more}: the run then starts without the steps in its tier."
+        ) from error

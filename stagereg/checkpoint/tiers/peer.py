@@ -15,6 +15,7 @@ import stagereg.checkpoint.tiers.wire as wire
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
 from stagereg.errors import CheckpointError, DamagedError
+from stagereg.small_files import open_regular
 
 _STREAMS = 3
 _AHEAD = 2  # requests on a stream: the other side has the next one when it has sent a block
@@ -174,7 +175,7 @@ class _Sending:
         if link.is_readable(0):  # there is nothing to say before the end, but what went wrong
             raise CheckpointError(str(link.receive().get("error"))[:1000])
         span = self._part.files[name].block(number)
-        descriptor = os.open(f"{self._directory}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_regular(f"{self._directory}/{name}", owner=os.geteuid())
         try:
             link.send({"do": "block", "file": name, "block": number}, more=True)
             link.send_file(descriptor, span.start, len(span))

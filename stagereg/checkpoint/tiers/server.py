@@ -26,6 +26,7 @@ from stagereg.checkpoint.tiers.incoming import IncomingPart
 from stagereg.checkpoint.tiers.part import Part, SaveId
 from stagereg.errors import CheckpointError, reason
 from stagereg.forks import private_memory
+from stagereg.small_files import open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class _Session:
             raise CheckpointError(f"{name!r:.100} of that part is not here")
         span = part.files[name].block(request["block"])
         path = f"{self._folder.directory(part.save)}/{name}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_regular(path, owner=os.geteuid())
         try:
             self._connection.send({"nbytes": len(span)}, more=True)
             self._connection.send_file(descriptor, span.start, len(span))

@@ -27,6 +27,7 @@ from stagereg.checkpoint.tiers.inventory import NearStep
 from stagereg.checkpoint.tiers.part import Part, PartFile
 from stagereg.checkpoint.tiers.peer import Peer
 from stagereg.errors import CheckpointError, DamagedError, reason
+from stagereg.small_files import open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class StepReader(ExitStack):
     def _map(self, name: str) -> memoryview:
         if name not in self._mapped:
             path = f"{self._folder.directory(self.step.save)}/{name}"
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = open_regular(path, owner=os.geteuid())
             self.callback(os.close, descriptor)
             empty = os.fstat(descriptor).st_size == 0
             # What is written to it would stay in this process.

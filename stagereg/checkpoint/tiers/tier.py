@@ -7,6 +7,7 @@ is sent, checked and restored is the same for all (:mod:`stagereg.checkpoint.tie
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -109,9 +110,16 @@ class NoTier(Tier):
 
 
 def made(path: str) -> str:
-    """Make a folder for this user alone, and return it. Raises: ``OSError``; ``ConfigError`` if it is another's."""
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    if os.stat(path).st_uid not in (os.getuid(), 0) or not os.access(path, os.W_OK | os.X_OK):
+    """Make a folder for this user alone, and return it. A link to a folder counts if this user or root has made both.
+
+    Others may write to the folder: the folder of each run in it is this user's (:func:`.folder.make_private`).
+
+    Raises: ``OSError``; ``ConfigError`` if it is another user's.
+    """
+    with contextlib.suppress(FileExistsError):  # a link that leads nowhere, or no folder
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    owners = {os.lstat(path).st_uid, os.stat(path).st_uid}
+    if owners - {os.geteuid(), 0} or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{option('tier.dir', path)} belongs to another user, or cannot be written to; name another folder."
         )
