@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnfitFileError(OSError):
-    """A file that nothing of the project is read from: not a regular file, too large, or of another user."""
+    """A file that the project does not read: not a regular file, too large, or another user's."""
 
 
 def open_regular(

@@ -121,7 +121,7 @@ def notes_of(tier: Tier) -> str:
 def acquire_with_tier(tier: Tier, hold: DirectoryLock, ranks: RankGroup, stores: bool) -> None:
     """Take the lock that a run with a tier has from its start. Collective. Raises: ``CheckpointError``, on all ranks.
 
-    A run that ``stores`` nowhere else gets its folder of :func:`notes_of` first, which nobody else may enter.
+    A run that ``stores`` nowhere else gets its folder of :func:`notes_of` first, for this user alone.
     """
     if isinstance(tier, NoTier):
         return

@@ -21,7 +21,7 @@ from stagereg.errors import CheckpointError
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
-FOLLOWED = "done.json"  # of `stagereg follow`, in a directory of its own
+FOLLOWED = "done.json"  # the note of `stagereg follow`, in its own directory
 RUN = ".run.json"  # the id and the branches of a run with a tier
 LATEST = "latest"
 MANIFEST = "manifest.json"

@@ -39,7 +39,7 @@ class Backend(Protocol):
         """Return the directory that a path means, which may be that of a ``latest`` (:meth:`point`)."""
 
     def read(self, path: str) -> bytes:
-        """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if something else is there."""
+        """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a file."""
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
         """Read a file to its end, or a part of it, and return the mark of that; ``flush``: first have it stored."""

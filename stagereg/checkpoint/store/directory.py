@@ -31,7 +31,7 @@ from stagereg.checkpoint.store.local_files import local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
 
-_MOST_BYTES = 1 << 30  # of a file in the directory of a checkpoint
+_MOST_BYTES = 1 << 30  # bound for files in the directory of a checkpoint
 _NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 
 

@@ -82,7 +82,7 @@ def reader_name(checkpoint: str) -> str:
 
 
 def _being_read(name: str) -> str | None:
-    """Return the checkpoint that the file ``name`` is a lease of, if need be a half-renewed one; else ``None``."""
+    """Return the checkpoint that a file is a lease of, or will be when it is renewed; ``None`` for other names."""
     name = temporary_of(name) or name
     checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
     return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None

@@ -42,7 +42,7 @@ _COPIED = ".copied"
 _RECEIVED = ".received"
 _HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # a save that is being deleted
 _PRIVATE = 0o600
-_MANIFEST_BYTES = 1 << 28  # of a part; a block of 4 MiB takes some ten bytes
+_MANIFEST_BYTES = 1 << 28  # bound for the manifest of a part; a block of 4 MiB takes some ten bytes
 
 
 class MachineFolder:
@@ -159,7 +159,7 @@ class MachineFolder:
 
 
 def make_private(path: str) -> None:
-    """Make a folder that nobody else may enter, if it does not exist.
+    """Make a folder for this user alone, if it does not exist.
 
     Raises:
         CheckpointError: it exists, and is a link, another user's, or others may write to it.

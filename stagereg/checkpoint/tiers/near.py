@@ -131,7 +131,7 @@ class NearCopies:
         return root, known, secrets.token_bytes(_SECRET_BYTES)
 
     def _stored(self) -> list[bytes]:
-        """Return what is noted of this run in the store, which lasts."""
+        """Return the note of this run in the store, which lasts."""
         return _noted(f"{self._store.root}/{NOTE}", lambda _: self._store.note(NOTE, needed=True), "")
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Agreed]:
@@ -390,9 +390,9 @@ def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence
 
 
 def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tier.dir") -> list[bytes]:
-    """Return what is noted of a run, if anything is. Raises: ``CheckpointError`` if it is something else; ``OSError``.
+    """Return the note of a run, if it exists. Raises: ``CheckpointError`` if it is something else; ``OSError``.
 
-    Without it the run would not find its steps, so it is not skipped as other notes are.
+    Without this note the run would not find its steps, so it is not skipped as other notes are.
     """
     try:
         if text := read(path):
