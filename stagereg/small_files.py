@@ -57,7 +57,7 @@ def open_regular(
 
 def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int | None = None) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes. Raises as :func:`open_regular`."""
-    with open(open_regular(path, owner=owner), "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=functools.partial(open_regular, owner=owner)) as file:
         if os.fstat(file.fileno()).st_size <= most:
             data = bytearray()
             while len(data) <= most and (block := file.read(min(1 << 20, most + 1 - len(data)))):
@@ -80,7 +80,7 @@ def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flus
         FileExistsError: something has that name, a link to nothing too.
         OSError: it could not be written; what was written is deleted.
     """
-    with open(os.open(path, _NEW, mode), "wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=lambda path, _: os.open(path, _NEW, mode)) as file:
         try:
             left = memoryview(data)
             while left:

@@ -34,7 +34,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileMark:
     """Read a regular file, or a part of it, once, on a few threads, and return size and checksum."""
-    with open(open_regular(path), "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
         end = min(part.stop, os.fstat(file.fileno()).st_size)
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
         if len(pieces) < 2:

@@ -80,7 +80,7 @@ def _what(path: Path) -> tuple[str, str] | None:
         return None
     if not stat.S_ISREG(mode):
         return "not a directory", ""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # through a link, too
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:  # a link too
         head = file.read(_HEAD_BYTES)
     if head.startswith(_ZIP) and _FIRST_RECORD in head:
         return "a file that torch.save wrote", _LOAD

@@ -205,7 +205,7 @@ def _damage(path: str, known: PartFile, content: bool) -> str:
             return "no regular file"
         if wrong := difference(FileMark(known.nbytes, 0), about.st_size):
             return wrong
-        with open(open_regular(path), "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             for number, expected in enumerate(known.blocks) if content else ():
                 if (found := crc32(file.read(len(known.block(number))))) != expected:
                     return f"flipped bits in block {number}: its CRC-32 is {found:08x} and was {expected:08x}"

@@ -402,5 +402,5 @@ def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tie
         more = f", or give this run another {option(other, 'PATH')}" if other else ""
         raise CheckpointError(
             f"{path}, which notes the run and its branches, cannot be used: {getattr(error, 'strerror', error)}. Bring "
-            f"it back from a copy. Or delete it{more}: the run then starts without the steps in its tier."
+            f"it back from a copy. Or delete it{more}: the run may then not find the steps in its tier."
         ) from error

@@ -223,7 +223,7 @@ def _calls(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
         yield from _calls(child, names)
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        is_safe = bool(node.args) and isinstance(node.args[0], ast.Call) and "open_regular" in ast.dump(node.args[0])
+        is_safe = any(each.arg == "opener" and "open_regular" in ast.dump(each.value) for each in node.keywords)
         if name in UNSAFE | {"BufferedReader", "FileIO"} and not is_safe:
             yield ".".join((*names, name))
 
