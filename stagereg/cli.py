@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import stagereg.bench.command as bench
+import stagereg.output as output
 from stagereg._version import __version__
 from stagereg.commands import (
     checking,
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = asked.run(asked)
         sys.stdout.flush()
     except StageregError as error:
-        print(f"stagereg: {error}", file=sys.stderr)
+        output.warn(f"stagereg: {error}")
         return 2
     except KeyboardInterrupt:
         return 130

@@ -20,8 +20,25 @@ _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object; of no use, and another
 _LONGEST = 1000  # characters of the text of one error; some print what they could not handle
 
 
+# Characters that a terminal obeys, that change the order of what it shows, or that cannot be encoded.
+_UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile(f"[\t\n]|{_UNPRINTABLE.pattern}")
+
+
+def printable(text: str, lines: bool = True) -> str:
+    """Return ``text`` with escapes, such as ``\\x1b``, for the characters that are commands and not text.
+
+    Line breaks and tabs stay with ``lines``. Texts from files of other people go through this before they are shown.
+    """
+    kind = _UNPRINTABLE if lines else _LINES
+    return kind.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class StageregError(Exception):
-    """Root of all errors of the project."""
+    """Root of all errors of the project. Its text is :func:`printable`."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InstallationError(StageregError, ImportError):
@@ -221,8 +238,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def listed(names: Sequence[str], most: int = 10) -> str:
     """Return names of a checkpoint for a message, of many the first ``most``."""
     more = len(names) - most
-    # They may come from elsewhere: no longer than a line, and no control sequence of a terminal.
-    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]  # from elsewhere
     shown += [f"and {more} more"] if more > 0 else []
     return ", ".join(shown) or "an empty state"
 
@@ -232,7 +248,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error).strip()
     try:
-        text = _ADDRESS.sub("", " ".join(str(error).split("\n"))).strip()
+        text = printable(_ADDRESS.sub("", " ".join(str(error).split("\n"))).strip())
     except Exception:
         text = "(its message cannot be made)"
     if len(text) > _LONGEST:

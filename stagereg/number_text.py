@@ -14,6 +14,14 @@ _DIGITS = 12  # of a swept value; more are rounding, as in 0.30000000000000004
 _FINEST = 6  # digits behind the point, at most
 
 
+def decimal(text: str, most: int = 18) -> int | None:
+    """Return the whole number that ``text`` is: at most ``most`` ASCII digits; ``None`` if it is anything else.
+
+    ``int`` takes more: signs, blanks, ``1_0``, digits of other scripts; and it raises for some thousand digits.
+    """
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= most else None
+
+
 def counted(number: float, noun: str) -> str:
     """Return such as ``1 run`` and ``2,000 runs``."""
     return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"

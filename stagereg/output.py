@@ -1,7 +1,8 @@
 """What the commands print: tables and lines for people, one JSON document for programs.
 
 A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Colours are for a terminal
-alone. Long cells of the last column are folded, never cut. Nothing heavy is imported.
+alone. Long cells of the last column are folded, never cut. All that is printed is :func:`.errors.printable`, since
+files of other people are shown too. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from stagereg.errors import printable
 
 _WIDTH = 120  # columns of a line where there is no terminal
 _LEAST = 30  # columns that the last column of a table gets, however few are left
@@ -66,8 +69,13 @@ def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def echo(text: str = "", style: str = "") -> None:
-    """Print ``text`` as it is, on a terminal in a style such as ``"bold"`` or ``"bold red"``."""
-    print(_styled(text, style))
+    """Print ``text``, on a terminal in a style such as ``"bold"`` or ``"bold red"``."""
+    print(_styled(printable(text), style))
+
+
+def warn(text: str) -> None:
+    """Print ``text`` to stderr at once."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str = "") -> None:
@@ -81,7 +89,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
 
 def as_json(data: Any) -> None:
     """Print ``data`` as one JSON document; what JSON has no type for is printed as its text, also NaN and infinity."""
-    print(json.dumps(json_numbers(data), indent=1, default=str, allow_nan=False))
+    text = json.dumps(json_numbers(data), indent=1, default=str, allow_nan=False)
+    print(text.replace("\x7f", "\\u007f"))  # which JSON has as it is
 
 
 def json_numbers(data: Any) -> Any:
@@ -114,7 +123,7 @@ def progress(what: str = "") -> None:
     """Show on the terminal what is being waited for, in place of what was shown last; without ``what``, nothing."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
-        print(f"\r\033[K{what[:width]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{printable(what, lines=False)[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def size_text(nbytes: float) -> str:
@@ -140,8 +149,8 @@ def line_width() -> int:
 
 def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: int) -> Iterator[str]:
     if title:
-        yield _styled(title, "bold")
-    every = [list(columns), *map(list, rows)] if columns else [list(row) for row in rows]
+        yield _styled(printable(title, lines=False), "bold")
+    every = [[printable(cell) for cell in row] for row in ([columns, *rows] if columns else rows)]
     if not every:
         return
     wide = [max(len(line) for row in every for line in row[i].splitlines() or [""]) for i in range(len(every[0]) - 1)]

@@ -15,6 +15,7 @@ import threading
 import weakref
 from typing import NoReturn, Protocol, runtime_checkable
 
+import stagereg.output as output
 from stagereg.crash_report import describe_after
 from stagereg.errors import StageregError
 
@@ -95,7 +96,7 @@ def finish() -> None:
     _shutdown.wait()
     errors = _shutdown.take_errors()
     for error in errors[1:]:
-        print(f"stagereg: {describe_after(error, errors[0])}", file=sys.stderr)
+        output.warn(f"stagereg: {describe_after(error, errors[0])}")
     if errors:
         raise errors[0]
 
@@ -130,7 +131,7 @@ def _at_exit() -> None:
     if not (errors or ended or code is not None):
         errors = [_INTERRUPTED if _shutdown.interrupted else _HANGS]
     for error in errors:
-        print(f"stagereg: {error}", file=sys.stderr)
+        output.warn(f"stagereg: {error}")
     if errors or not ended:
         exit_now(1 if code is None else code)
 

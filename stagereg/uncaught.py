@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+import stagereg.output as output
 from stagereg.errors import StageregError
 
 _PRINTED_S = 2.0  # seconds for the rank that prints; after that another rank prints the error itself
@@ -59,8 +60,7 @@ class _Hook:
             if of_project:
                 self._ask(lambda store: store.set(f"{key}/printed", ""))
         else:
-            text = f"stagereg: rank {self.rank} ends with the {kind.__name__} that rank {other} has printed"
-            print(text, file=sys.stderr, flush=True)
+            output.warn(f"stagereg: rank {self.rank} ends with the {kind.__name__} that rank {other} has printed")
 
     def _other(self, store: Any, key: str, error: BaseException) -> int | None:
         """Return the rank that prints the error, once it has done so; ``None`` if this rank is to print it."""

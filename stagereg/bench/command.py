@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from stagereg.bench.measure import interleave, peaks, quiet
 from stagereg.errors import ConfigError, nearest
+from stagereg.number_text import decimal
+from stagereg.output import warn
 
 if TYPE_CHECKING:
     from stagereg.bench.measure import Case
@@ -80,7 +81,7 @@ def run(asked: argparse.Namespace) -> int:
         notes.append(f"--dir {asked.dir} is memory, not a disk: the figures are not those of a disk.")
     notes = [note for note in notes if note]
     for note in notes:
-        print(note, file=sys.stderr, flush=True)
+        warn(note)
     with quiet():
         groups = asked.measure(asked, rows)
     report.show(groups)
@@ -132,9 +133,10 @@ def _check_writable(option: str, folder: Path) -> None:
 def numbers(option: str, text: str) -> list[int]:
     """Return the whole numbers in the text of an option, in order. Raises: ``ConfigError``."""
     names = _names(text)
-    if wrong := [name for name in names if not name.isdecimal() or not int(name)]:
-        raise ConfigError(f"{option} takes whole numbers from 1 on, not {wrong[0]!r}.")
-    return list(map(int, names))
+    found = [decimal(name) or 0 for name in names]
+    if 0 in found:
+        raise ConfigError(f"{option} takes whole numbers from 1 on, not {names[found.index(0)]!r}.")
+    return found
 
 
 def _names(text: str) -> list[str]:

@@ -50,12 +50,14 @@ def read(path: Path) -> Document:
     """Return the document in a file."""
     try:
         document = json.loads(path.read_bytes())
+        if not all(isinstance(document[name], str) for name in ("metric", "better")):
+            raise TypeError("its metric is no text")
         _rows(document, str(path))
     except OSError as error:
         raise ConfigError(f"The baseline {path} cannot be read: {error.strerror or error}.") from error
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a content raises that is of no sweep
         raise ConfigError(
             f"{path} is not a baseline: a baseline is the directory of a sweep, or the file that `stagereg report DIR "
             "--json > baseline.json` writes of one."
@@ -139,6 +141,8 @@ def _rows(document: Document, name: str) -> dict[_Key, Document]:
     found: dict[_Key, Document] = {}
     for row in document["rows"]:
         key = frozenset((str(name), str(value)) for name, value in row["combination"].items())
+        if not isinstance(row["status"], str):
+            raise TypeError("a status is no text")
         for cell in row["cells"].values():
             [float(value) for value in cell["values"]]
         if not row["again"] and found.setdefault(key, row) is not row:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import stagereg.output as output
@@ -85,4 +84,4 @@ def run(asked: argparse.Namespace) -> int:
 
 def _show_passed(each: Condition) -> None:
     output.progress()
-    print(f"Passing over {each.path}: {each}", file=sys.stderr)
+    output.warn(f"Passing over {each.path}: {each}")

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -28,7 +27,7 @@ from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.durations import seconds_of
 from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError
-from stagereg.output import above_zero
+from stagereg.output import above_zero, warn
 from stagereg.small_files import UnfitFileError
 
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
@@ -287,4 +286,4 @@ def _name_of(command: Sequence[str]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"stagereg: {text}", file=sys.stderr, flush=True)
+    warn(f"stagereg: {text}")

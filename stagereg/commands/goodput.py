@@ -37,7 +37,7 @@ class Goodput:
     @property
     def share(self) -> float:
         """The part of the time that was training, from 0 to 1."""
-        return self.training / self.seconds
+        return self.training / self.seconds if self.seconds else 0.0
 
 
 def goodput(run: Run) -> Goodput | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.commands.baseline import Change
 from stagereg.commands.goodput import Goodput, failures, goodput, starts
-from stagereg.errors import ConfigError
+from stagereg.errors import ConfigError, printable
 from stagereg.launch.command_line import by_key
 from stagereg.number_text import counted, percent, quantity, shown
 from stagereg.sweep.answer import answer
@@ -123,7 +123,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
     if asked.fail_if is None:
         return 0
     sentence = baseline.verdict(judged, asked.fail_if)
-    print(f"\n{sentence}", file=sys.stderr if asked.json else sys.stdout)
+    (output.warn if asked.json else output.echo)(f"\n{sentence}")
     return int(any(each.verdict == "worse" for each in judged))
 
 
@@ -224,7 +224,7 @@ class RunReport:
 
     def show(self) -> None:
         """Print it; of many checkpoints the first and the last ones."""
-        output.echo(f"{self._job.directory}: {self._headline()}", "bold")
+        output.echo(f"{printable(str(self._job.directory), lines=False)}: {self._headline()}", "bold")
         for line in self._warnings:
             output.echo(line, "yellow")
         if found := self._job.figures:
@@ -300,9 +300,11 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
     yield from _stragglers(records)
     if recorded.damaged:
         yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
-    if gone := sorted(set(range(recorded.world_size)) - {rank.rank for rank in recorded.ranks}):
-        named = ", ".join(map(str, gone[:8])) + ", …" * (len(gone) > 8)
-        yield f"There are no records of {counted(len(gone), 'rank')} ({named}): the figures are those of the others."
+    there = {rank.rank for rank in recorded.ranks if rank.rank < recorded.world_size}
+    if gone := recorded.world_size - len(there):
+        first = itertools.islice((rank for rank in range(recorded.world_size) if rank not in there), 8)
+        named = ", ".join(map(str, first)) + ", …" * (gone > 8)
+        yield f"There are no records of {counted(gone, 'rank')} ({named}): the figures are those of the others."
 
 
 def _time_of(life: Goodput) -> Table:
@@ -314,7 +316,7 @@ def _time_of(life: Goodput) -> Table:
         *((f"restarts: {name}", s, f"until {phases.PHASES.get(name, name)}") for name, s in life.restarts.items()),
         ("the rest", life.rest, "starts that came to no step, and what follows the last step"),
     ]
-    rows = tuple((name, seconds, 100 * seconds / life.seconds, what) for name, seconds, what in parts)
+    rows = tuple((name, seconds, 100 * seconds / (life.seconds or 1.0), what) for name, seconds, what in parts)
     return Table("Where the time went", ("part", "s", "%", "what it is"), rows, "Of all attempts, by rank 0.")
 
 

@@ -11,12 +11,12 @@ import argparse
 import contextlib
 import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.rank import KEEPS_CODE
+from stagereg.output import warn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -56,7 +56,7 @@ def run(asked: argparse.Namespace) -> int:
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         if first.exitcode != RESUME_CODE:
-            print(error, file=sys.stderr)
+            warn(str(error))
         return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
     except SignalException as error:
         return RESUME_CODE if error.sigval in _FORWARDED else 128 + error.sigval

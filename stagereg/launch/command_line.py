@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from stagereg.number_text import decimal
+
 _NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that leave the program what it is
 _HALF = 8  # characters of a key
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
@@ -105,8 +107,7 @@ def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
     """Part overrides into those of the combination, and which repeat of it this is and whether it is an A/A job."""
     kept = tuple(override for override in overrides if not _MARK.fullmatch(override))
     found = {mark[1]: mark[2] for mark in map(_MARK.fullmatch, overrides) if mark is not None}
-    repeat = found.get("repeat", "")
-    return kept, int(repeat) if repeat.isdecimal() else 0, found.get("again", "").lower() == "true"
+    return kept, decimal(found.get("repeat", "")) or 0, found.get("again", "").lower() == "true"
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:

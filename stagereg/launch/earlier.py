@@ -38,9 +38,10 @@ class Earlier:
         ``checkpoints`` is the directory that the run saves to. Returns ``None`` as well if the file cannot be read.
         """
         try:
+            _expect_regular(path)
             with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
                 return _of(data, run, checkpoints) if size else None
-        except (OSError, LookupError, TypeError, ValueError):  # the file is missing or empty, or another program's
+        except Exception:  # the file is missing or empty, or another program's, which may have anything in it
             return None
 
 
@@ -85,7 +86,7 @@ def _events(
     """Yield the readable events of a kind from ``at`` on, each with its place; only those that ``belongs`` accepts."""
     head = _head(kind)
     while (at := data.find(head, at)) >= 0:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             event = _event(data, at)
             if belongs is None or belongs(event):
                 yield at, event
@@ -98,20 +99,26 @@ def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
     Returns ``None`` if there is none, or if the file cannot be read.
     """
     try:
+        _expect_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _last(data, kind, 0, lambda event: attempt in (event["run"], run_of(event["run"])))
-    except (OSError, ValueError):  # the file is missing or empty
+    except (OSError, ValueError):  # the file is missing or empty, or no file
         return None
 
 
 def _last(data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             event = _event(data, at)
             if belongs(event):
                 return event
     return None
+
+
+def _expect_regular(path: Path) -> None:
+    if not path.is_file():  # opening a pipe would wait
+        raise OSError(f"{path} is no file")
 
 
 def _head(kind: bytes) -> bytes:

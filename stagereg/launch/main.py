@@ -25,6 +25,7 @@ from stagereg.launch.preemption import exit_before_first_step
 from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_overrides, run_recorded
 from stagereg.launch.run_secret import SECRET, new_secret
 from stagereg.launch.scheduler_task import SchedulerTask
+from stagereg.output import warn
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
 _INITIALISED = (
@@ -102,7 +103,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
     except KeyboardInterrupt:
         if is_rank():
             shutdown.exit_now(130)
-        print("stopped by SIGINT", file=sys.stderr)
+        warn("stopped by SIGINT")
         sys.exit(130)
     except StageregError as error:
         if rank is not None:
@@ -253,4 +254,4 @@ class _Job:
 
 
 def _print(error: StageregError) -> None:
-    print(error if isinstance(error, RanksFailedError) else f"stagereg: {error}", file=sys.stderr, flush=True)
+    warn(str(error) if isinstance(error, RanksFailedError) else f"stagereg: {error}")

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from stagereg.launch.command_line import number, quoted
 from stagereg.launch.pulse import ENDED
 from stagereg.launch.run_store import RunStore, name_attempt
 from stagereg.machine import end_with, ranks_here
+from stagereg.output import warn
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class Rank:
         dist.broadcast_object_list(sent)
         for key in take(cfg, sent[0]):
             if self.store.is_first(f"differs: {key}"):
-                print(f"stagereg: {key} {_DIFFERS}", file=sys.stderr, flush=True)
+                warn(f"stagereg: {key} {_DIFFERS}")
 
     def _report_step(self) -> None:
         with contextlib.suppress(RuntimeError):  # of the store, which is gone
@@ -280,7 +280,7 @@ class Rank:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        warn(f"rank {self.rank}: {text}")
 
 
 def _open_store(rank: int, world_size: int) -> Any:
@@ -400,7 +400,7 @@ def print_exit(error: Preempted | Stopped) -> None:
         if ".dir=" in command:
             text = f"preempted by {error.received.name}: step {error.step} is saved"
         text += f"; {command} resumes from there{torchrun_note()}"
-    print(text, file=sys.stderr, flush=True)
+    warn(text)
 
 
 def torchrun_note() -> str:

@@ -33,7 +33,7 @@ from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, parsed, raw, s
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.number_text import counted
-from stagereg.output import echo
+from stagereg.output import echo, warn
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import directed, lacking, least_difference, usual
 from stagereg.sweep.plan import PLAN
@@ -207,7 +207,7 @@ def _directory(config: DictConfig) -> Path:
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
     text = f"stagereg: {error}" if isinstance(error, StageregError) else _one_text(error)
-    print("\n".join(filter(None, (text, advice))), file=sys.stderr, flush=True)
+    warn("\n".join(filter(None, (text, advice))))
     raise SystemExit(1) from None
 
 

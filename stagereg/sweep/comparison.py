@@ -248,7 +248,8 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
     without = sum(ranking.name not in job.figures for job in completed)
     if 0 < without < len(completed):
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
-    if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
+    known = (job.figures.get("lost_checkpoints", 0.0) for job in completed)
+    if lost := sum(filter(math.isfinite, known)):
         yield f"{counted(lost, 'checkpoint')} could not be saved"
     resumed = (job for job in completed if job.resumed is not None)
     yield from (f"job {job.directory.name} resumed from step {job.resumed}" for job in resumed)

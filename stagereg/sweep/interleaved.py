@@ -13,7 +13,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity, gives_resume, raw
 from stagereg.number_text import counted
+from stagereg.output import warn
 from stagereg.sweep.plan import Plan, PlannedJob, command_to_continue
 from stagereg.sweep.result import RESULT, is_completed, jobs_in
 from stagereg.sweep.reuse import Reuse, SweepError, as_saved, expect_own, flat, held
@@ -156,7 +156,7 @@ class InterleavedSweeper(BasicSweeper):
         done = self._plan.progress(found := jobs_in(self._plan.root))
         shown = f"`stagereg report {shlex.quote(os.path.relpath(self._plan.root))}` shows them; t" if found else "T"
         text = f"{done.completed} of {done.planned} jobs are completed. {shown}his command runs the others:"
-        print(text, self._plan.command, file=sys.stderr, flush=True)
+        warn(f"{text} {self._plan.command}")
 
 
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:

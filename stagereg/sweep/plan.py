@@ -21,6 +21,7 @@ from stagereg.errors import ConfigError
 from stagereg.launch.command_line import CommandLine, Identity, quoted
 from stagereg.number_text import duration
 from stagereg.record import plain
+from stagereg.sweep.files import is_whole, json_of
 from stagereg.sweep.result import OVERRIDES, RESULT, JobResult, write_whole
 
 PLAN = "sweep.json"
@@ -85,17 +86,30 @@ class Plan:
         """
         path = Path(directory, PLAN)
         try:
-            if (content := json.loads(path.read_bytes())).pop("format") != FORMAT:
+            if (content := json_of(path)).pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             jobs = (PlannedJob(**{**job, "overrides": tuple(job["overrides"])}) for job in content.pop("jobs"))
-            return cls(path.parent, tuple(jobs), **content)
+            found = cls(path.parent, tuple(jobs), **content)
+            found._expect_right()
+            return found
         except FileNotFoundError:
             return None
-        except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # whatever a content raises that is of no plan
             raise ConfigError(
                 f"{path} cannot be read: {error}. It lists the jobs of the newest sweep. Run that sweep again, or "
                 "delete the file to compare all jobs in the directory."
             ) from error
+
+    def _expect_right(self) -> None:
+        """Raise ``ValueError`` if a field has a value that :meth:`write` does not write."""
+        texts = [self.command, *filter(None, (self.metric, self.direction))]
+        texts += [text for job in self.jobs for text in (job.directory, *job.overrides)]
+        if not all(isinstance(text, str) for text in texts) or not all(is_whole(job.num) for job in self.jobs):
+            raise ValueError("a text or a number in it is something else")
+        if not isinstance(self.began, (int, float)) or not isinstance(self.matters, (int, float, str, type(None))):
+            raise ValueError("a time or a limit in it is something else")
+        if any("\0" in os.fsdecode(os.fsencode(job.directory)) for job in self.jobs):
+            raise ValueError("a directory in it is no path")
 
     def write(self) -> None:
         """Write it into the directory of the sweep. Raises: ``OSError``."""

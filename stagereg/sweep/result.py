@@ -11,15 +11,18 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import Identity, by_key, split
+from stagereg.number_text import decimal
 from stagereg.output import json_numbers
 from stagereg.record import file_name, plain
 from stagereg.sweep.figures import figures
+from stagereg.sweep.files import LATEST_TIME, is_whole, json_of, yaml_of
 from stagereg.sweep.run import Run
 
 RESULT = "result.json"
@@ -63,16 +66,18 @@ class JobResult:
     def read(cls, directory: Path | str) -> JobResult:
         path = Path(directory, RESULT)
         try:
-            content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
-            if content.pop("format") != FORMAT:
+            if (content := json_of(path)).pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            known = content["figures"].items()  # NaN and infinity are texts; null is what NaN was once
-            content["figures"] = {name: math.nan if value is None else float(value) for name, value in known}
+            content["figures"] = {name: _figure(value) for name, value in content["figures"].items()}
             content["overrides"] = tuple(content["overrides"])
-            return cls(path.parent, **content)
+            found = cls(path.parent, **content)
+            for name, fits in _FITS.items():
+                if not fits(value := getattr(found, name)):
+                    raise ValueError(f"{name} is {value!r:.100}")
+            return found
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # whatever a content raises that is of no result
             raise ConfigError(f"{path} is damaged, or of another version of stagereg: {error}.") from error
 
     @classmethod
@@ -98,9 +103,9 @@ class JobResult:
     @property
     def order(self) -> tuple[Any, ...]:
         """Sorts jobs as they were planned: by number, then by directory, ``9`` before ``10``."""
-        num = self.job.get("num")
-        parts = re.split(r"(\d+)", str(self.directory))
-        return (num if isinstance(num, int) else math.inf, [int(p) if p.isdecimal() else p for p in parts])
+        num, parts = self.job.get("num"), re.split(r"([0-9]+)", str(self.directory))
+        parts[1::2] = [f"{len(digits):04}{digits}" for digits in (part.lstrip("0") for part in parts[1::2])]
+        return math.inf if num is None else num, parts
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
@@ -127,7 +132,7 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
     """Return which of the two ``directory`` is: a sweep has the file of Hydra, or jobs with numbers."""
     if is_job(directory):
         return "run"
-    numbered = (one for one in directory.glob("[0-9]*") if one.name.isdecimal())
+    numbered = (one for one in directory.glob("[0-9]*") if decimal(one.name) is not None)
     if (directory / _SWEEP).is_file() or any(map(is_job, numbered)):
         return "sweep"
     if not directory.exists():
@@ -155,9 +160,12 @@ def _nothing_in(path: Path) -> str:
 
 
 def _without_result(directory: Path, trouble: str) -> JobResult:
-    overrides, repeat, again = split([str(each) for each in _of(list, yaml_of(directory / OVERRIDES))])
+    given = [each for each in _of(list, yaml_of(directory / OVERRIDES)) if isinstance(each, str)]
+    overrides, repeat, again = split(given)
     hydra = _of(dict, _of(dict, yaml_of(directory / ".hydra" / "hydra.yaml")).get("hydra"))
-    job = {name: value for name, value in _of(dict, hydra.get("job")).items() if name in ("num", "id", "name")}
+    about = _of(dict, hydra.get("job"))
+    job = {name: about[name] for name in ("num", "id", "name") if name in about}
+    job |= {} if _names_job(job) else {"num": None}
     known: dict[str, Any] = {"overrides": overrides, "job": job, "repeat": repeat, "again": again}
     try:
         run = Run.read(directory)
@@ -178,14 +186,40 @@ def write_whole(path: Path, content: bytes) -> Path:
     return temporary.replace(path)
 
 
-def yaml_of(path: Path) -> Any:
-    """The content of a file of Hydra's, with nothing interpolated; ``None`` if it cannot be read."""
-    from omegaconf import OmegaConf
+def _figure(value: Any) -> float:
+    """Return the number of a figure: NaN and infinity are texts; null is what NaN was once."""
+    if not (value is None or value in ("nan", "inf", "-inf") or type(value) in (int, float)):
+        raise ValueError(f"a figure is {value!r:.100}")
+    return math.nan if value is None else float(value)
 
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception:  # whatever YAML and OmegaConf raise for a torn file
-        return None
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= LATEST_TIME
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _names_job(value: Any) -> bool:
+    return isinstance(value, dict) and (value.get("num") is None or is_whole(value["num"]))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "status": lambda value: value in ("completed", "failed", "unfinished"),
+    "error": lambda value: value is None or _is_text(value),
+    "overrides": lambda value: all(map(_is_text, value)),
+    "job": _names_job,
+    "repeat": is_whole,
+    "again": lambda value: isinstance(value, bool),
+    "started": _is_time,
+    "seconds": _is_time,
+    "versions": lambda value: isinstance(value, dict) and all(map(_is_text, filter(None, value.values()))),
+    "environment": lambda value: isinstance(value, dict),
+    "command": _is_text,
+    "resumed": lambda value: value is None or is_whole(value),
+}
+"""What the fields of a result may have; reading has checked the figures."""
 
 
 def _of(kind: type[Any], value: Any) -> Any:

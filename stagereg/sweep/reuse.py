@@ -18,8 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity
+from stagereg.number_text import decimal
+from stagereg.sweep.files import yaml_of
 from stagereg.sweep.plan import DIR, LOCKED
-from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in, yaml_of
+from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in
 
 _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
@@ -59,7 +61,7 @@ class Reuse:
         below = [job for job in jobs_in(root) if job.directory != root]  # a single run may have had the directory
         for job in sorted(below, key=lambda job: job.status != "completed"):
             self._found[job.identity].append(job)
-        taken = {int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal()} | set(map(_number, below))
+        taken = {decimal(path.name) for path in root.glob("[0-9]*")} | set(map(_number, below))
         self._free = (number for number in itertools.count() if number not in taken)
         self._used: set[int] = set()
 
@@ -135,5 +137,6 @@ def _difference(job: JobResult, config: Mapping[str, str]) -> str:
 
 
 def _number(job: JobResult) -> int:
-    number, name = job.job.get("num"), job.directory.name
-    return number if isinstance(number, int) else int(name) if name.isdecimal() else -1
+    if (number := job.job.get("num")) is None:
+        number = decimal(job.directory.name)
+    return -1 if number is None else number

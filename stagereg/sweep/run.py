@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,12 @@ from typing import Any
 
 from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT, run_of
+from stagereg.sweep.files import LATEST_TIME, lines_of
 
-_NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
+_NAME = re.compile(r"metrics(?:\.rank([0-9]{1,8}))?\.jsonl")
 _JOINED = ("steps", "shadowed", "samples")
+_MOST = float(1 << 63)  # of bytes, steps and seconds
+_MOST_RANKS = 1 << 24
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
 
 
@@ -130,7 +134,7 @@ class Run:
     @property
     def world_size(self) -> int:
         """How many ranks the run had, by its own account or by the files there are."""
-        return max(int(record.start.get("world_size", record.rank + 1)) for record in self.ranks)
+        return max(record.start.get("world_size", record.rank + 1) for record in self.ranks)
 
     @cached_property
     def began(self) -> float:
@@ -212,23 +216,22 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
     """Return the attempts in a file, in the order in which they began; none if no line in it is of one."""
     found: list[_Lines] = []
     latest: dict[str, _Lines] = {}
-    lines = path.read_bytes().split(b"\n")
-    for at, line in enumerate(lines, 1):
+    for line in lines_of(path):
         if not line.strip():
             continue
         try:
             event = _decoded(line.decode())
-            name, t = str(event["event"]), _number(event, "t")
+            name, t = event["event"], _number(event, "t", LATEST_TIME)
             value = _READ[name](event) if name in _READ else None
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
+            attempt = _text(event, "run")
+        except Exception:  # whatever a line raises that is no event
             if found:
-                found[-1].damaged += at < len(lines)  # not a torn last one
+                found[-1].damaged += line.endswith(b"\n")  # not a torn last one
             continue
         if value is None:  # an event of an unknown name is of a later version or not ours
             continue
-        attempt = str(event.get("run", ""))
         if name == "start":
-            _check_format(event, path)
+            _check_format(value, path)
         if name == "start" or attempt not in latest:
             latest[attempt] = _Lines(attempt)
             found.append(latest[attempt])
@@ -266,8 +269,7 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
 
 
 def _check_format(event: Mapping[str, Any], path: Path) -> None:
-    wanted = event.get("format", FORMAT)
-    if isinstance(wanted, int) and wanted > FORMAT:
+    if (wanted := event.get("format", FORMAT)) > FORMAT:
         raise ConfigError(
             f"{path} was written by a newer stagereg ({event.get('stagereg', 'unknown')}, format {wanted}); this one "
             f"reads formats up to {FORMAT}. Update stagereg to read it."
@@ -277,11 +279,23 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
 # -- how each event is read: whatever is raised here means a damaged line; more fields are left to later versions
 
 
-def _number(event: Mapping[str, Any], name: str) -> float:
+def _number(event: Mapping[str, Any], name: str, most: float = _MOST) -> float:
+    """Return a number of an event; sums and ratios of some with no bound are not numbers."""
     value = event[name]
-    if isinstance(value, (bool, str)) or not math.isfinite(value):
+    if isinstance(value, (bool, str)) or not abs(value) <= most:
         raise ValueError(name)
     return float(value)
+
+
+def _whole(event: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
+    return int(_number(event, name)) if name in event else otherwise
+
+
+def _text(event: Mapping[str, Any], name: str) -> str:
+    """Return a text of an event; empty if it has none."""
+    if not isinstance(value := event.get(name) or "", str):
+        raise TypeError(name)
+    return value
 
 
 def _step(event: Mapping[str, Any]) -> int:
@@ -289,47 +303,54 @@ def _step(event: Mapping[str, Any]) -> int:
 
 
 def _span(event: Mapping[str, Any]) -> Span:
-    nbytes = int(_number(event, "bytes")) if "bytes" in event else 0
     seconds = max(0.0, _number(event, "seconds"))
-    return Span(_step(event), _number(event, "start"), seconds, nbytes, event.get("tier") is True)
+    return Span(_step(event), _number(event, "start"), seconds, _whole(event, "bytes"), event.get("tier") is True)
 
 
 def _started(event: Mapping[str, Any]) -> Started:
     phases = {str(name): _number(event["phases"], name) for name in event["phases"]}
-    number, again = (int(event.get(name, 0)) for name in ("number", "again"))
-    restored = int(event.get("restored", _step(event) - 1))
-    why, source, origin, checkpoints = (str(event.get(name, "")) for name in ("why", "source", "origin", "dir"))
+    number, again = _whole(event, "number"), _whole(event, "again")
+    restored = _whole(event, "restored", _step(event) - 1)
+    why, source, origin, checkpoints = (_text(event, name) for name in ("why", "source", "origin", "dir"))
     since = _number(event, "since")
     return Started(_step(event), since, phases, number, why, source, origin, again, restored, checkpoints)
 
 
 def _straggler(event: Mapping[str, Any]) -> tuple[int, str, int, bool, float, float]:
     rank, waits = int(_number(event, "rank")), (_number(event, "wait"), _number(event, "of"))
-    return rank, str(event["machine"]), _step(event), event["slow"] is True, *waits
+    return rank, _text(event, "machine"), _step(event), event["slow"] is True, *waits
 
 
 def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
     values = event["values"]
-    numbers = {name: None if value is None else _number(values, name) for name, value in values.items()}
+    most = sys.float_info.max
+    numbers = {name: None if value is None else _number(values, name, most) for name, value in values.items()}
     return _step(event), event["t"], numbers
 
 
 def _start(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    if event.get("world_size", 1) < 1:
-        raise ValueError(event)
-    return event
+    numbers = {name: _whole(event, name) for name in ("world_size", "format") if name in event}
+    if not 1 <= numbers.get("world_size", 1) <= _MOST_RANKS:
+        raise ValueError("world_size")
+    return {name: value for name, value in event.items() if isinstance(value, str)} | numbers
+
+
+def _end(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not _text(event, "status"):
+        raise ValueError("status")
+    return {**event, "error": _text(event, "error")}
 
 
 _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "start": _start,
     "step": lambda event: (_step(event), float(event["t"])),
     **dict.fromkeys(("stall", "stage", "write", "tier", "copy"), _span),
-    "lost": lambda event: (_step(event), str(event.get("error", "")), "dir" in event),  # of the tier with a ``dir``
+    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # of the tier with a ``dir``
     **dict.fromkeys(("begin", "restart"), _started),
-    "resumed": lambda event: (_step(event), str(event.get("dir", "")), float(event["t"])),
+    "resumed": lambda event: (_step(event), _text(event, "dir"), float(event["t"])),
     "straggler": _straggler,
-    "fallback": lambda event: (_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
+    "fallback": lambda event: (_step(event), _whole(event, "lost"), _text(event, "why")),
     "join": lambda event: {name: _number(event, name) for name in _JOINED if event.get(name) is not None},
     "log": _log,
-    "end": lambda event: {**event, "status": str(event["status"])},
+    "end": _end,
 }

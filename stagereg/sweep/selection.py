@@ -10,10 +10,11 @@ from typing import Any
 from stagereg.errors import ConfigError
 from stagereg.number_text import counted
 from stagereg.sweep.comparison import Comparison, compare
+from stagereg.sweep.files import yaml_of
 from stagereg.sweep.metric import columns, lacking, usual
 from stagereg.sweep.metric import metric as metric_of
 from stagereg.sweep.plan import Plan, Progress
-from stagereg.sweep.result import CONFIG, JobResult, kind_of, results, yaml_of
+from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
 
 
 @dataclass(frozen=True)
@@ -86,4 +87,5 @@ def _settings(jobs: Sequence[JobResult]) -> dict[str, Any]:
     configs = (yaml_of(job.directory / CONFIG) for job in jobs)
     sweeps = (config.get("sweep") for config in configs if isinstance(config, dict))
     sweep = next((each for each in sweeps if isinstance(each, dict)), {})
-    return {name: sweep.get(name) for name in ("metric", "direction", "matters")}
+    settings = {name: sweep.get(name) for name in ("metric", "direction", "matters")}
+    return {name: str(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.errors import CheckpointError
+from stagereg.number_text import decimal
 
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
@@ -28,12 +29,11 @@ MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # of `DcpWriter`, whose directories have no manifest
 METADATA = ".metadata"  # of torch
 _FORMAT = 2
-_STEP_NAME = re.compile(r"step-(?P<step>\d+)(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
+_STEP_NAME = re.compile(r"step-(?P<step>\d{1,19}(?!\d))(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
 _BLOCK_BYTES = 1 << 20
 _LONGEST_NAME = 255  # bytes, as file systems have it
 MOST = (1 << 63) - 1  # the greatest number that a manifest may have, of a step as of bytes
-_LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
-_MOST_DIGITS = 19  # of the number of a rank
+LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Manifest:
             serial=_whole(data, "serial"),
             files={name: FileMark(_whole(mark, "bytes"), _whole(mark, "crc32")) for name, mark in files.items()},
             storage=storage,
-            time=_whole(data, "time", most=_LATEST_TIME),
+            time=_whole(data, "time", most=LATEST_TIME),
             metrics=metrics_from_json(data.get("metrics", {})),
             lost=_lost(data.get("lost", {})),
             command=command,
@@ -207,15 +207,14 @@ def metrics_from_json(data: Any) -> dict[str, float]:
 
 def now() -> int:
     """Return the time for a manifest; of a clock that is before 1970 or far ahead, the nearest one it may have."""
-    return min(max(0, int(time.time())), _LATEST_TIME)
+    return min(max(0, int(time.time())), LATEST_TIME)
 
 
 def _lost(data: Any) -> dict[str, list[str]]:
     if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
         raise ValueError("its lost ranks are no mapping of lists")
     if not all(
-        rank.isdecimal() and len(rank) <= _MOST_DIGITS and all(isinstance(x, str) and is_name(x) for x in data[rank])
-        for rank in data
+        decimal(rank) is not None and all(isinstance(x, str) and is_name(x) for x in data[rank]) for rank in data
     ):
         raise ValueError("its lost ranks are no numbers with names")
     return data

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.first_save as first_save
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.output as output
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.format.manifest import MOST
@@ -314,7 +314,7 @@ class Saver:
         limit = f"{limit_s:g} s ({option('checkpoint.failure.timeout')})"
         who = f"stage() of {self._stager_name} has not returned for {limit}"
         text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
-        print(f"stagereg: {text}{self._background.describe_newest()}", file=sys.stderr, flush=True)
+        output.warn(f"stagereg: {text}{self._background.describe_newest()}")
         if not self._background.failures.warns:
             shutdown.exit_now(1)
 

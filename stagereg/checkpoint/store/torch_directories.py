@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from stagereg.checkpoint.format.damage import Condition, damage_of, differences
 from stagereg.checkpoint.format.manifest import (
     CHECKSUMS,
+    LATEST_TIME,
     MANIFEST,
     METADATA,
     FileMark,
@@ -90,6 +91,6 @@ def _followed(path: str, there: int | str) -> int | str:
 def _modified(path: str) -> int:
     """Return when a local file was written, in whole seconds since the epoch; 0 if that is unknown."""
     try:
-        return max(0, int(os.stat(path).st_mtime))
+        return min(max(0, int(os.stat(path).st_mtime)), LATEST_TIME)
     except OSError:
         return 0

@@ -6,12 +6,12 @@ alone. Importing this imports neither matplotlib nor Jinja2.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
+from stagereg.output import warn
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.result import write_whole
 
@@ -29,7 +29,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
         if figure := plots.compare_figure(comparison):
             documents |= {f"compare.{kind}": plots.document(figure, kind) for kind in ("svg", "png")}
     except ImportError as error:
-        print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
+        warn(f"no picture ({error}): pip install 'hydra-stagereg[report]'")
     documents["report.html"] = page.compare_page(comparison, documents.get("compare.svg", b"")).encode()
     for name in FILES:
         if name not in documents:

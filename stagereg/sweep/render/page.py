@@ -7,6 +7,7 @@ Without scripts the page is complete. What runs recorded stays text. Jinja2 is i
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import stagereg.sweep.render.tables as tables_of
+from stagereg.errors import printable
 from stagereg.number_text import shown
+from stagereg.small_files import read_small
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.files import YAML_BYTES
 from stagereg.sweep.result import CONFIG
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -36,7 +40,12 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
     when = "" if began is None else f" · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}"
     loader = jinja2.FileSystemLoader(_TEMPLATES)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
     environment.filters |= {"shown": shown, "name": tables_of.row_name}
@@ -64,10 +73,20 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
 def _details(row: ComparisonRow) -> list[tuple[str, str]]:
     """Titles and texts of what there is about a row."""
     runs = [f"{job.directory} {job.status}, repeat {job.repeat}, {shown(job.seconds)} s" for job in row.jobs]
-    files = (file for job in row.jobs if (file := job.directory / CONFIG).is_file())
-    config = next((file.read_text(encoding="utf-8", errors="replace") for file in files), "")
+    config = next(filter(None, (_text_of(job.directory / CONFIG) for job in row.jobs)), "")
     command = next((job.command for job in row.jobs if job.command), "")
     return [("Error", row.error), ("Command", command), ("Runs", "\n".join(runs)), ("Config", config)]
+
+
+def _text_of(path: Path) -> str:
+    """Return a config as it is; empty if it cannot be read. A link would show a file of the reader."""
+    with contextlib.suppress(OSError):
+        return read_small(path, YAML_BYTES).decode(errors="replace")
+    return ""
+
+
+def _shown(value: Any) -> Any:
+    return printable(value) if type(value) is str else value
 
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

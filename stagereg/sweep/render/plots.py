@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stagereg.errors import printable
 from stagereg.number_text import parameter_text
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric
@@ -124,7 +125,7 @@ def _styled() -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    return text.replace("$", r"\$")
+    return printable(text, lines=False).replace("$", r"\$")
 
 
 def _draw(axes: Axes, comparison: Comparison, rows: Sequence[ComparisonRow], metric: Metric, across: int) -> None:

@@ -9,12 +9,14 @@ import csv
 import io
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import stagereg.output as output
+from stagereg.errors import printable
 from stagereg.number_text import column_texts, counted, parameter_text, shown
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
@@ -34,6 +36,17 @@ RANGES = {False: "least to greatest run", True: "middle half of the runs"}  # by
 _AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above it. The two differ by noise; it is not ranked."
 _TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 FOLDED = 24  # characters of a line of a parameter's text, and of the head of a metric
+_FORMULA = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\uff1d",
+    "\uff0b",
+    "\uff0d",
+    "\uff20",
+)  # and their wide forms
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
 _INDENT = 2  # columns before a table, and between those of it
 
 
@@ -273,6 +286,7 @@ def csv_text(comparison: Comparison) -> str:
     """Return CSV with a head: verdict, parameters, the raw numbers of all metrics, and what is known of the row.
 
     ``NAME.low`` and ``NAME.high`` are the range as in the table; directories are a JSON list; unknown values are empty.
+    A text that a spreadsheet program would take for a formula has a ``'`` in front.
     """
     names = [*(one.name for one in comparison.metrics), *comparison.equal]
     names.sort(key=lambda name: name != comparison.ranking.name)
@@ -291,5 +305,12 @@ def csv_text(comparison: Comparison) -> str:
         about = (row.status, first_line(row.error), row.note, overrides, directories)
         lines.append((verdict(comparison, row), *given, row.versions, *raw, *about))
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(lines)
+    csv.writer(stream, lineterminator="\n").writerows([*map(_csv_cell, line)] for line in lines)
     return stream.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    is_formula = value.lstrip().startswith(_FORMULA) and not _NUMBER.fullmatch(value)
+    return printable(f"'{value}" if is_formula or value.startswith(("\t", "\r")) else value)
