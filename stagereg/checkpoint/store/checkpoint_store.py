@@ -16,8 +16,17 @@ from collections.abc import Collection, Mapping, Sequence
 import stagereg.checkpoint.store.conditions as conditions
 import stagereg.checkpoint.store.torch_directories as torch_directories
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, damage_of, differences
-from stagereg.checkpoint.format.manifest import LATEST, Checkpoint, FileMark, Manifest, now, step_name, step_of
+from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, Unclear, damage_of, differences
+from stagereg.checkpoint.format.manifest import (
+    LATEST,
+    MANIFEST,
+    Checkpoint,
+    FileMark,
+    Manifest,
+    now,
+    step_name,
+    step_of,
+)
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
@@ -39,6 +48,7 @@ class CheckpointStore:
         self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
         self._serial: int | None = None  # of the checkpoint committed last, as this run knows since it has the lock
+        self._put: dict[str, list[str]] = {}  # the files that were written here and not read back, of one save
 
     @property
     def root(self) -> str:
@@ -169,6 +179,7 @@ class CheckpointStore:
     def put(self, written: str, name: str, data: bytes) -> FileMark:
         """Write one file into the directory ``written``, have it safely stored, and return its mark."""
         self.backend.write(f"{written}/{name}", data)
+        self._put = {written: [*self._put.get(written, ()), name]}
         return FileMark(len(data), crc32(data))
 
     def mark(self, written: str, name: str) -> FileMark:
@@ -179,8 +190,9 @@ class CheckpointStore:
         """Commit the checkpoint in ``written``, and hide what is not to be kept.
 
         The order makes every moment safe to be killed in: the files have their sizes; the lock is still held; one step
-        commits; another one moves ``latest``; then old checkpoints are hidden; a step that was saved again gets its
-        plain name. A run that lost the lock finds that out before it commits, and before it hides each checkpoint.
+        commits; manifest and index are read back; another step moves ``latest``; then old checkpoints are hidden; a
+        step that was saved again gets its plain name. A run that lost the lock finds that out before it commits, and
+        before it hides each checkpoint.
 
         Args:
             written: the path of :meth:`temporary`; all of its files are safely stored.
@@ -188,7 +200,8 @@ class CheckpointStore:
             keep: the rule for complete checkpoints, or how many of the newest stay.
 
         Raises:
-            CheckpointError: a file does not have its mark, or the lock is lost. Nothing before is touched.
+            CheckpointError: a file does not have its mark; the lock is lost; or what was committed does not come back
+                as it was written. Nothing before is touched.
         """
         self.retention.check()
         before, policy = conditions.conditions(self.backend), Keep.of(keep)
@@ -208,9 +221,12 @@ class CheckpointStore:
         failpoint("held")
         made = Checkpoint(self.backend.commit(written, manifest), manifest)
         self._serial = manifest.serial
+        unclear = self._expect_stored(made, self._put.pop(written, []))
         try:  # the checkpoint is complete, so the save must not fail; the next one, or the next start, makes up for it
             failpoint("committed")
             self.retention.check()
+            if unclear:
+                raise OSError(f"it cannot be read back: {unclear}")
             try:
                 self.backend.point(made.name)
                 failpoint("pointed")
@@ -225,6 +241,26 @@ class CheckpointStore:
             _log.warning(text, manifest.step, made.path, error)
         failpoint("retained")
         return made
+
+    def _expect_stored(self, made: Checkpoint, put: Sequence[str]) -> str:
+        """Raise ``CheckpointError`` if reading finds another manifest than was committed, or other files.
+
+        Return why that is unclear, or nothing. Of the files ``put`` the content is read; others were read before.
+        """
+        found = conditions.look(self.backend, made.path)
+        wrong = {**found.damages} or ({} if found.manifest == made.manifest else {MANIFEST: "it is another one"})
+        marks = {name: made.manifest.files[name] for name in put}
+        if not wrong:
+            there = self.contents(made.path, dict.fromkeys(marks, WHOLE))
+            wrong = differences(dataclasses.replace(made.manifest, files=marks), there)
+        text = str(Condition(made.path, None, wrong))
+        if not all(isinstance(what, Unclear) for what in wrong.values()):
+            self.retention.distrusted.add(made.path)
+            raise CheckpointError(
+                f"{made.path} is not what was written: {text}. The disk or the store has lost it, so no older "
+                "checkpoint was deleted. Check the disk, or save to another directory."
+            )
+        return text
 
     def settle(self) -> None:
         """Give steps that were saved again, and were read until now, their plain names. Raises nothing."""

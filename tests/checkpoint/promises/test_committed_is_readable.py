@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,27 @@ from hypothesis import strategies as st
 import stagereg
 import stagereg.checkpoint.format.manifest as manifest
 import stagereg.checkpoint.save.committing as committing
+import stagereg.checkpoint.store.conditions as conditions
+from stagereg.checkpoint.format.damage import Condition, Unclear
 from stagereg.checkpoint.format.encoding import Encoded, encode
 from stagereg.checkpoint.format.index import Index, Readable, expect_readable
 from stagereg.checkpoint.format.manifest import FileMark, Manifest
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.bucket import Bucket
+from stagereg.checkpoint.store.directory import Directory
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 from tests.support.states import build
 
 
-def save(root: Path, step: int, **more: Any) -> None:
+def save(root: Path | str, step: int, **more: Any) -> None:
     state = more.pop("state", {"x": torch.full((3,), float(step))})
     with stagereg.Checkpointer(str(root), every=1, stager=build("blocking"), resume="auto", **more) as checkpointer:
         checkpointer.restore({})
         checkpointer.save(step, state)
 
 
-def restored(root: Path) -> float:
+def restored(root: Path | str) -> float:
     state = {"x": torch.zeros(3)}
     with stagereg.Checkpointer(str(root), every=1, resume="auto") as checkpointer:
         checkpointer.restore(state)
@@ -105,6 +111,89 @@ def test_a_clock_far_from_now_makes_no_checkpoint_unreadable(
     save(tmp_path, 2, keep=1)
     assert restored(tmp_path) == 2
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+def steps(root: Path | str) -> list[int]:
+    return [each.manifest.step for each in open_store(str(root)).checkpoints()[0]]
+
+
+def losing(backend: type[Directory | Bucket], name: str, data: bytes) -> Any:
+    """Return a ``commit`` of a backend whose disk has something else in one file afterwards."""
+
+    def commit(self: Any, written: str, manifest: Manifest) -> str:
+        path = real(self, written, manifest)
+        self.write(f"{path}/{name}", data or self.read(f"{path}/{name}")[::-1])
+        return path
+
+    real = backend.commit
+    return commit
+
+
+OTHER = Manifest(9, 1, 1, {}).dumps().encode()
+
+
+@pytest.mark.parametrize("backend", [Directory, Bucket])
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("manifest.json", b"{}", "no manifest"),
+        ("manifest.json", OTHER, "of step 9"),
+        ("index.json", b"{", "truncated"),
+        ("index.json", b"", "flipped bits"),
+    ],
+)
+def test_what_a_disk_loses_at_the_commit_is_not_acknowledged_and_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any, name: str, data: bytes, what: str
+) -> None:
+    root = str(tmp_path) if backend is Directory else f"memory://{uuid.uuid4().hex}/run"
+    save(root, 1, keep=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "commit", losing(backend, name, data))
+        with pytest.raises(CheckpointError, match=f"is not what was written.*{what}"):
+            save(root, 2, keep=1)
+    assert restored(root) == 1
+    save(root, 3, keep=1)
+    assert restored(root) == 3
+    assert 1 not in steps(root)
+
+
+@pytest.mark.parametrize("backend", [Directory, Bucket])
+def test_a_checkpoint_that_a_disk_has_lost_does_not_count_among_those_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    root = str(tmp_path) if backend is Directory else f"memory://{uuid.uuid4().hex}/run"
+    with stagereg.Checkpointer(root, keep=2, stager=build("blocking")) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+        checkpointer.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "commit", losing(backend, "index.json", b""))
+            checkpointer.save(2, {"x": torch.ones(3)})
+            with pytest.raises(CheckpointError, match="is not what was written"):
+                checkpointer.wait()
+        checkpointer.save(3, {"x": torch.ones(3)})
+    assert steps(root) == [3, 2, 1]
+
+
+def test_a_checkpoint_that_cannot_be_read_back_at_this_moment_stays_and_so_do_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, keep=1)
+    with monkeypatch.context() as patched:
+        look = conditions.look
+
+        def failing(backend: Any, path: str) -> Any:
+            return (
+                Condition(path, None, {"manifest.json": Unclear("timed out")})
+                if "2" in path[-9:]
+                else look(backend, path)
+            )
+
+        patched.setattr(conditions, "look", failing)
+        save(tmp_path, 2, keep=1)
+    assert "cannot be read back: manifest.json: timed out" in caplog.text
+    assert steps(tmp_path) == [2, 1]
+    save(tmp_path, 3, keep=1)
+    assert steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
