@@ -34,6 +34,11 @@ def printable(text: str, lines: bool = True) -> str:
     return kind.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What reading the content of one file raises if the content is not what was expected. A reader catches these around
+one file, and says which it is; around a whole command they would hide faults of the command."""
+
+
 class StageregError(Exception):
     """Root of all errors of the project. Its text is :func:`printable`."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagereg.errors import ConfigError, few_of
+from stagereg.errors import MALFORMED, ConfigError, few_of
 from stagereg.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
 
@@ -57,7 +57,7 @@ def read(path: Path) -> Document:
         raise ConfigError(f"The baseline {path} cannot be read: {error.strerror or error}.") from error
     except ConfigError:
         raise
-    except Exception as error:  # whatever a content raises that is of no sweep
+    except MALFORMED as error:
         raise ConfigError(
             f"{path} is not a baseline: a baseline is the directory of a sweep, or the file that `stagereg report DIR "
             "--json > baseline.json` writes of one."

@@ -26,7 +26,7 @@ from stagereg.checkpoint.store.located import with_those_of_torch
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.durations import seconds_of
-from stagereg.errors import RESUME_CODE, CheckpointError, ConfigError
+from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, ConfigError, printable
 from stagereg.output import above_zero, warn
 from stagereg.small_files import UnfitFileError
 
@@ -257,7 +257,7 @@ class _Follower:
             self._done = {str(key): str(how) for key, how in read.get("done", {}).items()}
             self._furthest = int(read.get("furthest", -1))
             self._begun = self._furthest >= 0
-        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, UnfitFileError) as error:
+        except (*MALFORMED, UnfitFileError) as error:
             where = f"{self._notes.root}/{FOLLOWED}"
             raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error
         if self._asked.failed:
@@ -275,7 +275,7 @@ class _Follower:
 
 
 def _name(key: str) -> str:
-    return key.partition(" ")[0]
+    return printable(key.partition(" ")[0], lines=False)
 
 
 def _name_of(command: Sequence[str]) -> str:

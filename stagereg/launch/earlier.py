@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagereg.errors import MALFORMED
 from stagereg.record import run_of
 
 
@@ -41,7 +42,7 @@ class Earlier:
             _expect_regular(path)
             with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
                 return _of(data, run, checkpoints) if size else None
-        except Exception:  # the file is missing or empty, or another program's, which may have anything in it
+        except (OSError, *MALFORMED):  # the file is missing or empty, or another program's
             return None
 
 
@@ -86,7 +87,7 @@ def _events(
     """Yield the readable events of a kind from ``at`` on, each with its place; only those that ``belongs`` accepts."""
     head = _head(kind)
     while (at := data.find(head, at)) >= 0:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
+        with contextlib.suppress(*MALFORMED):
             event = _event(data, at)
             if belongs is None or belongs(event):
                 yield at, event
@@ -109,7 +110,7 @@ def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
 def _last(data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
+        with contextlib.suppress(*MALFORMED):
             event = _event(data, at)
             if belongs(event):
                 return event

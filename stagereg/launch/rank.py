@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

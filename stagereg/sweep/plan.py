@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from stagereg.errors import ConfigError
+from stagereg.errors import MALFORMED, ConfigError
 from stagereg.launch.command_line import CommandLine, Identity, quoted
 from stagereg.number_text import duration
 from stagereg.record import plain
@@ -94,7 +94,7 @@ class Plan:
             return found
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever a content raises that is of no plan
+        except MALFORMED as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}. It lists the jobs of the newest sweep. Run that sweep again, or "
                 "delete the file to compare all jobs in the directory."

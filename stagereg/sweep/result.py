@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stagereg.errors import ConfigError
+from stagereg.errors import MALFORMED, ConfigError
 from stagereg.launch.command_line import Identity, by_key, split
 from stagereg.number_text import decimal
 from stagereg.output import json_numbers
@@ -77,7 +77,7 @@ class JobResult:
             return found
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except Exception as error:  # whatever a content raises that is of no result
+        except MALFORMED as error:
             raise ConfigError(f"{path} is damaged, or of another version of stagereg: {error}.") from error
 
     @classmethod

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stagereg.errors import ConfigError
+from stagereg.errors import MALFORMED, ConfigError
 from stagereg.record import FILES, FORMAT, run_of
 from stagereg.sweep.files import LATEST_TIME, lines_of
 
@@ -224,7 +224,7 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
             name, t = event["event"], _number(event, "t", LATEST_TIME)
             value = _READ[name](event) if name in _READ else None
             attempt = _text(event, "run")
-        except Exception:  # whatever a line raises that is no event
+        except MALFORMED:
             if found:
                 found[-1].damaged += line.endswith(b"\n")  # not a torn last one
             continue

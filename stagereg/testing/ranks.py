@@ -107,7 +107,7 @@ def run_ranks(
         # On a free port; it lives here, so no rank's end takes it from the others.
         opened = listen("127.0.0.1")
         own: Any = {"wait_for_workers": False, "master_listen_fd": opened.fileno()}
-        store = TCPStore(*opened.getsockname(), is_master=True, **own)
+        store = TCPStore("127.0.0.1", opened.getsockname()[1], is_master=True, **own)
         opened.detach()
         sizes = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         limit_s, port = timeout_s + _PG_EXTRA_S, store.port

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 
 import stagereg.launch.loss as loss
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.format.manifest import RESTORED, Checkpoint, plain_name, step_name, step_within
+from stagereg.checkpoint.format.manifest import MOST, RESTORED, Checkpoint, plain_name, step_name, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.crash_report import place_of
-from stagereg.errors import RESUME_CODE, CheckpointError, Stopped
+from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped
 from stagereg.launch.rank import NEXT_START, is_consequence
 from stagereg.launch.restarts import is_automatic
 from stagereg.option_text import option
@@ -106,14 +106,14 @@ class RestoreRecord(NamedTuple):
         """Return the note in a store; an empty one if it cannot be read."""
         try:
             read: Any = json.loads(store.note(RESTORED) or b"{}")
-            times = {str(key): int(each) for key, each in read.get("crashes", {}).items()}
+            times = {key: _count(each) for key, each in read.get("crashes", {}).items()}
             most = read.get("max_crashes")
             usual = {"in_a_row": 0, "reached": -1, "newest": -1, "number": 0}
-            numbers: dict[str, Any] = {name: int(read.get(name, none)) for name, none in usual.items()}
+            numbers: dict[str, Any] = {name: _count(read.get(name, none)) for name, none in usual.items()}
             restored, run, failures = read.get("restored", ""), read.get("run", ""), read.get("failures", ())
-            found = cls(str(restored), None if most is None else int(most), times)
+            found = cls(str(restored), None if most is None else _count(most), times)
             return found._replace(run=str(run), failures=tuple(map(str, failures)), **numbers)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        except (OSError, *MALFORMED) as error:
             _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
             return cls()
 
@@ -367,6 +367,13 @@ def _note_in(store: CheckpointStore, holds: bool = False) -> RestoreRecord:
 def _key(name: str, near: bool = False) -> str:
     """Return the key that a checkpoint is counted by."""
     return f"{'tier/' * near}{plain_name(name)}"
+
+
+def _count(value: Any) -> int:
+    """Return a whole number from -1 on. Raises: ``ValueError``."""
+    if type(value) is not int or not -1 <= value <= MOST:
+        raise ValueError(f"{value!r:.50} is no count")
+    return value
 
 
 def _step(key: str) -> int:

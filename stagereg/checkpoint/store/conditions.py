@@ -12,6 +12,7 @@ import stagereg.checkpoint.store.torch_directories as torch_directories
 from stagereg.checkpoint.format.damage import Condition, Unclear, damage_of, differences
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Manifest, step_of
 from stagereg.checkpoint.store.backend import Backend
+from stagereg.errors import MALFORMED
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 _MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some hundred bytes
@@ -108,7 +109,7 @@ def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
         manifest = Manifest.loads(backend.read(f"{path}/{MANIFEST}"))
     except OSError as error:
         return damage_of(error)
-    except ValueError as error:
+    except MALFORMED as error:
         return f"damaged ({error})"
     named = step_of(path.rpartition("/")[2])
     return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this one"

@@ -14,7 +14,7 @@ from typing import Any
 
 from stagereg.checkpoint.format.manifest import SWEEP_JOB
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError
+from stagereg.errors import MALFORMED, CheckpointError
 from stagereg.launch.command_line import Identity, gives_resume, raw
 
 
@@ -25,17 +25,17 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
     combination.
     """
     own = _own_job()
-    noted: Any = None
+    noted: dict[str, str] | None = None
     if own is None or resume != "auto":
         return
     from hydra.core.hydra_config import HydraConfig
 
-    with contextlib.suppress(ValueError, RecursionError):  # corrupt
-        noted = json.loads(store.note(SWEEP_JOB) or b"null")
-    if not isinstance(noted, dict) or gives_resume(raw(HydraConfig.get().overrides.task)):
+    with contextlib.suppress(*MALFORMED):
+        noted = {key: str(value) for key, value in json.loads(store.note(SWEEP_JOB) or b"null").items()}
+    if noted is None or gives_resume(raw(HydraConfig.get().overrides.task)):
         return
     here, combination = noted.get("sweep") == own["sweep"], noted.get("combination", own["combination"])
-    if combination == own["combination"] and not (here and noted.get("job") != own["job"]):
+    if combination == own["combination"] and not (here and noted.get("job") != str(own["job"])):
         return
     of = (
         ""

@@ -22,6 +22,7 @@ from stagereg.checkpoint.format.manifest import (
     step_within,
 )
 from stagereg.checkpoint.store.backend import Backend
+from stagereg.errors import MALFORMED
 
 DCP_WRITER, TORCH = "DcpWriter", "torch"
 _INDEX = "index.json"  # as `format.index` has it, which imports torch
@@ -53,7 +54,7 @@ def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> Conditi
             manifest, wrong = _of_torch(manifest, content, path, there)
     except OSError as error:
         wrong = {name: damage_of(error)}
-    except ValueError as error:
+    except MALFORMED as error:
         wrong = {name: f"damaged ({error})"}
     return Condition(path, manifest, wrong, writer)
 
