@@ -20,12 +20,15 @@ _DIGITS = 400  # of a number in YAML
 _LINE_BYTES = 1 << 24
 
 
-def json_of(path: Path) -> Any:
-    """Return the content of a JSON file; ``None`` for NaN and infinity. Raises: ``OSError``, ``ValueError``."""
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file; ``None`` for NaN and infinity. Raises: ``OSError``, ``ValueError``."""
     try:
-        return _expect_plain(json.loads(read_small(path), parse_constant=lambda name: None))
+        content = _expect_plain(json.loads(read_small(path), parse_constant=lambda name: None))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is no mapping")
+    return content
 
 
 def yaml_of(path: Path) -> Any:

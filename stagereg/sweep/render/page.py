@@ -86,7 +86,7 @@ def _text_of(path: Path) -> str:
 
 
 def _shown(value: Any) -> Any:
-    return printable(value) if type(value) is str else value
+    return printable(str(value)) if isinstance(value, (str, Path)) and not hasattr(value, "__html__") else value
 
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
