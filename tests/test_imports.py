@@ -188,3 +188,16 @@ def test_the_kernel_stays_within_its_lines() -> None:
 
     assert 1000 < lines("*.py") <= 2000
     assert 0 < lines("*.c") <= 150
+
+
+def test_digits_of_other_people_become_numbers_in_one_place() -> None:
+    """``isdecimal`` before ``int`` lets digits of other scripts through, and any number of digits, which raise."""
+    own = {"stagereg.number_text", "stagereg.launch.pulse", "stagereg.checkpoint.state.optimizer_state"}
+    found = {
+        module
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("isdecimal", "isdigit", "isnumeric")
+    }
+    assert found <= own
+    assert "stagereg.number_text" in found

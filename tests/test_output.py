@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -10,12 +11,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg import output
+from stagereg.errors import ConfigError, StagingError, reason
 
 TOKENS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
 SENTENCES = st.lists(TOKENS, min_size=1, max_size=60).map(" ".join)
@@ -80,6 +83,41 @@ def test_on_a_terminal_a_verdict_has_a_colour(terminal: Terminal, monkeypatch: p
     with contextlib.redirect_stdout(Terminal()) as plain:
         output.echo("text", "bold")
     assert plain.getvalue() == "text\n"
+
+
+COMMANDS = "\x1b]0;owned\x07\x9b1m\r\x7f\u202e\u2028\udcff"
+
+
+def test_commands_for_a_terminal_are_shown_and_not_obeyed(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with contextlib.redirect_stdout(terminal):
+        output.echo(COMMANDS, "bold")
+        output.table(f"{COMMANDS}\nforged", (COMMANDS, "b"), [(COMMANDS, f"{COMMANDS}é 漢 🙂")])
+        output.warn(COMMANDS)
+        output.progress(f"{COMMANDS}\n")
+        output.as_json({COMMANDS: COMMANDS})
+        print(StagingError([COMMANDS], COMMANDS), ConfigError(COMMANDS), reason(ValueError(COMMANDS)))
+    printed = terminal.getvalue()
+    own = re.sub(r"\x1b\[[\d;]*[mK]|\r\x1b\[K", "", printed)
+    assert "\x1b[1m" in printed
+    assert not [char for char in own if not char.isprintable() and char != "\n"]
+    assert own.count(r"\x1b]0;owned\x07\x9b1m\r\x7f\u202e\u2028\udcff") == 11
+    assert "é 漢 🙂" in own
+    assert r"\udcff\nforged" in own, "a title is one line"
+
+
+def test_all_commands_print_by_this_module() -> None:
+    """Of other modules the launcher alone prints by itself, what its own ranks report."""
+    root = Path(output.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called == "print" or re.fullmatch(r"sys\.(__)?std(out|err)(__)?\.write", called):
+                found.add(str(path.relative_to(root)))
+    assert {each for each in found if not each.startswith("testing/")} == {"output.py", "launch/launch.py"}
 
 
 def test_json_is_one_document_that_any_parser_takes(capsys: pytest.CaptureFixture[str]) -> None:
