@@ -99,16 +99,10 @@ def run_ranks(
         RankFailure: a rank raised, died or hung.
         ValueError: ``fn`` is no function at the top of a module, or an argument cannot be pickled.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     before_wait(timeout_s)
     shipment = pack(fn, tuple(args), dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="stagereg-ranks-") as folder:
-        # On a free port; it lives here, so no rank's end takes it from the others.
-        opened = listen("127.0.0.1")
-        own: Any = {"wait_for_workers": False, "master_listen_fd": opened.fileno()}
-        store = TCPStore("127.0.0.1", opened.getsockname()[1], is_master=True, **own)
-        opened.detach()
+        store = _open_store()
         sizes = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         limit_s, port = timeout_s + _PG_EXTRA_S, store.port
         deadline = time.monotonic() + timeout_s
@@ -127,6 +121,17 @@ def run_ranks(
                     print(f"[rank {each.job.rank}] {line}")
             del store  # which the traceback of a failure would keep
         return _results(ranks, hung, timeout_s)
+
+
+def _open_store() -> Any:
+    """Return a store on a free port of loopback; it lives here, so no rank's end takes it from the others."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with listen("127.0.0.1") as opened:
+        own: Any = {"wait_for_workers": False, "master_listen_fd": opened.fileno()}
+        store = TCPStore("127.0.0.1", opened.getsockname()[1], is_master=True, **own)
+        opened.detach()
+    return store
 
 
 @dataclass
