@@ -64,6 +64,14 @@ def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
     )
 
 
+def changed_in_part(error: Exception) -> str:
+    """Return the message about a restore that failed while objects were taking what was read."""
+    return (
+        f"{error}. The objects have changed in part: restore another checkpoint, or start again, before you train with "
+        "them"
+    )
+
+
 def from_scratch(name: str) -> str:
     """Return the way out where nothing was saved for an entry."""
     return f"To begin {name!r} alone from scratch, add {option('checkpoint.restore.allow_missing', [name])}"

@@ -377,6 +377,8 @@ class _Loading:
         if not self._once:
             files.open_for(into)
             files.read([leaf for leaf in leaves if not leaf.in_place])
+            if self._seeding is None:
+                rng.expect_valid(fill(self._found[entries.rng_name(self._asked.ranks.rank)]))
 
     def assign(self) -> seeding.Seeded | None:
         """Have the objects take what was read, and read the rest into them; return the generators that it seeds."""
@@ -396,8 +398,8 @@ class _Loading:
         try:
             if not self._once:
                 self.transfer.run()
-        except OSError as error:
-            raise CheckpointError(f"the objects have changed in part: {error}") from error
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(placing.changed_in_part(error)) from error
         changed = [name for name, each in self._found.items() if any(leaf.in_place for leaf in marks(each))]
         last = sharing.buffers_of_ranks(state)
         for name in sorted((each for each in state if each in self._found), key=last.__contains__):
@@ -409,7 +411,10 @@ class _Loading:
             changed += [name] if name not in changed else []
         replaced.warn_of_replaced(state, options)
         if self._seeding is None:
-            rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
+            try:
+                rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
+            except CheckpointError as error:  # of a checkpoint that is read once; else :meth:`_read` has found it
+                raise CheckpointError(placing.changed_in_part(error)) from error
             return None
         saved = {each: fill(self._found[name]) for each, name in self._sources.items()}
         seeded = self._seeding.apply(state, self._found, saved)

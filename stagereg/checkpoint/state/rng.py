@@ -67,6 +67,13 @@ def restore(state: dict[str, torch.Tensor]) -> None:
         raise CheckpointError(f"what it has of random number generators is none of their states: {error}") from error
 
 
+def expect_valid(state: dict[str, torch.Tensor]) -> None:
+    """Raise ``CheckpointError`` if :func:`restore` would; the generators stay as they are."""
+    before = as_tensors(capture())
+    restore(state)
+    _set(before)
+
+
 def _set(state: dict[str, torch.Tensor]) -> None:
     version, words, gauss = json.loads(_bytes(state["python"]))
     random.setstate((version, tuple(words), gauss))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import stagereg.checkpoint.format.index as index
 import stagereg.checkpoint.load.reading as reading
+import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, decode, encode
@@ -199,8 +200,20 @@ def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) ->
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointFiles, "open_for", cut)
-            with pytest.raises(CheckpointError, match=r"the objects have changed in part: .*__0_0.distcp ends at byte"):
+            with pytest.raises(
+                CheckpointError, match=r"__0_0.distcp ends at byte.* The objects have changed in part: "
+            ):
                 checkpointer.restore({"x": torch.zeros(100_000)})
+
+
+def test_a_random_state_that_is_none_is_refused_before_any_object_changes(tmp_path: Path) -> None:
+    x, text = torch.zeros(3), "what it has of random number generators is none of their states"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng, "_json", lambda state: b"[3, [1], null]".ljust(8192))
+        checkpointer = saved(tmp_path, {"x": torch.ones(3)})
+    with checkpointer:
+        assert text in refused(checkpointer, {"x": x})
+    assert x.tolist() == [0, 0, 0]
 
 
 def refused(checkpointer: Checkpointer, state: dict[str, Any]) -> str:
