@@ -82,10 +82,13 @@ def use(root: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_planted_note_costs_that_note_alone(root: Path, mine: Path, name: str, kind: str) -> None:
+def test_a_planted_note_costs_that_note_alone(
+    root: Path, mine: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plant(kind, root / name, mine)
     error = ends(lambda: use(root))
     assert error is None
+    assert "not all that follows is done" not in caplog.text
     if kind == "directory":
         assert (root / name / "mine").read_text() == MINE
 
