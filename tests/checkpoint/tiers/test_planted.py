@@ -69,6 +69,10 @@ def step_of(run: Path, step: int) -> Path:
     return path
 
 
+def steps_in(run: Path) -> list[int]:
+    return [each.save.step for each in MachineFolder(str(run.parent), run.name, durable=True).parts()]
+
+
 # -- folders
 
 
@@ -170,8 +174,10 @@ def test_a_link_or_folder_of_another_user_is_no_folder_of_a_tier(tmp_path: Path)
             made(str(path))
     assert made(str(link / "below")) == str(folder / "below")  # the way to it is the user's choice
     os.chown(folder, STRANGER, STRANGER)
-    with pytest.raises(ConfigError, match="belongs to another user"):
-        made(str(folder))
+    (tmp_path / "own").symlink_to(folder)
+    for path in (folder, tmp_path / "own"):
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            made(str(path))
 
 
 @as_root
@@ -234,6 +240,7 @@ def test_a_forged_step_is_never_restored(
     tmp_path: Path, run: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.chown(step_of(run, 2) / name, STRANGER, STRANGER)
+    assert steps_in(run) == [1]
     train(tmp_path, run.parent, at=1)
     assert "another user" in caplog.text or "not a regular file of this user" in caplog.text
 
@@ -242,16 +249,14 @@ def test_a_forged_step_is_never_restored(
 def test_a_file_that_is_forged_after_it_was_listed_is_not_read(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stagereg.checkpoint.tiers.near import NearCopies
+    real = MachineFolder.find
 
-    listed = NearCopies.steps
-
-    def steps(self: NearCopies) -> Any:
-        found = listed(self)
+    def find(self: MachineFolder, save: SaveId, rank: int) -> Part | None:
+        found = real(self, save, rank)
         os.chown(step_of(run, 2) / "__0_0.distcp", STRANGER, STRANGER)
         return found
 
-    monkeypatch.setattr(NearCopies, "steps", steps)
+    monkeypatch.setattr(MachineFolder, "find", find)
     train(tmp_path, run.parent, at=1)
 
 
@@ -263,6 +268,7 @@ def test_a_step_with_something_else_in_it_is_passed_over(
     path = step_of(run, 2) / name
     path.unlink()
     plant(kind, path, mine)
+    assert steps_in(run) == [1]
     assert ends(lambda: train(tmp_path, run.parent, at=1)) is None
 
 
