@@ -48,7 +48,7 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
         sizes = {name: os.stat(name).st_size for name in content["files"]}
         files = CheckpointFiles(path, Index({**content, "state": {}}, sizes))
         ways = {name: (metadata.planner_data or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
-        _expect_short(ways)
+        _expect_apart(ways)
         state: dict[str, Any] = {}
         for name, way in ways.items():
             set_element(state, way, Leaf(name, files.index.find(name)))
@@ -57,8 +57,8 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
     return files, state
 
 
-def _expect_short(ways: Mapping[str, tuple[str | int, ...]]) -> None:
-    """Raise ``ValueError`` if there would be many more containers, or items of lists, than are saved."""
+def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
+    """Raise ``ValueError`` for two in one place, and for many more containers, or items of lists, than are saved."""
     inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
     for name, way in ways.items():
         if len(way) > DEEPEST:
@@ -67,6 +67,8 @@ def _expect_short(ways: Mapping[str, tuple[str | int, ...]]) -> None:
             inside[way[:at]].update([key] if type(key) is int else ())
         if len(inside) > 8 * len(ways) + _EMPTY:
             raise ValueError("its values are said to be in more containers than there can be")
+    if len({*ways.values()}) < len(ways) or any(way in inside for way in ways.values()):
+        raise ValueError("two of its values are said to be in one place")
     if sum(max(keys) + 1 - len(keys) for keys in inside.values() if keys) > len(ways) + _EMPTY:
         raise ValueError("its values are said to be in lists with more items than there are")
 

@@ -1,0 +1,207 @@
+"""``.metadata`` of plain torch is read as torch writes it; what others put into it changes nothing in the process."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+import stagereg.checkpoint.format.torch_metadata as reader
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.cli import main
+from stagereg.errors import CheckpointError
+from stagereg.stagers.blocking import BlockingAsyncStager
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+KIND = f"c{torch_metadata.__name__}\n".encode()
+
+
+def plain(path: Path, state: dict[str, Any], change: Callable[[Any], Any] = lambda metadata: None) -> Path:
+    """A directory that plain torch wrote, with a change in its metadata."""
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def seen() -> dict[str, Any]:
+    """What a pickle could change of the types that it names."""
+    of = {name: dict(vars(kind)) for name, kind in vars(torch_metadata).items() if isinstance(kind, type)}
+    members = {each.name: dict(vars(each)) for each in torch_metadata._MEM_FORMAT_ENCODING}
+    made = {name: vars(each) if hasattr(each, "__dict__") else None for name, each in reader._MADE.items()}
+    return {"types": of, "members": members, "made": repr(made), "defaults": [
+        getattr(each, "__defaults__", None) for each in reader._MADE.values()
+    ]}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_torch_writes_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> None:
+    chunk = torch_metadata.ChunkStorageMetadata(torch.Size((0, 2)), torch.Size((1 << 40, 3)))
+    properties = torch_metadata.TensorProperties(dtype=torch.bfloat16, requires_grad=True)
+    name, index = "model.w", torch_metadata.MetadataIndex("model.w", chunk.offsets, 0)
+    metadata = torch_metadata.Metadata(
+        {
+            name: torch_metadata.TensorStorageMetadata(properties, chunk.sizes, [chunk]),
+            "x" * 300: torch_metadata.BytesStorageMetadata(),
+        },
+        {name: ("model", 70_000, "w")},
+        {index: _StorageInfo("__0_0.distcp", 1 << 40, 7)},
+        torch_metadata.StorageMeta(checkpoint_id=PosixPath("/x/y"), save_id="a", modules=["m"]),
+    )
+    found = reader.loads(pickle.dumps(metadata, protocol))
+    assert found == metadata
+    assert found.storage_data[index] == metadata.storage_data[index]
+
+
+FORGED = {
+    "a place far out in the memo": b"\x80\x02}r" + struct.pack("<I", 1 << 24) + b".",
+    "the same in text": b"}p16777216\n.",
+    "bytes that are not there": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
+    "text that is not there": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b".",
+    "a frame that is not there": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40),
+    "no end": b"\x80\x04}",
+    "nothing": b"",
+    "deep tuples": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
+    "deep tuples as a key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
+    "tuples in each other": b"\x80\x02})q\0" + b"h\0\x86q\0" * 60 + b"Ns.",
+    "indexes in each other": b"\x80\x02}Nq\0"
+    + (KIND + b"MetadataIndex\n)\x81}(X\3\0\0\0fqnh\0X\6\0\0\0offseth\0ubq\0") * 60
+    + b"Ns.",
+    "a code of a lookup in lists in each other": b"\x80\x02]q\0"
+    + b"](h\0h\0eq\0" * 60
+    + KIND
+    + b"_MEM_FORMAT_ENCODING\nh\0\x85R.",
+    "a state of a class": KIND + b"Metadata\nN}X\1\0\0\0aK\1s\x86b.",
+    "a state of a member": KIND + b"_MEM_FORMAT_ENCODING\nK\0\x85R}X\7\0\0\0_value_K\7sb.",
+    "a state of a function": b"ctorch.serialization\n_get_layout\nN}X\x0c\0\0\0__defaults__K\1\x85s\x86b.",
+    "a state of a dtype": b"ctorch\nfloat32\n}X\1\0\0\0aK\1sb.",
+    "an object with arguments by name": b"\x80\x04" + KIND + b"Metadata\n)}\x92.",
+    "an object of the first protocol": b"(i" + KIND[1:] + b"Metadata\n.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a persistent object": b"\x80\x02NQ.",
+    "a call of no type": b"\x80\x02})R.",
+    "another type": pickle.dumps(7),
+    "empty metadata": pickle.dumps(torch_metadata.Metadata({})),
+}
+
+
+@pytest.mark.parametrize("content", FORGED.values(), ids=FORGED)
+def test_other_pickles_are_refused_and_have_changed_nothing(content: bytes) -> None:
+    before = seen()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"^its \.metadata is not what torch writes") as refused:
+            reader.loads(content)
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(content) + 100_000
+    finally:
+        tracemalloc.stop()
+    assert seen() == before
+    assert len(str(refused.value)) < 500
+
+
+def storage(metadata: Any) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+def entry(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["w"]
+
+
+def way(*keys: Any) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update(w=keys)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a place in many lists": way("a", *[10_000] * 150),
+    "a place far out": way("a", 1 << 40),
+    "a deep place": way(*(f"k{i}" for i in range(3_000))),
+    "a place in front": way("a", -1),
+    "no place": way(),
+    "a place in no dict": way(0, "a"),
+    "a place that is true": way("a", True),
+    "a place at half": way("a", 1.5),
+    "a place in another one": way("b", "w"),
+    "a size of text": lambda m: setattr(entry(m), "size", "3"),
+    "a list of sizes": lambda m: setattr(entry(m), "size", [2]),
+    "sizes below zero": lambda m: setattr(entry(m), "size", torch.Size((-2,))),
+    "sizes without end": lambda m: setattr(entry(m), "size", torch.Size((1 << 62, 1 << 62))),
+    "a dtype of text": lambda m: setattr(entry(m).properties, "dtype", "float32"),
+    "a dtype that is not saved": lambda m: setattr(entry(m).properties, "dtype", torch.qint8),
+    "no chunks": lambda m: setattr(entry(m), "chunks", None),
+    "an offset that is not a number": lambda m: setattr(storage(m), "offset", float("nan")),
+    "an offset of 2^70": lambda m: setattr(storage(m), "offset", 1 << 70),
+    "a length that is true": lambda m: setattr(storage(m), "length", True),
+    "a file that is a number": lambda m: setattr(storage(m), "relative_path", 3),
+    "no storage": lambda m: setattr(m, "storage_data", None),
+    "names that are numbers": lambda m: m.state_dict_metadata.update({3: entry(m)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_malformed_metadata_is_a_checkpoint_error_of_every_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], Any]
+) -> None:
+    path = plain(tmp_path / "step-3", {"w": torch.ones(2), "b": torch.ones(3)}, change)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(path)
+    with (
+        Checkpointer(str(tmp_path / "run"), resume=str(path), stager=BlockingAsyncStager()) as checkpointer,
+        pytest.raises(CheckpointError),
+    ):
+        checkpointer.restore({"w": torch.zeros(2)})
+    for command in (["ls", str(path)], ["verify", str(path)], ["convert", str(path), str(tmp_path / "x.pt")]):
+        assert main(command) in (0, 1, 2)
+    assert "Traceback" not in "".join(capsys.readouterr())
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_many_lists_with_one_tensor_each_are_read(tmp_path: Path) -> None:
+    """Also with gaps, of which nothing is saved."""
+    lists = [[[torch.full((1,), n)]] for n in range(300)] + [{}] * 9_000 + [{"a": torch.ones(1)}]
+    with open_checkpoint(plain(tmp_path / "x", {"lists": lists})) as checkpoint:
+        found = checkpoint.entry("lists")
+    assert [int(inner[0][0]) for inner in found[:300]] == [*range(300)]
+    assert found[-1]["a"].tolist() == [1]
+
+
+def test_an_optimizer_without_groups_is_read_as_torch_saves_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"optim": {"state": {}, "param_groups": []}, "w": torch.ones(2)}
+    path, saved = plain(tmp_path / "step-3", state), {"param_groups": []}  # torch saves no empty dict
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.entry("optim") == saved
+        assert checkpoint["w"].tolist() == [1, 1]
+    assert main(["ls", "--json", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["state"] == "no checksums"
+    assert main(["convert", str(path), str(tmp_path / "x.pt")]) == 0
+    assert torch.load(tmp_path / "x.pt")["optim"] == saved
+    loaded: dict[str, Any] = {"optim": None, "w": torch.zeros(2)}
+    with Checkpointer(str(tmp_path / "run"), resume=str(path), stager=BlockingAsyncStager()) as checkpointer:
+        assert checkpointer.restore(loaded) == 3
+        assert loaded["optim"] == saved
+        weight = torch.nn.Linear(1, 1)
+        with pytest.raises(CheckpointError, match="'optim'"):
+            checkpointer.restore({"optim": torch.optim.SGD(weight.parameters(), lr=0.1)}, source=path)
+
+
+def test_options_that_hold_one_another_are_refused_before_they_are_shown(tmp_path: Path) -> None:
+    nested: Any = []
+    for _ in range(60):
+        nested = [nested, nested]
+    groups = [{"lr": 0.1, "more": (nested,), "params": [0]}]
+    path = plain(tmp_path / "x", {"optim": {"state": {0: {"step": torch.ones(1)}}, "param_groups": groups}})
+    with pytest.raises(CheckpointError, match="too large to be one"):
+        open_checkpoint(path)
