@@ -93,7 +93,10 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
             f"{name!r} cannot be saved: it is {kind}, and pickling that fails ({reason(error)}). "
             "Leave it out of the state, or give what it consists of."
         ) from error
-    inside = records(stream.getbuffer())
+    try:
+        inside = records(stream.getbuffer())
+    except ValueError as error:  # another torch writes archives in another way
+        raise CheckpointError(f"{name!r} would not load back: {error}. Save the tensors in it.") from error
     try:
         found = _read(inside)
     except Exception as error:
