@@ -453,7 +453,7 @@ def test_a_directory_of_plain_torch_becomes_a_pt(tmp_path: Path, command: Comman
         ("shape", "'x' has another shape or dtype"),
         ("hole", "the chunks of 'x' do not cover it once"),
         ("twice", "the chunks of 'x' do not cover it once"),
-        ("list", "'x' is said to be in a list with more items than there are"),
+        ("list", "its values are said to be in lists with more items than there are"),
     ],
 )
 def test_plain_torch_runs_nothing_damage_is_one_line(what: str, message: str, tmp_path: Path, command: Command) -> None:
