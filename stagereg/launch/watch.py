@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stagereg.address import listen, own_address
+from stagereg.crash_report import signal_name
 from stagereg.launch.pulse import RETURN_S, printable, proof
 
 _log = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ class Watch:
                     self._note(json.loads(line))
             if pulse.wait() == 0:
                 return
-            ended = f"ended with exit code {pulse.returncode}"
+            code = pulse.returncode
+            ended = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
             starts = starts if time.monotonic() - began < _LASTS_S else 1
             if not self._closed and starts < _MOST_STARTS:
                 _log.warning("stagereg: The heartbeat process of %s %s, and is started again.", rank, ended)
