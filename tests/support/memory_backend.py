@@ -1,10 +1,19 @@
 """A backend of checkpoint stores in the memory of one process, of which each change can be made to fail."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Condition
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileMark, Manifest, plain_name, step_name
+from stagereg.checkpoint.format.manifest import (
+    LATEST,
+    MANIFEST,
+    Checkpoint,
+    FileMark,
+    Manifest,
+    new_token,
+    plain_name,
+    step_name,
+)
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
 
@@ -71,11 +80,13 @@ class MemoryBackend:
             self._change(self._below(checkpoint.path, plain))
         return plain if free else ""
 
-    def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
-        if is_read(each.name):
-            return ""
-        self._change(self._below(each.path, hidden := f"{self.root}/.{plain_name(each.name)}.0.tmp"), each.path)
+    def hide(self, each: Condition) -> str:
+        hidden = f"{self.root}/.{plain_name(each.name)}.{new_token()}.tmp"
+        self._change(self._below(each.path, hidden), each.path)
         return hidden
+
+    def bring_back(self, each: Condition, hidden: str) -> None:
+        self._change(self._below(hidden, each.path), hidden)
 
     def tidy(self) -> Sequence[str]:
         return []

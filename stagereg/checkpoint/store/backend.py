@@ -6,7 +6,7 @@ and :class:`.Retention` do everything else, the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition
@@ -72,11 +72,11 @@ class Backend(Protocol):
     def link(self, checkpoint: Checkpoint) -> str:
         """Link a checkpoint under its plain name too, in one step; return that path, or nothing if it is taken."""
 
-    def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
-        """Hide a checkpoint in one step, and return its path now, to be discarded.
+    def hide(self, each: Condition) -> str:
+        """Hide a checkpoint in one step, and return its path now, to be discarded or given to :meth:`bring_back`."""
 
-        If ``is_read``, called after that with its name, is true, bring the checkpoint back and return nothing.
-        """
+    def bring_back(self, each: Condition, hidden: str) -> None:
+        """Undo :meth:`hide` of a checkpoint with a manifest, in one step."""
 
     def discard(self, path: str) -> None:
         """Delete a directory that is no checkpoint; what cannot be deleted stays and does no harm."""

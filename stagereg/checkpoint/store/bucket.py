@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileMark, Manifest, file_mark, step_of
@@ -83,12 +83,13 @@ class Bucket:
     def link(self, checkpoint: Checkpoint) -> str:
         return ""
 
-    def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
+    def hide(self, each: Condition) -> str:
         self._hide(each.path)
-        if each.manifest is None or not is_read(each.name):
-            return each.path
-        self.write(f"{each.path}/{MANIFEST}", each.manifest.dumps().encode())
-        return ""
+        return each.path
+
+    def bring_back(self, each: Condition, hidden: str) -> None:
+        assert each.manifest is not None
+        self.write(f"{hidden}/{MANIFEST}", each.manifest.dumps().encode())
 
     def discard(self, path: str) -> None:
         if path == self._committed:  # another rank may have died since, and those before it may be deleted

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from stagereg.checkpoint.format.damage import WHOLE, Condition, damage_of
 from stagereg.checkpoint.format.manifest import (
@@ -129,14 +129,14 @@ class Directory:
         failpoint("named")
         return plain
 
-    def remove(self, each: Condition, is_read: Callable[[str], bool]) -> str:
+    def hide(self, each: Condition) -> str:
         hidden = self._hidden(each.name)
         os.rename(each.path, hidden)
         failpoint("hidden")
-        if each.manifest is None or not is_read(each.name):
-            return hidden
+        return hidden
+
+    def bring_back(self, each: Condition, hidden: str) -> None:
         os.rename(hidden, each.path)
-        return ""
 
     def discard(self, path: str) -> None:
         hidden = self._hidden(os.path.basename(path).removeprefix("."))

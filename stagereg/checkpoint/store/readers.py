@@ -1,8 +1,8 @@
 """Readers of checkpoints: the run that writes in a directory does not delete a checkpoint that is being read.
 
 A reader keeps a lease beside the checkpoint, ``.reading.step-00000100.TOKEN``. The run looks for leases before it hides
-a checkpoint, and again right after, and then brings it back; a later save deletes it. A reader that may not write in
-the directory has no lease.
+checkpoints, and once more when all are hidden, and then brings back those that are read; a later save deletes them. A
+reader that may not write in the directory has no lease.
 """
 
 from __future__ import annotations

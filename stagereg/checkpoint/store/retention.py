@@ -46,6 +46,7 @@ class Retention:
         self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
         self._explains = True  # whether there is a file that says so, or may be
         self._again: set[int] = set()  # steps that this run has saved where they were already
+        self._hidden: list[tuple[Condition, str]] = []  # and where; not known yet whether they are read
         self._out_of_sight: list[str] = []
         self._warned: set[str] = set()
 
@@ -74,6 +75,7 @@ class Retention:
         At each moment ``latest``, and each reader, finds a whole checkpoint. Writes why each is kept.
         """
         plain: dict[str, str] = {}
+        named = []
         for each in self.trusted(there):  # of a step the one committed last comes first
             try:
                 path = self._backend.link(each)
@@ -85,8 +87,9 @@ class Retention:
                 if self.pointed() == each.name:
                     self._backend.point(plain_name(each.name))
                     failpoint("repointed")
-                self._remove([Condition(each.path, each.manifest)], [each.path])
+                named.append(Condition(each.path, each.manifest))
                 plain[each.path] = path
+        self._remove(named, plain)
         self._why = {plain.get(path, path): text for path, text in self._why.items()}
         self._explain()
         return plain
@@ -132,25 +135,37 @@ class Retention:
         """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``."""
         if not old:
             return before
-        read, stay = self._readers.found(delete=True), []
+        read = self._readers.found(delete=True)
         old = {*old} - {f"{self._backend.root}/{self.pointed()}"}
+        try:
+            for each in before:
+                if each.path in old and each.name not in read:
+                    self.check()
+                    self._hidden.append((each, self._backend.hide(each)))
+        finally:
+            gone = self._bring_back()
         for each in before:
-            hidden = ""
-            if each.path in old and each.name not in read:
-                self.check()
-                hidden = self._backend.remove(each, self._is_read)
-            if not hidden:
-                stay.append(each)
-                continue
-            self._out_of_sight.append(hidden)
-            if each.damages or each.path in self.distrusted:
+            if each.path in gone and (each.damages or each.path in self.distrusted):
                 self.distrusted.discard(each.path)
                 text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, each.step)
-        return stay
+        return [each for each in before if each.path not in gone]
 
-    def _is_read(self, name: str) -> bool:
-        return name in self._readers.found(delete=True)
+    def _bring_back(self) -> set[str]:
+        """Bring hidden checkpoints back that are read by now; return the paths that the others had.
+
+        One listing finds the readers of all of them. If the listing fails, the next removal tries again.
+        """
+        read = self._readers.found() if self._hidden else {}
+        gone = set()
+        while self._hidden:
+            each, hidden = self._hidden.pop()
+            if each.manifest is not None and each.name in read:
+                self._backend.bring_back(each, hidden)
+            else:
+                self._out_of_sight.append(hidden)
+                gone.add(each.path)
+        return gone
 
     def _warn_of_policy(self, keep: Keep, made: Checkpoint, old: list[Checkpoint]) -> None:
         root = self._backend.root

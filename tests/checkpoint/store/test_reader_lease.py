@@ -26,6 +26,7 @@ import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
@@ -111,6 +112,85 @@ def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> N
         assert store.look(path, content=True).damages == {}
     save(run, 3)
     assert there(run) == [3]
+
+
+@pytest.fixture(params=["path", "url"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    """A store that nothing was saved to, of either kind."""
+    return open_store(tmp_path / "run" if request.param == "path" else f"memory://{uuid.uuid4().hex}/run")
+
+
+def publish(store: CheckpointStore, *steps: int, keep: int, check: Callable[[], None] | None = None) -> list[int]:
+    """Save steps of one file; ``check`` raises where the lock is lost. Return the steps that are listed then."""
+    with store.lock():
+        store.retention.check = check or store.retention.check
+        for step in steps:
+            written = store.temporary(step, new_token())
+            if not store.backend.in_place:
+                os.mkdir(written)
+            store.publish(written, Manifest(step, 1, 0, {"a": store.put(written, "a", b"a")}), keep)
+            store.retention.clear()
+    return sorted(each.manifest.step for each in store.checkpoints()[0])
+
+
+@pytest.mark.parametrize("most", [99, 3], ids=["all are hidden", "the lock is lost after three"])
+def test_readers_that_come_while_many_are_hidden_keep_theirs(store: CheckpointStore, most: int) -> None:
+    publish(store, *range(1, 6), keep=9)
+    hidden: list[str] = []
+
+    def come(point: str) -> None:
+        if point == "hidden":
+            hidden.append(point)
+            for each in paths if len(hidden) == 1 else ():
+                held.enter_context(store.readers.reading(each))
+
+    def lose() -> None:
+        if len(hidden) >= most:
+            raise OSError("the lock is lost")
+
+    paths = [each.path for each in store.checkpoints()[0] if each.manifest.step in (2, 3)]
+    with contextlib.ExitStack() as held:
+        with watching(come):
+            left = publish(store, 6, keep=1, check=lose)
+        assert len(hidden) >= min(5, most)
+        assert {2, 3, 6} <= {*left}
+        assert len(left) == 3 or most == 3
+        assert [store.look(each, content=True).damages for each in paths] == [{}, {}]
+    assert publish(store, 7, keep=1) == [7]
+    assert store.leftovers() == []
+
+
+def test_a_listing_that_fails_once_leaves_nothing_hidden(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 1, 2, keep=2)
+    look, looks = store.readers.found, []
+
+    def fail(*given: bool, **named: bool) -> Any:
+        looks.append(given)
+        if len(looks) == 2:
+            raise OSError(5, "Input/output error")
+        return look(*given, **named)
+
+    monkeypatch.setattr(store.readers, "found", fail)
+    assert publish(store, 3, keep=1) == [3]
+    assert publish(store, 4, keep=1) == [4]
+    assert (len(looks), store.leftovers()) == (4, [])
+
+
+def test_a_save_lists_the_directory_as_often_whether_few_or_many_checkpoints_go(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+    look = store.backend.list
+    monkeypatch.setattr(store.backend, "list", lambda path, *files: listed.append(path) or look(path, *files))
+    counts = []
+    for few in (2, 20):
+        publish(store, *range(100 * few, 101 * few), keep=99)
+        listed.clear()
+        assert publish(store, 101 * few, keep=1) == [101 * few]
+        counts.append(listed.count(store.root))
+    assert counts[0] == counts[1] < 10
 
 
 def test_a_killed_reader_of_this_machine_keeps_nothing(tmp_path: Path) -> None:
