@@ -26,12 +26,14 @@ from typing import Any, Protocol, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 from stagereg.machine import memory
+from stagereg.small_files import open_regular
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 1  # written by `start`; a reader refuses a format newer than it knows
 FILES = "metrics*.jsonl"
 """Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
+MOST_BYTES = 1 << 33  # of a file that is read: 100 million steps
 
 _EPOCH_S = time.time() - time.perf_counter()
 
@@ -42,7 +44,7 @@ class _Recorder:
         # Reentrant, since a signal handler that emits an event may interrupt an emission.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file: int | None = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(self._file).st_size
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shutil
 import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,15 +32,16 @@ from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import exchange, local_path
+from stagereg.checkpoint.store.local_files import aside_of, exchange, local_path
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, DamagedError
 from stagereg.registry import build
-from stagereg.small_files import sync
+from stagereg.small_files import discard, read_small, sync, temporary, temporary_of
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 _PATIENCE_S = 1.0  # for the end of the thread of a save that has just failed
 _LOOK_S = 0.01
+_CHECKSUMS_BYTES = 1 << 28  # a longer file is not read
 _FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class DcpWriter(StorageWriter, AsyncStager):
     For ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. What it wrote plain ``dcp.load`` reads, and
     :class:`DcpReader`, which checks it. All ranks see the same file system.
 
-    Until ``finish`` the files are in ``.NAME.tmp`` beside ``path``, where a killed save leaves them and the next one to
-    the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two where the
-    file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.old``. Saves that are under way
-    at the same time may share a writer, and need a path each.
+    Until ``finish`` the files are in ``.NAME.TOKEN.tmp`` beside ``path``, where a killed save leaves them and the next
+    save to the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two if
+    the file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.TOKEN.old``. Saves that are
+    under way at the same time may share a writer, and need a path each.
 
     As torch's ``FileSystemWriter``, it stages for ``async_save``, unless that is given an ``async_stager``: with
     ``stager=overlapped``, whose copies are complete when :meth:`stage` returns. All writers of the process share its
@@ -116,7 +116,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
         path = _local(checkpoint_id, type(self).__name__).resolve() if checkpoint_id else self.path
         self.path = self._save.path = path
-        self._save.storage = DcpStorage(None if path is None else self._hidden("tmp"), self._direct)
+        self._save.storage = DcpStorage(direct=self._direct)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take part. Raises: ``CheckpointError`` with torch's ``use_collectives=False``."""
@@ -132,14 +132,13 @@ class DcpWriter(StorageWriter, AsyncStager):
         """
         if self._save.path is None:
             raise CheckpointError("DcpWriter was given no directory: DcpWriter(path), or checkpoint_id=path.")
-        there = os.listdir(self._save.path) if self._save.path.is_dir() else [""] * self._save.path.exists()
-        others = [each for each in there if each not in (METADATA, CHECKSUMS) and not each.endswith(DEFAULT_SUFFIX)]
-        if others:
-            what = ", ".join(sorted(others)[:3]) or "it is a file"
+        if self._save.path.exists() and (others := _others(self._save.path)):
+            what = ", ".join(sorted(others)[:3])
             raise CheckpointError(
                 f"{self._save.path} has what is no part of a checkpoint ({what}), and would be replaced "
                 "as a whole: give each checkpoint a directory of its own."
             )
+        self._save.beside = ""
         for item in plan.items:
             if item.tensor_data is not None:
                 properties = item.tensor_data.properties
@@ -154,13 +153,21 @@ class DcpWriter(StorageWriter, AsyncStager):
         """
         assert self._save.path is not None
         _expect_sole(self._save.path)
-        shutil.rmtree(self._save.storage.path, ignore_errors=True)
-        os.makedirs(self._save.storage.path)
+        self._save.path.parent.mkdir(parents=True, exist_ok=True)
+        for left in _left_beside(self._save.path):
+            if not _others(left):
+                discard(os.fspath(left))
+        self._save.beside = temporary(self._save.path)
+        os.mkdir(self._save.beside)
         failpoint("made")
-        return self._save.storage.prepare_global_plan(plans)
+        numbered = self._save.storage.prepare_global_plan(plans)
+        return [replace(plan, storage_data=(plan.storage_data, self._save.beside)) for plan in numbered]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and flush this rank's files, whose marks go to the coordinator. Raises: ``OSError``."""
+        number, beside = plan.storage_data
+        self._save.storage.reset(self._save.beside or self._find_beside(beside))
+        plan = replace(plan, storage_data=number)
         results = self._save.storage.write_data(plan, planner).wait()
         done: Future[list[WriteResult]] = Future()
         marks = self._save.storage.marks.items()
@@ -196,21 +203,34 @@ class DcpWriter(StorageWriter, AsyncStager):
         open_store(path.parent).put(os.fspath(beside), CHECKSUMS, manifest.dumps().encode())
         sync(beside)
         failpoint("described")
-        old = exchange(beside, path, self._hidden("old"))
+        old = exchange(beside, path)
         failpoint("renamed")
         sync(path.parent)
         failpoint("committed")
-        shutil.rmtree(old, ignore_errors=True)
+        if old.is_dir() and (others := _others(old)):
+            _log.warning("%s has %s, which came to %s during the save: it was not deleted.", old, others[0], path)
+        else:
+            discard(os.fspath(old))
 
-    def _hidden(self, kind: str) -> Path:
-        assert self._save.path is not None
-        return self._save.path.with_name(f".{self._save.path.name}.{kind}")
+    def _find_beside(self, told: str) -> str:
+        """Return the directory of this save: ``told``, but torch's plan caching tells that of an earlier save."""
+        path = cast("Path", self._save.path)
+        if Path(told).parent == path.parent and temporary_of(Path(told).name) == path.name and os.path.isdir(told):
+            return told
+        found = [os.fspath(each) for each in _left_beside(path) if temporary_of(each.name)]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{path.parent} has {len(found)} directories .{path.name}.TOKEN.tmp, and must have the one of this "
+                "save: delete what killed saves have left, and save again."
+            )
+        return found[0]
 
 
 class _Save(threading.local):
     """The save of a thread: torch makes all calls for one on one thread."""
 
     path: Path | None = None
+    beside = ""  # the directory that it is written in, on the coordinator
     storage: DcpStorage
 
 
@@ -238,10 +258,12 @@ class DcpReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return torch's metadata, which is checked. Raises: ``CheckpointError``, ``OSError``."""
-        checksums = Path(self.path) / CHECKSUMS
+        checksums = os.path.realpath(Path(self.path) / CHECKSUMS)
         try:
-            self._manifest = Manifest.loads(checksums.read_bytes()) if checksums.exists() else None
-        except ValueError as error:
+            self._manifest = Manifest.loads(read_small(checksums, _CHECKSUMS_BYTES))
+        except FileNotFoundError:
+            self._manifest = None
+        except (OSError, ValueError) as error:
             raise DamagedError(f"{checksums} is damaged: {error}") from error
         if self._manifest is not None:
             only = {METADATA: self._manifest.files[METADATA]} if METADATA in self._manifest.files else {}
@@ -295,6 +317,25 @@ def _local(path: StrPath, what: str) -> Path:
     if is_url(path):
         raise ConfigError(f"{what} takes a directory of this machine, not {path}; stagereg.Checkpointer saves to URLs.")
     return local_path(path)
+
+
+def _others(path: Path) -> list[str]:
+    """Return the names in a directory that are no part of a checkpoint; that there is a file in its place."""
+    if not path.is_dir():
+        return ["it is a file"]
+    with os.scandir(path) as entries:
+        return [each.name for each in entries if each.is_dir(follow_symlinks=False) or not _is_part(each.name)]
+
+
+def _is_part(name: str) -> bool:
+    return name in (METADATA, CHECKSUMS) or name.endswith(DEFAULT_SUFFIX)
+
+
+def _left_beside(path: Path) -> list[Path]:
+    """Return the directories of saves to ``path`` that did not end, and what they replaced if that is not needed."""
+    of = [temporary_of, aside_of] if path.exists() else [temporary_of]
+    named = [each for each in path.parent.iterdir() if path.name in [find(each.name) for find in of]]
+    return [each for each in named if each.is_dir() and not each.is_symlink()]
 
 
 def _world_size() -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
 from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.load.opened import open_checkpoint
 from stagereg.checkpoint.options import Leave
@@ -39,6 +39,7 @@ STORE = ".stagereg"
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
+_BESIDE = (".reading.", ".step-", ".nfs")  # leases, what is being deleted, files that NFS deletes later
 _ALL = 10**9  # checkpoints are kept: none of them stays in the directory that they are written in
 
 
@@ -191,7 +192,7 @@ class NamedCheckpoints:
     def _replace(self, path: Path, beside: Path) -> list[Path]:
         """Give ``beside`` the name ``path``; return the path of the file that had that name."""
         if self._replaces_files:
-            return [exchange(beside, path, path.with_name(f".{path.name}.old"))]
+            return [exchange(beside, path)]
         beside.rename(path)  # fails unless nothing, or an empty directory, is there
         return []
 
@@ -243,10 +244,17 @@ def choose(path: str, verify: bool) -> str | None:
 
 
 def delete(path: Path, store: Path | None = None) -> None:
-    """Delete what is at ``path``, in ``store`` or the one beside it, so that no half is left under its name."""
+    """Delete what is at ``path``, in ``store`` or the one beside it, so that no half is left under its name.
+
+    Of a directory that has something else, only the checkpoints are deleted, and a warning names the rest.
+    """
     store = store or path.parent / STORE
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+    elif others := _others(path):
+        for each in _saved_in(path):
+            delete(each, store)
+        _log.warning("stagereg: %s was not deleted: %s in it is no part of a checkpoint.", path, others[0])
     else:
         shutil.rmtree(path.rename(_hidden(store)) if store.is_dir() else path)
 
@@ -277,6 +285,14 @@ def _saved_in(path: Path) -> list[Path]:
     """Return the checkpoints in a directory; no links, and nothing that a program gave a like name."""
     found = path.glob(_STEPS)
     return [each for each in found if number_of(each) and not each.is_symlink() and (each / MANIFEST).is_file()]
+
+
+def _others(path: Path) -> list[str]:
+    """Return the names in the directory of checkpoints, or of one checkpoint, ``path`` that are no part of any."""
+    if (path / MANIFEST).is_file() or (path / METADATA).is_file():  # METADATA: torch or a trainer wrote it
+        return []
+    own = {each.name for each in _saved_in(path)}
+    return sorted(name for name in os.listdir(path) if name not in own and not name.startswith(_BESIDE))
 
 
 def _hidden(store: Path) -> Path:

@@ -44,13 +44,14 @@ from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped
 from stagereg.integrations.agreed import expect_known
 from stagereg.launch.rank import Rank, is_consequence
 from stagereg.launch.run_store import RunStore
+from stagereg.small_files import read_small, replace_small
 
 __all__ = ["on_ranks", "report", "run_config"]
 
 _WRITTEN_FOR = ">=2.60"
 _REPORT = ["metrics", "checkpoint", "checkpoint_dir_name", "checkpoint_upload_mode"]
 _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "validation"]
-_SNAPSHOT = "checkpoint_manager_snapshot.json"
+_SNAPSHOT, _SNAPSHOT_BYTES = "checkpoint_manager_snapshot.json", 1 << 28
 _ENDED_S = 30.0  # seconds in which Ray ends a worker whose error is a consequence of another error
 _HELD_S = 60.0  # seconds, at most, for which a worker lets Ray wait that saves after a loss
 _LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
@@ -266,11 +267,11 @@ def _forget_deleted(directory: Path) -> None:
     snapshot = directory / _SNAPSHOT
     if not snapshot.exists():
         return
-    known = json.loads(snapshot.read_text())
+    known = json.loads(read_small(snapshot, _SNAPSHOT_BYTES))
     listed = known["checkpoint_results"]
     there = [at for at, each in enumerate(listed) if (directory / each["checkpoint_dir_name"]).is_dir()]
     if len(there) < len(listed):
         for name in ("checkpoint_results", "checkpoint_report_indices"):
             known[name] = [known[name][at] for at in there]
         known["latest_checkpoint_result"] = known["checkpoint_results"][-1] if there else None
-        snapshot.write_text(json.dumps(known))
+        replace_small(snapshot, json.dumps(known).encode())

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import stagereg.integrations.written as written
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import MANIFEST, step_of
 from stagereg.checkpoint.hold import SCRATCH
@@ -259,14 +260,13 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
 
     def _export_hf(self, step: int) -> None:
         """Write the model as Hugging Face has it, into ``step-N-hf``, which is complete or absent."""
-        final, beside = (os.path.join(self.folder, name) for name in (f"step-{step}-hf", f".step-{step}-hf.tmp"))
+        final = os.path.join(self.folder, f"step-{step}-hf")
+        beside = _agreed(lambda: written.begin(final))
 
         def commit() -> None:
             shutil.rmtree(os.path.join(beside, "sharded"), ignore_errors=True)
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(beside, final)
+            written.commit(beside, final)
 
-        _agreed(lambda: shutil.rmtree(beside, ignore_errors=True))
         dcp.CheckpointManager.dcp_save(self, self._exported(), beside, dcp.AsyncMode.DISABLED, to_hf=True)
         if dist.is_initialized():
             dist.barrier()

@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections import defaultdict
@@ -25,15 +24,17 @@ from types import FrameType
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, __version__
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
+import stagereg.integrations.written as written
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, check_all
 from stagereg.errors import ConfigError, InstallationError
-from stagereg.integrations.agreed import expect_known
+from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.spec import refuse_unknown
 
 __all__ = ["StageregCallback"]
@@ -212,22 +213,20 @@ class _Run:
     def _write_best(self, step: int) -> None:
         """Write the model's files beside and rename, and delete those that no checkpoint refers to."""
         trainer = self._trainer
-        folder, writes = trainer.args.output_dir, trainer.args.should_save
-        path, beside = os.path.join(folder, f"best-{step}"), os.path.join(folder, ".best.tmp")
-        if writes:
-            shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
+        folder, is_first = trainer.args.output_dir, trainer.args.process_index == 0
+        path = os.path.join(folder, f"best-{step}")
+        beside = agreed(lambda: written.begin(path), is_first, lambda made: broadcast_object_list([made])[0])
         trainer.save_model(beside, _internal_call=True)
         trainer.state.best_model_checkpoint = path
-        if not writes:
+        if not trainer.args.should_save:
             return
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(beside, path)
+        written.commit(beside, path)
         steps = sorted(int(found[1]) for each in os.listdir(folder) if (found := re.fullmatch(r"best-(\d+)", each)))
         # Each checkpoint that stays may refer to another one, and so may the two that are not complete yet.
         most = self._options["keep"] if isinstance(self._options["keep"], int) else sys.maxsize
         kept = [each for each in steps if each <= step][-most - 3 :]
         for old in set(steps).difference(kept):
-            shutil.rmtree(os.path.join(folder, f"best-{old}"), ignore_errors=True)
+            written.remove(os.path.join(folder, f"best-{old}"))
 
 
 class _StageregTrainer(Trainer):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stagereg.errors import MALFORMED
-from stagereg.record import run_of
+from stagereg.record import MOST_BYTES, run_of
+from stagereg.small_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,7 @@ class Earlier:
         ``checkpoints`` is the directory that the run saves to. Returns ``None`` as well if the file cannot be read.
         """
         try:
-            _expect_regular(path)
-            with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+            with _mapped(path, size) as data:
                 return _of(data, run, checkpoints) if size else None
         except (OSError, *MALFORMED):  # the file is missing or empty, or another program's
             return None
@@ -100,8 +101,7 @@ def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
     Returns ``None`` if there is none, or if the file cannot be read.
     """
     try:
-        _expect_regular(path)
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with _mapped(path) as data:
             return _last(data, kind, 0, lambda event: attempt in (event["run"], run_of(event["run"])))
     except (OSError, ValueError):  # the file is missing or empty, or no file
         return None
@@ -117,9 +117,13 @@ def _last(data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str,
     return None
 
 
-def _expect_regular(path: Path) -> None:
-    if not path.is_file():  # opening a pipe would wait
-        raise OSError(f"{path} is no file")
+def _mapped(path: Path, size: int = 0) -> mmap.mmap:
+    """Map the first ``size`` bytes of a record, or all. Raises ``OSError``, or ``ValueError`` if it has none."""
+    with open(open_regular(path), "rb") as file:
+        size = size or os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes")
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 
 def _head(kind: bytes) -> bytes:

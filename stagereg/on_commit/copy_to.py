@@ -8,14 +8,14 @@ since a run was killed or the store was out of reach, are copied with the next o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from itertools import takewhile
-from pathlib import Path
 from typing import IO
 
 from stagereg.checkpoint.format.damage import WHOLE
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, FileMark, Manifest
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -25,6 +25,7 @@ from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open
 from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
 from stagereg.registry import register
+from stagereg.small_files import open_regular
 
 _BLOCK_BYTES = 1 << 23
 
@@ -80,7 +81,7 @@ class CopyTo:
         if is_url(place):
             ObjectStore(place).make_directory(place)
         else:
-            os.makedirs(place, exist_ok=True)
+            _make(place, manifest)
         for name, found in target.contents(place, dict.fromkeys(manifest.files, WHOLE)).items():
             if found != manifest.files[name]:
                 _copy_file(f"{one.path}/{name}", f"{place}/{name}", manifest.files[name])
@@ -98,6 +99,20 @@ def _place(one: Checkpoint, target: CheckpointStore) -> str:
     return target.temporary(one.manifest.step, hashlib.sha256(one.manifest.dumps().encode()).hexdigest()[:12])
 
 
+def _make(place: str, manifest: Manifest) -> None:
+    """Make the directory of a copy, or take the one that a killed copy has left, and nothing else."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place)
+    if os.path.islink(place):
+        raise CheckpointError(f"{place} is a link, and nothing was copied to it: delete the link.")
+    with os.scandir(place) as entries:
+        for each in entries:
+            if not each.is_file(follow_symlinks=False) or each.name not in (*manifest.files, MANIFEST):
+                raise CheckpointError(f"{place} has {each.name}, which is no part of a copy: move {place} away.")
+    with contextlib.suppress(FileNotFoundError):  # it is written last
+        os.unlink(f"{place}/{MANIFEST}")
+
+
 def _copy_file(source: str, target: str, mark: FileMark) -> None:
     def copy() -> None:
         to = Upload(target) if is_url(target) else DiskFile(target, direct=False)
@@ -110,7 +125,7 @@ def _copy_file(source: str, target: str, mark: FileMark) -> None:
 
 
 def _opened(path: str) -> IO[bytes]:
-    return ObjectStore(path).open(path) if is_url(path) else Path(path).open("rb")
+    return ObjectStore(path).open(path) if is_url(path) else open(open_regular(path), "rb")
 
 
 def _expect(mark: FileMark, found: FileMark, path: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, expect_insta
 from stagereg.errors import ConfigError
 from stagereg.registry import register
 from stagereg.sizes import ByteSize
+from stagereg.small_files import replace_small
 
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
 _WEIGHTS = ".index.json"
@@ -63,7 +63,7 @@ class HuggingFaceExport:
             export(opened, self.model, folder / "model.safetensors", True, self.options)
         for each in [] if self.pretrained is None else sorted(Path(self.pretrained).expanduser().iterdir()):
             if each.suffix in _BESIDE and not each.name.endswith(_WEIGHTS) and each.is_file():
-                shutil.copyfile(each, folder / each.name)
+                replace_small(folder / each.name, each.read_bytes(), flush=False)
         if self.upload is not None:
             import huggingface_hub
 

@@ -36,7 +36,7 @@ from stagereg.number_text import counted
 from stagereg.output import echo, warn
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import directed, lacking, least_difference, usual
-from stagereg.sweep.plan import PLAN
+from stagereg.sweep.plan import PLAN, Plan
 from stagereg.sweep.result import JobResult, is_completed, jobs_in
 from stagereg.sweep.reuse import as_saved, fingerprint, flat, held
 from stagereg.sweep.run import Run
@@ -148,7 +148,8 @@ class Compare(Callback):
                 "its jobs from 0: they would resume from other jobs, and overwrite their results. Take another "
                 "hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved."
             )
-        (directory / PLAN).unlink(missing_ok=True)  # the plan of a sweep whose jobs were deleted
+        if Plan.read(directory) is not None:  # of a sweep whose jobs were deleted
+            (directory / PLAN).unlink()
 
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra

@@ -25,12 +25,12 @@ from hydra.core.override_parser.types import Override
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from stagereg.errors import RESUME_CODE, LaunchError
+from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
 from stagereg.launch.command_line import SWEEP_KEYS, Identity, gives_resume, raw
 from stagereg.number_text import counted
 from stagereg.output import warn
 from stagereg.sweep.plan import Plan, PlannedJob, command_to_continue
-from stagereg.sweep.result import RESULT, is_completed, jobs_in
+from stagereg.sweep.result import RESULT, JobResult, is_completed, jobs_in
 from stagereg.sweep.reuse import Reuse, SweepError, as_saved, expect_own, flat, held
 
 log = logging.getLogger(__name__)
@@ -189,8 +189,9 @@ class ContainedTask:
 
     def __call__(self, cfg: Any) -> Any:
         hydra = HydraConfig.get()
-        if not is_completed(output := hydra.runtime.output_dir):
-            Path(output, RESULT).unlink(missing_ok=True)  # an earlier failure, which is not that of this run
+        with contextlib.suppress(ConfigError, OSError):
+            if JobResult.read(output := hydra.runtime.output_dir).status != "completed":
+                Path(output, RESULT).unlink()  # an earlier failure, which is not that of this run
         with contextlib.suppress(Exception):  # a file system that is slow to show the plan stops no job
             if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
                 log.info(plan.position(hydra.job.num))

@@ -21,6 +21,7 @@ from stagereg.launch.command_line import Identity, by_key, split
 from stagereg.number_text import decimal
 from stagereg.output import json_numbers
 from stagereg.record import file_name, plain
+from stagereg.small_files import replace_small
 from stagereg.sweep.figures import figures
 from stagereg.sweep.files import LATEST_TIME, is_whole, json_of, yaml_of
 from stagereg.sweep.run import Run
@@ -181,9 +182,8 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
 def write_whole(path: Path, content: bytes) -> Path:
     """Write a file completely or not at all; if several processes write the file at once, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    return temporary.replace(path)
+    replace_small(path, content, flush=False)
+    return path
 
 
 def _figure(value: Any) -> float:

@@ -72,8 +72,15 @@ def round_trips(rank: int, world_size: int, root: str) -> None:
                 found = state(0)
                 dcp.load(found, storage_reader=reader(f"{root}/{number}"))
                 assert same(found, state(value)), (number, value, reader)
+    writer = stagereg.DcpWriter(f"{root}/3")
+    for value in (3, 13, 23, 33):  # one writer, and plans that torch keeps from one save to the next
+        path = f"{root}/{4 if value == 33 else 3}"
+        given = {"checkpoint_id": path} if value == 33 else {}
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state(value), storage_writer=writer, planner=planner, **given)
+        assert holds(path, value), value
     if rank == 0:
-        assert sorted(os.listdir(root)) == ["1", "2"]
+        assert sorted(os.listdir(root)) == ["1", "2", "3", "4"]
         names = [".metadata", *(f"__{each}_0.distcp" for each in range(world_size)), "checksums.json"]
         assert sorted(os.listdir(f"{root}/1")) == names
 
@@ -248,8 +255,9 @@ def test_without_an_exchange_of_directories_two_renames_do(tmp_path: Path, monke
 
 
 def test_leftovers_of_a_killed_save_get_into_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / ".a.tmp").mkdir()
-    (tmp_path / ".a.tmp" / "__7_0.distcp").write_bytes(b"of more ranks")
+    left = tmp_path / ".a.0123456789ab.tmp"
+    left.mkdir()
+    (left / "__7_0.distcp").write_bytes(b"of more ranks")
     dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
     assert os.listdir(tmp_path) == ["a"]
     assert sorted(os.listdir(tmp_path / "a")) == [".metadata", "__0_0.distcp", "checksums.json"]

@@ -22,6 +22,7 @@ import stagereg.record as record
 from stagereg.errors import LaunchError
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
+from stagereg.sweep.plan import Plan
 from stagereg.sweep.result import JobResult
 from stagereg.sweep.reuse import held
 
@@ -262,9 +263,15 @@ def test_settings_that_make_a_sweep_useless_are_refused(tmp_path: Path, capsys: 
 def test_another_sweeper_is_refused_where_jobs_are_since_it_would_number_its_own_from_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sweep.json").touch()  # its jobs were deleted
+    Plan(tmp_path, (), "").write()  # its jobs were deleted
     Compare("loss").on_multirun_start(config(tmp_path))
     assert not (tmp_path / "sweep.json").exists()
+    (tmp_path / "sweep.json").write_text('{"method": "grid"}')  # of another tool
+    with pytest.raises(SystemExit, match="1"):
+        Compare("loss").on_multirun_start(config(tmp_path))
+    assert "sweep.json cannot be read: 'format'" in capsys.readouterr().err
+    assert (tmp_path / "sweep.json").read_text() == '{"method": "grid"}'
+    (tmp_path / "sweep.json").unlink()
     write_hydra(tmp_path / "3", ["a=1"], 3)
     with pytest.raises(SystemExit, match="1"):
         Compare("loss").on_multirun_start(config(tmp_path))

@@ -6,9 +6,11 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import stagereg.small_files as small_files
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import split
 from stagereg.sweep.result import RESULT, JobResult, kind_of, results
@@ -49,11 +51,11 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result(tmp_path, returned=1).write()
 
-    def full(path: Path, content: bytes) -> None:
-        path.open("wb").close()
+    def full(path: str, *_: Any) -> None:
+        Path(path).touch()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(small_files, "write_new", full)
     with pytest.raises(OSError, match="No space"):
         result(tmp_path, returned=2).write()
     assert JobResult.read(tmp_path).returned == 1

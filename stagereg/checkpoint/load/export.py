@@ -108,9 +108,11 @@ def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
 
 
 def _expect_free(paths: Iterable[Path], replace: bool) -> None:
-    there = next((path for path in paths if os.path.lexists(path)), None)
-    if there is not None and not replace:
-        raise CheckpointError(f"{there} is there already; --force replaces it.")
+    for there in filter(os.path.lexists, paths):
+        if there.is_dir() and not there.is_symlink():
+            raise CheckpointError(f"{there} is a directory, and must be a file: choose another path.")
+        if not replace:
+            raise CheckpointError(f"{there} is there already; --force replaces it.")
 
 
 # -- safetensors

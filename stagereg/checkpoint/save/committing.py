@@ -230,6 +230,7 @@ class _Work:
     ) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         save, storage, copy = self._save, self._to.storage, self._copy
         save.at = "preparing its files"
+        self._to.expect_new(self._path)
         storage.reset(self._path)
         is_first = self._ranks.rank == 0
         self.planner.parts = {} if own is None else own.parts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -92,6 +93,9 @@ class Target(ABC):
     def begin(self, step: int) -> tuple[str, bool]:
         """Begin a save; return the path to write in, and whether all ranks skip this save."""
 
+    def expect_new(self, path: str) -> None:  # noqa: B027  # a tier makes it at once
+        """Raise ``CheckpointError`` if ``path`` has anything of others. On each rank, before it makes ``path``."""
+
     def expect_room(self, nbytes: int) -> None:  # noqa: B027  # usually it is not known
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
 
@@ -147,13 +151,21 @@ class SaveTarget(Target):
         self._storage_name = name_of(storage)  # for manifests
         self.read_back = None if is_builtin(storage) else read_back
         self._tokens = random.Random(token)  # the same on all ranks without an exchange
-        self._token = ""
+        self._token, self._is_new = "", False
         self.metrics = LoggedMetrics()
         self.committed: Checkpoint | None = None
 
     def begin(self, step: int) -> tuple[str, bool]:
-        self._token = self._tokens.randbytes(len(self.token) // 2).hex()
+        self._token, self._is_new = self._tokens.randbytes(len(self.token) // 2).hex(), False
         return self.store.temporary(step, self._token), False
+
+    def expect_new(self, path: str) -> None:
+        if self.ranks.rank == 0 and not self.store.backend.in_place:
+            # Another rank of this save may have made it, and leaves it empty.
+            there = [path] if os.path.islink(path) else self.store.backend.list(path)
+            if there:
+                raise CheckpointError(f"{path} was there before this save, and was not touched. Save again.")
+        self._is_new = True
 
     def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
         if metadata is None:
@@ -187,8 +199,12 @@ class SaveTarget(Target):
         return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=metrics, command=command_key())
 
     def discard(self, step: int) -> None:
-        if self.ranks.rank == 0:
-            self.store.backend.discard(self.store.temporary(step, self._token))
+        path = self.store.temporary(step, self._token)
+        if self.ranks.rank == 0 and (self._is_new or self.store.backend.in_place):
+            self.store.backend.discard(path)
+        elif self.ranks.rank == 0:
+            with contextlib.suppress(OSError):  # it has files if it is not of this save
+                os.rmdir(path)
 
     def clear(self) -> None:
         self.store.retention.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
 from stagereg.checkpoint.format.manifest import FileMark
 from stagereg.errors import ConfigError
-from stagereg.small_files import open_regular
+from stagereg.small_files import open_regular, temporary, temporary_of
 
 FILE_URL = "file://"
 _THREADS = min(4, os.cpu_count() or 1)
@@ -56,10 +55,10 @@ def _mark_piece(descriptor: int, piece: range) -> FileMark:
     return FileMark(at - piece.start, crc)
 
 
-def exchange(beside: Path, path: Path, aside: Path) -> Path:
-    """Give ``beside`` the name ``path``; return the path of what had that name.
+def exchange(beside: Path, path: Path) -> Path:
+    """Give ``beside`` the name ``path``; return the path of what had that name, a link itself. Deletes nothing.
 
-    In one step, or in two if the file system has none: killed between them, it is at ``aside``.
+    In one step, or in two if the file system has none: killed between them, it is at :func:`aside`.
     """
     if not os.path.lexists(path):
         os.rename(beside, path)
@@ -68,7 +67,21 @@ def exchange(beside: Path, path: Path, aside: Path) -> Path:
     names = os.fsencode(beside), os.fsencode(path)
     if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
         return beside
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    os.rename(beside, path)
-    return aside
+    old = Path(aside(path))
+    os.rename(path, old)
+    try:
+        os.rename(beside, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    return old
+
+
+def aside(path: Path) -> str:
+    """Return a name ``.NAME.TOKEN.old`` in the folder of ``path`` that nobody can foresee; makes nothing."""
+    return f"{temporary(path).removesuffix('tmp')}old"
+
+
+def aside_of(name: str) -> str | None:
+    """Return of what a name is the one of :func:`aside`, without its folder; ``None`` if it is not ours."""
+    return temporary_of(f"{name.removesuffix('old')}tmp") if name.endswith(".old") else None
