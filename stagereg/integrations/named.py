@@ -167,8 +167,8 @@ class NamedCheckpoints:
             raise failure
 
     def _place(self, path: Path, number: int) -> None:
-        made = self._store / f"step-{number:08d}"
-        if not made.is_dir():
+        made = next((each for each in _saved_in(self._store) if number_of(each) == number), None)
+        if made is None:
             return  # it has failed, and a later one has not
         if path.is_dir() and not path.is_symlink():
             read = self._stores.setdefault(path, open_store(path)).readers.found()

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection
 
 from stagereg.checkpoint.format.damage import Condition
-from stagereg.checkpoint.format.manifest import KEPT, LATEST, Checkpoint, plain_name
+from stagereg.checkpoint.format.manifest import KEPT, LATEST, MANIFEST, METADATA, Checkpoint, plain_name
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.conditions import complete, conditions
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -23,6 +23,8 @@ from stagereg.checkpoint.store.readers import Readers
 from stagereg.errors import nearest
 from stagereg.option_text import option
 from stagereg.small_files import UnfitFileError, warn_skipped
+
+_FILES = {MANIFEST, METADATA, "index.json"}  # one of these is in each checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +141,7 @@ class Retention:
         old = {*old} - {f"{self._backend.root}/{self.pointed()}"}
         try:
             for each in before:
-                if each.path in old and each.name not in read:
+                if each.path in old and each.name not in read and self._is_ours(each):
                     self.check()
                     self._hidden.append((each, self._backend.hide(each)))
         finally:
@@ -150,6 +152,15 @@ class Retention:
                 text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, each.step)
         return [each for each in before if each.path not in gone]
+
+    def _is_ours(self, each: Condition) -> bool:
+        """Whether a directory has, or had, a checkpoint; a user may have given another one such a name."""
+        there = {MANIFEST} if each.manifest is not None else self._backend.list(each.path).keys()
+        if there and not _FILES & there:
+            where = self._backend.root
+            self._warn_once(f"a directory of a step in {where} is not of a checkpoint, and stays: {each.path}")
+            return False
+        return True
 
     def _bring_back(self) -> set[str]:
         """Bring hidden checkpoints back that are read by now; return the paths that the others had.
