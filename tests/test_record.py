@@ -308,3 +308,15 @@ def test_a_value_that_is_no_number_is_refused_by_name(step: Any, value: Any, nam
         stagereg.log(step, loss=value)
     assert named in str(caught.value)
     assert "step=" in named or "loss" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_what_is_no_record_is_not_written_to(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rc").write_text("exec zsh\n")
+    path = tmp_path / record.file_name(0)
+    os.mkfifo(path) if kind == "a pipe" else path.symlink_to(tmp_path / "rc")
+    with record.recording(tmp_path, 0, 1):
+        record.emit("step", step=1)
+    assert (tmp_path / "rc").read_text() == "exec zsh\n"
+    assert "nothing more is recorded" in caplog.text
+    assert "not a regular file" in caplog.text

@@ -440,3 +440,29 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path, apart: int) 
     done = run_forked(KILLED, tmp_path / "root", apart, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert all(int(count) > 9 for count in done.stdout.split()), done.stdout
+
+
+def test_what_comes_to_the_path_during_a_save_is_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save = partial(dcp.save, no_dist=True)
+    save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+
+    def come(point: str) -> None:
+        if point == "described":
+            (tmp_path / "a" / "notes.txt").write_text("mine")
+
+    with watching(come):
+        save(state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+    assert holds(tmp_path / "a", 2, no_dist=True)
+    [kept] = tmp_path.glob("*/notes.txt")
+    assert kept.read_text() == "mine"
+    assert f"{kept.parent} has notes.txt, which came to {tmp_path / 'a'} during the save" in caplog.text
+    save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
+    assert kept.exists()
+
+
+def test_checksums_that_are_a_pipe_are_damage(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path), no_dist=True)
+    (tmp_path / "checksums.json").unlink()
+    os.mkfifo(tmp_path / "checksums.json")
+    with pytest.raises(CheckpointException, match=unread("not a regular file")):
+        holds(tmp_path, 1, no_dist=True)

@@ -494,3 +494,15 @@ class Fires:
 
     def __reduce__(self) -> Any:
         return pytest.fail, ("it was run",)
+
+
+def test_a_directory_in_the_place_of_a_file_is_named_and_nothing_is_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(str(tmp_path / "run")) as checkpointer:
+        checkpointer.save(1, {"x": torch.zeros(3)})
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    (tmp_path / "out.safetensors.index.json").mkdir()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out.safetensors"), "--force"]) == 2
+    assert "out.safetensors.index.json is a directory, and must be a file" in capsys.readouterr().err
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"

@@ -246,3 +246,18 @@ def test_a_run_copies_what_its_config_says(tmp_path: Path) -> None:
             checkpointer.wait()
     assert steps(str(tmp_path / "copies")) == [5, 4, 2]
     assert checkpointer.stats.on_commit_failures == 0
+
+
+def test_a_copy_takes_what_a_killed_copy_has_left_and_nothing_else(tmp_path: Path) -> None:
+    save(str(tmp_path / "run"), 1)
+    one = newest(str(tmp_path / "run"))
+    [found] = open_store(tmp_path / "run").checkpoints()[0]
+    place = Path(copy_to._place(found, open_store(tmp_path / "to")))
+    place.mkdir(parents=True)
+    (place / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match=f"{place} has notes, which is no part of a copy: move {place} away"):
+        CopyTo(str(tmp_path / "to")).committed(one)
+    assert [each.name for each in place.iterdir()] == ["notes"]
+    place.rename(tmp_path / "away")
+    CopyTo(str(tmp_path / "to")).committed(one)
+    assert steps(str(tmp_path / "to")) == [1]

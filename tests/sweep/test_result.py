@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import stagereg.small_files as small_files
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import split
+from stagereg.sweep.plan import Plan
 from stagereg.sweep.result import RESULT, JobResult, kind_of, results
 
 from ..support.samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
@@ -176,3 +178,19 @@ def test_runs_and_sweeps_are_recognised_and_nothing_else(tmp_path: Path) -> None
             kind_of(other)
     with pytest.raises(ConfigError, match=r"^There is no directory outptus/x\.$"):
         kind_of(Path("outptus/x"))
+
+
+@pytest.mark.parametrize("name", ["result.json", ".hydra/overrides.yaml", "sweep.json"])
+def test_files_that_are_no_regular_files_keep_no_reader_waiting(tmp_path: Path, name: str) -> None:
+    write_hydra(tmp_path, ["a=1"])
+    result(tmp_path).write()
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    job = JobResult.of_directory(tmp_path)
+    assert (job.status == "unfinished") == (name == "result.json")
+    if name == "result.json":
+        assert "result.json cannot be read: it is not a regular file" in str(job.error)
+    if name == "sweep.json":
+        with pytest.raises(ConfigError, match=r"sweep\.json cannot be read: .*not a regular file"):
+            Plan.read(tmp_path)

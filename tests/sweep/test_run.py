@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
+from stagereg.launch.earlier import Earlier, last_event
 from stagereg.sweep.run import Run, Span, Started
 
 from ..support.samples import BEGAN, Sample, rank_file, write_events, write_run
@@ -244,3 +246,33 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
         Run.read(tmp_path / "taken")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl is not of stagereg"):
         lines(tmp_path, {"loss": 1.0}, {"event": "mine", "t": 3})
+
+
+def planted(kind: str, path: Path) -> None:
+    """Put something under a name that a reader opens and must neither wait for nor read to its end."""
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 36)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "64 GiB of zeros"])
+def test_what_is_no_record_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    write_run(tmp_path)
+    planted(kind, rank_file(tmp_path, 0))
+    with pytest.raises(ConfigError, match=r"cannot be read: .* (is not a regular file|has more than 8,589,934,592 b)"):
+        Run.read(tmp_path)
+    attempt = json.loads(SHORT.splitlines()[0]).get("run", "")
+    assert last_event(rank_file(tmp_path, 0), b"step", attempt) is None
+    assert Earlier.read(rank_file(tmp_path, 0), 1 << 36, "", "") is None
+
+
+def test_a_line_without_an_end_is_damaged_and_those_around_it_are_read(tmp_path: Path) -> None:
+    torn = '{"event": "step", "step": 1, "x": "' + "x" * (1 << 22)
+    found = lines(tmp_path, START, torn, {"event": "step", "t": 6.0, "step": 2}, END)
+    assert found.ranks[0].steps == ((2, 6.0),)
+    assert found.ranks[0].damaged == 2, "it comes in two parts"

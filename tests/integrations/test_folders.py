@@ -1,0 +1,56 @@
+"""Directories that adapters replace and delete are those that stagereg wrote. Needs no trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import stagereg
+import stagereg.integrations.written as written
+from stagereg.errors import CheckpointError
+from stagereg.integrations.named import NamedCheckpoints, delete
+
+
+def write(final: Path, text: str) -> None:
+    beside = written.begin(str(final))
+    Path(beside, "model.safetensors").write_text(text)
+    written.commit(beside, str(final))
+
+
+def test_a_directory_of_ours_is_replaced_and_deleted_and_no_other(tmp_path: Path) -> None:
+    write(tmp_path / "best-1", "first")
+    left = Path(written.begin(str(tmp_path / "best-1")))  # and its run is killed
+    write(tmp_path / "best-1", "second")
+    assert (tmp_path / "best-1" / "model.safetensors").read_text() == "second"
+    assert not left.exists()
+    (tmp_path / "best-2").mkdir()
+    (tmp_path / "best-2" / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"best-2 exists, and stagereg did not write it.*: move it away, or save"):
+        write(tmp_path / "best-2", "third")
+    written.remove(str(tmp_path / "best-2"))
+    (tmp_path / "best-3").symlink_to(tmp_path / "best-2")
+    write(tmp_path / "best-3", "third")
+    assert not (tmp_path / "best-3").is_symlink()
+    assert (tmp_path / "best-2" / "notes").read_text() == "mine"
+    written.remove(str(tmp_path / "best-1"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["best-2", "best-3"]
+
+
+def test_what_a_user_has_beside_named_checkpoints_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    named = NamedCheckpoints(str(tmp_path), True, {})
+    (tmp_path / ".stagereg" / "step-00000002").mkdir()
+    (tmp_path / ".stagereg" / "step-00000002" / "notes").write_text("mine")
+    for name in ("one.ckpt", "two.ckpt"):
+        named.save({"name": name}, named.begin(name))
+        named.checkpointer.wait()
+    named.close()
+    assert (tmp_path / ".stagereg" / "step-00000002" / "notes").read_text() == "mine"
+    [two] = (tmp_path / "two.ckpt").iterdir()
+    assert stagereg.open_checkpoint(str(two)).entry("name") == "two.ckpt"
+    (tmp_path / "two.ckpt" / "notes").write_text("mine")
+    for name in ("one.ckpt", "two.ckpt"):
+        delete(tmp_path / name)
+    assert [each.name for each in tmp_path.iterdir() if each.suffix == ".ckpt"] == ["two.ckpt"]
+    assert [each.name for each in (tmp_path / "two.ckpt").iterdir()] == ["notes"]
+    assert "two.ckpt was not deleted: notes in it is no part of a checkpoint" in caplog.text
