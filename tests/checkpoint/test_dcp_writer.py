@@ -72,15 +72,16 @@ def round_trips(rank: int, world_size: int, root: str) -> None:
                 found = state(0)
                 dcp.load(found, storage_reader=reader(f"{root}/{number}"))
                 assert same(found, state(value)), (number, value, reader)
-    writer = stagereg.DcpWriter(f"{root}/3")
+    writer = stagereg.DcpWriter(f"{root}/of-{rank}")
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer, no_dist=True)
     for value in (3, 13, 23, 33):  # one writer, and plans that torch keeps from one save to the next
         path = f"{root}/{4 if value == 33 else 3}"
-        given = {"checkpoint_id": path} if value == 33 else {}
+        given = {"checkpoint_id": path} if value in (3, 33) else {}
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state(value), storage_writer=writer, planner=planner, **given)
         assert holds(path, value), value
     if rank == 0:
-        assert sorted(os.listdir(root)) == ["1", "2", "3", "4"]
+        assert sorted(os.listdir(root)) == ["1", "2", "3", "4", "of-0", "of-1"]
         names = [".metadata", *(f"__{each}_0.distcp" for each in range(world_size)), "checksums.json"]
         assert sorted(os.listdir(f"{root}/1")) == names
 
