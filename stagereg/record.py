@@ -33,7 +33,6 @@ _log = logging.getLogger(__name__)
 FORMAT = 1  # written by `start`; a reader refuses a format newer than it knows
 FILES = "metrics*.jsonl"
 """Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
-MOST_BYTES = 1 << 33  # of a file that is read: 100 million steps
 
 _EPOCH_S = time.time() - time.perf_counter()
 

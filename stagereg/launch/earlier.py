@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from stagereg.errors import MALFORMED
-from stagereg.record import MOST_BYTES, run_of
+from stagereg.record import run_of
 from stagereg.small_files import open_regular
+
+_MOST_BYTES = 1 << 33  # of a record: 100 million steps
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ def _mapped(path: Path, size: int = 0) -> mmap.mmap:
     """Map the first ``size`` bytes of a record, or all. Raises ``OSError``, or ``ValueError`` if it has none."""
     with open(open_regular(path), "rb") as file:
         size = size or os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes")
+        if size > _MOST_BYTES:
+            raise ValueError(f"{path} has more than {_MOST_BYTES:,} bytes")
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 

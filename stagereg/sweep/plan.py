@@ -94,7 +94,7 @@ class Plan:
             return found
         except FileNotFoundError:
             return None
-        except MALFORMED as error:
+        except (OSError, *MALFORMED) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}. It lists the jobs of the newest sweep. Run that sweep again, or "
                 "delete the file to compare all jobs in the directory."

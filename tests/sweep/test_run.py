@@ -264,15 +264,8 @@ def planted(kind: str, path: Path) -> None:
 def test_what_is_no_record_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     write_run(tmp_path)
     planted(kind, rank_file(tmp_path, 0))
-    with pytest.raises(ConfigError, match=r"cannot be read: .* (is not a regular file|has more than 8,589,934,592 b)"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .* (is no regular file|has a line of more than)"):
         Run.read(tmp_path)
     attempt = json.loads(SHORT.splitlines()[0]).get("run", "")
     assert last_event(rank_file(tmp_path, 0), b"step", attempt) is None
     assert Earlier.read(rank_file(tmp_path, 0), 1 << 36, "", "") is None
-
-
-def test_a_line_without_an_end_is_damaged_and_those_around_it_are_read(tmp_path: Path) -> None:
-    torn = '{"event": "step", "step": 1, "x": "' + "x" * (1 << 22)
-    found = lines(tmp_path, START, torn, {"event": "step", "t": 6.0, "step": 2}, END)
-    assert found.ranks[0].steps == ((2, 6.0),)
-    assert found.ranks[0].damaged == 2, "it comes in two parts"
