@@ -201,3 +201,17 @@ def test_digits_of_other_people_become_numbers_in_one_place() -> None:
     }
     assert found <= own
     assert "stagereg.number_text" in found
+
+
+def test_all_that_commands_print_goes_through_one_module() -> None:
+    """``output`` escapes commands for a terminal. The launcher prints by itself what its own ranks report."""
+    found = set()
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            match node:
+                case (
+                    ast.Call(func=ast.Name(id="print"))
+                    | ast.Call(func=ast.Attribute(attr="write", value=ast.Attribute(attr="stdout" | "stderr")))
+                ):
+                    found.add(module)
+    assert {each for each in found if unit(each) != "testing"} == {"stagereg.output", "stagereg.launch.launch"}

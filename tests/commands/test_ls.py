@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,37 @@ def test_leftovers_are_those_of_the_run_that_writes_there(tmp_path: Path, comman
     for what in (path_of(tmp_path, 300), tmp_path / "nothing"):
         command("ls", what, "--leftovers", code=2)
     assert not (tmp_path / "nothing").exists()
+
+
+def manifest_with(**changed: object) -> str:
+    """The text of a manifest whose own checksum fits what was changed in it."""
+    data = {"format": 2, "step": 1, "world_size": 1, "serial": 1, "files": {}, "storage": "dcp", "time": 0, **changed}
+    checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({**data, "crc32": zlib.crc32(checked)}, indent=1) + "\n"
+
+
+ODD = ["[" * 90 + "]" * 90, '"\\ud800"', '"\\u0000\\u001b"', "-1", "1e999", "NaN", "null", "{}", "[{}]", '{"9": [[]]}']
+FIELDS = ("step", "world_size", "serial", "files", "storage", "time", "metrics", "lost", "command")
+BAD = [
+    *(manifest_with(**{field: json.loads(odd)}) for field in FIELDS for odd in ODD),
+    *(manifest_with(lost={rank: []}) for rank in ("9" * 5000, "9" * 19, "\u0663", "\u00b2", "1_0", " 1", "-1", "x")),
+    *("[" * depth + "]" * depth for depth in (200, 900, 985, 990, 995, 100_000)),
+    *("", "[]", "null", "9" * 5000, "\\", '"', '{"format": 2}', f'{{"format": {"9" * 5000}}}', "\0" * 99),
+]
+
+
+def test_each_malformed_manifest_costs_its_checkpoint_and_not_the_listing(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, 900)
+    for step, text in enumerate(BAD):
+        (folder := tmp_path / f"step-{step:08d}").mkdir()
+        (folder / "manifest.json").write_text(text)
+    (tmp_path / "step-00000901").mkdir()
+    (tmp_path / "step-00000901" / "manifest.json").write_bytes(b"\xff\xfe")
+    (tmp_path / f"step-{'9' * 200}").mkdir()
+    for name in ("ls", "verify"):
+        found = command(name, tmp_path, "--json", code=int(name == "verify")).json["checkpoints"]
+        good = [each["step"] for each in found if each["state"] in ("good", "not verified")]
+        assert good == [900]
+        assert [each["state"] for each in found].count("corrupt") == len(BAD) + 1
+        text = command(name, tmp_path, code=int(name == "verify")).out
+        assert not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text)
