@@ -113,6 +113,54 @@ def test_a_clock_far_from_now_makes_no_checkpoint_unreadable(
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-00000002"]
 
 
+NAMES = st.one_of(
+    st.text(st.characters(codec=None), max_size=6),
+    st.sampled_from(
+        ["", "\0", "\ud800", "a\nb", "..", "a/b", "a.b", "\x1b]0;x\x07", "x" * 300, "x" * 5000, "type", "\u0663"]
+    ),
+)
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    NAMES,
+    st.binary(max_size=9),
+    st.sampled_from([10**400, -(1 << 5000), 1j, {1}, range(2), (), [], {}, 5e-324, object]),
+    st.builds(torch.full, st.sampled_from([(), (0,), (2,)]), st.floats(width=32)),
+)
+KEYS = st.one_of(NAMES, st.integers(-3, 3), st.none(), st.floats(), st.tuples(NAMES))
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner),
+        st.dictionaries(
+            st.one_of(NAMES, st.integers(-3, 3), st.none(), st.floats(), st.tuples(NAMES)), inner, max_size=3
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@given(state=st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
+@settings(max_examples=10, deadline=None)
+def test_what_a_save_acknowledges_is_read_as_it_was_and_what_it_refuses_costs_nothing(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]
+) -> None:
+    root = tmp_path_factory.mktemp("odd")
+    save(root, 1, keep=1)
+    try:
+        save(root, 2, keep=1, state=state)
+    except CheckpointError:
+        assert (steps(root), restored(root)) == ([1], 1)
+        return
+    assert steps(root) == [2]
+    with stagereg.open_checkpoint(root) as checkpoint:
+        for name, value in state.items():
+            assert repr(checkpoint.entry(name)) == repr(value)
+
+
 def steps(root: Path | str) -> list[int]:
     return [each.manifest.step for each in open_store(str(root)).checkpoints()[0]]
 
