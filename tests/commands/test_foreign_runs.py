@@ -8,12 +8,14 @@ import itertools
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from stagereg.sweep.files import json_of, lines_of, yaml_of
+from stagereg.sweep.files import _loader, json_of, lines_of, yaml_of
 
 from .conftest import Command
 
@@ -106,6 +108,11 @@ def test_a_config_that_is_more_than_plain_data_is_not_read(tmp_path: Path, text:
     assert yaml_of(tmp_path / "config.yaml") is None
 
 
+def test_a_number_of_many_parts_is_refused_before_it_is_computed() -> None:
+    with pytest.raises(yaml.YAMLError, match="a number is too long"):
+        yaml.load(f"a: 1{':1' * 500}", Loader=_loader())
+
+
 def test_a_config_is_read_as_it_is_and_never_through_a_link(tmp_path: Path) -> None:
     shared = "p: &p !!python/object/apply:pathlib.PosixPath [/a, b]\n"
     (tmp_path / "config.yaml").write_text(f"a: {READS}\nb: ???\nc: 1e-3\n{shared}q: &q text\nr: *q\n")
@@ -115,7 +122,20 @@ def test_a_config_is_read_as_it_is_and_never_through_a_link(tmp_path: Path) -> N
     assert yaml_of(tmp_path / "link.yaml") is None
 
 
-ODD = [deep(90), '"x"', "5", "-1", "true", "{}", "[[]]", "1e308", str(2**70), "1" + "0" * 400, '"\\ud800"', '"\\u0000"']
+ODD = [
+    deep(90),
+    '"x"',
+    "5",
+    "-1",
+    "true",
+    "{}",
+    "[[]]",
+    "1.7e308",
+    str(2**70),
+    "1" + "0" * 400,
+    '"\\ud800"',
+    '"\\u0000"',
+]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:12])
@@ -136,7 +156,8 @@ def test_an_odd_value_in_any_field_is_left_out_or_named(tmp_path: Path, command:
         {"event": name, "t": 2.0, "step": 1, **times} for name in ("stall", "stage", "write")
     ]
     extra += [{**START, "t": 1.5, "world_size": value, "host": value}, {**END, "error": value, "peak_rss": value}]
-    root = run(tmp_path / "run", START, *STEPS, *extra, END)
+    root = run(tmp_path / "run", {**START, "world_size": 2}, *STEPS, *extra, END)
+    shutil.copy(root / "metrics.jsonl", root / "metrics.rank1.jsonl")  # whose numbers are summed
     seen += command("report", root).out + command("report", root, "--json").out
     assert not CONTROLS.search(seen)
 

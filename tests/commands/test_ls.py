@@ -215,6 +215,22 @@ BAD = [
 ]
 
 
+def test_whatever_reading_a_manifest_raises_costs_its_checkpoint(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100, 200)
+    loads = Manifest.loads
+
+    def failing(text: bytes) -> Manifest:
+        if b'"step": 200' in text:
+            raise RecursionError("maximum recursion depth exceeded while getting the repr of an object")
+        return loads(text)
+
+    monkeypatch.setattr(Manifest, "loads", failing)
+    found = command("ls", tmp_path, "--json").json["checkpoints"]
+    assert [(each["step"], each["state"]) for each in found] == [(200, "corrupt"), (100, "not verified")]
+
+
 def test_each_malformed_manifest_costs_its_checkpoint_and_not_the_listing(tmp_path: Path, command: Command) -> None:
     save(tmp_path, 900)
     for step, text in enumerate(BAD):
