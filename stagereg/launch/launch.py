@@ -41,6 +41,7 @@ from stagereg.launch.run_store import RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.warm import Start
 from stagereg.machine import tunables
+from stagereg.output import warn
 
 _LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
 _MORE_S = 5.0
@@ -93,7 +94,7 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
             if refusal is not None:
                 _raise(end, received, refusal + _newest_checkpoint(run.progress(), end.skipped))
             run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
-            print(f"{end}\n{restarts}", file=sys.stderr, flush=True)
+            warn(f"{end}\n{restarts}")
 
 
 @dataclass
@@ -279,7 +280,7 @@ def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
     if received is None:
         raise RanksFailedError(f"{end}{more}")
     if end.errors:
-        print(f"{end}{more}", file=sys.stderr)
+        warn(f"{end}{more}")
     raise _stopped(received)
 
 
@@ -297,10 +298,10 @@ def _find_unstepped(run: RunStore, codes: dict[int, int], forwarded: signal.Sign
 
 
 def _preempted(received: signal.Signals, more: str) -> SystemExit:
-    print(f"{first_step.preempted(received)}{more}", file=sys.stderr, flush=True)
+    warn(f"{first_step.preempted(received)}{more}")
     return SystemExit(RESUME_CODE)
 
 
 def _stopped(received: signal.Signals, more: str = "") -> SystemExit:
-    print(f"stopped by {received.name}{more}", file=sys.stderr, flush=True)
+    warn(f"stopped by {received.name}{more}")
     return SystemExit(128 + received)
