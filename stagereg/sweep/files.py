@@ -65,7 +65,7 @@ def _expect_plain(content: Any) -> Any:
             if not isinstance(each, (dict, list, str, int, float, bytes, Path, type(None))):
                 raise ValueError(f"it has a {type(each).__name__}")
             if isinstance(each, int) and abs(each) > _MOST:
-                raise ValueError("it has a number that nothing counts up to")
+                raise ValueError(f"a whole number in it is beyond {_MOST:,}")
         inside = [(*each, *each.values()) if isinstance(each, dict) else each for each in level if _has_parts(each)]
         level = [part for each in inside for part in each]
     if level:

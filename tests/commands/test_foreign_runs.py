@@ -168,7 +168,7 @@ def test_an_odd_value_in_any_field_is_left_out_or_named(tmp_path: Path, command:
         (deep(100_000), "nested too deeply"),
         ('{"format": 1, "figures": {}, "overrides": [], "returned": ' + deep(200) + "}", "nested too deeply"),
         ('{"format": ' + "9" * 5000 + "}", "digits"),
-        ('{"format": ' + "9" * 100 + "}", "nothing counts up to"),
+        ('{"format": ' + "9" * 100 + "}", "a whole number in it is beyond"),
         ("[]", "it is no mapping"),
         ("", "Expecting value"),
         ('"\\xff"', "escape"),
