@@ -23,7 +23,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations scale gpu slurm dist check format clean
+.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -51,6 +51,7 @@ nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, 
 		"kills" "$(BIN)/python tests/benchmarks/kills.py --kills 300" \
 		"Slurm" "$(AGAIN) slurm" \
 		"endurance" "$(AGAIN) bench-endurance" \
+		"fuzz" "$(AGAIN) fuzz ARGS='--seed $$(date +%Y%m%d)'" \
 		"new examples" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' --hypothesis-profile=explore $(WORKERS)" \
 		"other versions" "PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox"
 
@@ -60,6 +61,9 @@ bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-str
 
 bench-integrations: $(FRAMEWORKS)/.ready  ## what a checkpoint costs, saved by each trainer itself and through stagereg
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python tests/benchmarks/integrations.py $(ARGS)
+
+fuzz: $(VENV)/.ready  ## 35,000 mutations of what comes from elsewhere, each read by all that reads it; findings to fuzz-report
+	$(BIN)/python tests/benchmarks/fuzz.py $(ARGS)
 
 scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/benchmarks/scale.py
