@@ -42,7 +42,7 @@ from .fuzz_inputs import (
 )
 from .mutations import TEXTS, Random, mutate_bytes, mutate_json
 
-_RUN = tier_parts.RUN
+_RUN, _SECRET = tier_parts.RUN, "the secret"
 _WAIT_S = 5.0
 
 
@@ -222,6 +222,7 @@ class Wire(Kind):
         super().__init__(scratch)
         self.content = tier_parts.data_of(5000)
         self.errors: list[BaseException] = []
+        pulse.os = _HarmlessOs()  # type: ignore[attr-defined]
         threading.excepthook = lambda told: self.errors.append(told.exc_value) if told.exc_value else None
 
     def make(self, rng: Random) -> str:
@@ -247,18 +248,12 @@ class Wire(Kind):
         """Run the pulse of a rank on a thread, and give the rank's side of it."""
         ours, its = socket.socketpair()
         its.setblocking(False)
-        config = pulse.Config(rank, f"process {rank}", 5.0, "the secret", hub)
-
-        def run() -> None:
-            beating = pulse.Pulse(config, os.getppid(), pulse.Line(its.fileno(), its.fileno()))
-            try:
-                beating.run()
-            finally:
-                for each in (*beating._sockets.values(), *([beating._listener] if beating._listener else [])):
-                    each.close()
-                beating._selector.close()
-
-        thread = threading.Thread(target=run)
+        beating = pulse.Pulse(
+            pulse.Config(rank, f"process {rank}", _WAIT_S, _SECRET, hub, 4),
+            os.getppid(),
+            pulse.Line(its.fileno(), its.fileno()),
+        )
+        thread = threading.Thread(target=beating.run)
         thread.start()
         try:
             yield ours
@@ -266,39 +261,39 @@ class Wire(Kind):
             with contextlib.suppress(OSError):
                 ours.sendall(b'"bye"\n')
             thread.join(_WAIT_S)
-            ours.close()
-            its.close()
+            for each in (ours, its, beating._listener, beating._selector, *(line.opened for line in beating._lines.values())):
+                if each is not None:
+                    each.close()
         if thread.is_alive():
             raise Wrong("the pulse does not end")
 
-    def _greeting(self, caller: socket.socket, rank: int) -> bytes:
-        challenge = _line(caller).decode()
-        return f"{rank} {pulse._proof('the secret', challenge, rank)} process {rank}\n".encode()
+    @contextlib.contextmanager
+    def _caller(self, port: int, rank: int) -> Iterator[tuple[socket.socket, bytes]]:
+        """Connect to a hub, and give the right answer to its challenge, which is not sent yet."""
+        with socket.create_connection(("127.0.0.1", port), _WAIT_S) as caller:
+            right = pulse.proof(_SECRET, _line(caller).decode(), rank)
+            yield caller, f"{rank} {right} process {rank}\n".encode()
 
     def _hub_stranger(self, rng: Random, proven: bool = False) -> None:
         with self._pulse(0, None) as ours:
             port = json.loads(_line(ours))["port"]
-            with socket.create_connection(("127.0.0.1", port), _WAIT_S) as caller:
-                if proven:
-                    caller.sendall(self._greeting(caller, 2))
-                    sent = _pulse_lines(rng)
-                else:
-                    good = self._greeting(caller, 2)
-                    first = rng.choice(
-                        (mutate_bytes(rng, good)[0], good.replace(b"2", rng.choice(TEXTS).encode("utf8", "replace"), 1))
-                    )
-                    sent = (first if first != good else b"x\n") + _pulse_lines(rng)
-                _send(caller, sent)
-                seen = _rest(caller)
-            if not proven and b"lost" in seen:
-                raise Wrong("a stranger is told who was lost")
-            with socket.create_connection(("127.0.0.1", port), _WAIT_S) as honest:
-                honest.sendall(self._greeting(honest, 1))
-                seen = _line(honest)
-                if not proven and seen != b".":
-                    raise Wrong("a stranger's lines have an effect", ascii(seen[:80]))
-                while seen != b".":
-                    seen = _line(honest)
+            with self._caller(port, 2) as (caller, answer):
+                first = answer
+                if not proven:
+                    text = rng.choice(TEXTS).encode("utf-8", "replace")
+                    first = rng.choice((mutate_bytes(rng, answer)[0], answer.replace(b"2", text, 1)))
+                    proven = first.split(b" ")[:2] == answer.split(b" ")[:2]
+                _send(caller, first + _pulse_lines(rng))
+                if _rest(caller) and not proven:
+                    raise Wrong("a stranger is told more than the challenge")
+            for rank in (1, 2):
+                with self._caller(port, rank) as (caller, answer):
+                    caller.sendall(answer)
+                    if not _line(caller).startswith(b"."):
+                        raise Wrong("an honest rank is not let in")
+                    _send(caller, b"bye\n")
+                    if b"lost" in _rest(caller) and not proven:
+                        raise Wrong("a stranger has had a rank declared lost")
 
     def _hub_rank(self, rng: Random) -> None:
         self._hub_stranger(rng, proven=True)
@@ -307,8 +302,11 @@ class Wire(Kind):
         with socket.create_server(("127.0.0.1", 0)) as listener, self._pulse(1, [*listener.getsockname(), "the hub"]):
             listener.settimeout(_WAIT_S)
             with listener.accept()[0] as hub:
-                _send(hub, rng.choice((b"", b"challenge\n")) + _pulse_lines(rng))
+                knows, challenge = rng.random() < 0.5, b"challenge"
+                proof = f".{pulse.proof(_SECRET, challenge.decode(), 'hub')}\n".encode()
+                _send(hub, challenge + b"\n" + proof * knows + _pulse_lines(rng))
                 _rest(hub)
+            listener.close()  # which is an end for the rank
 
     # the tier
 
@@ -417,6 +415,16 @@ class Wire(Kind):
             caller.sendall(answer)
             _send(caller, _framed(rng, _mutated(rng, rng.choice(answers)), True) + mutate_bytes(rng, self.content)[0])
             _rest(caller)
+
+
+class _HarmlessOs:
+    """The module ``os`` without ``kill``, for a pulse that takes this process for the child of a rank."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def kill(self, process: int, number: int) -> None:
+        raise Wrong("the pulse kills its rank")
 
 
 def _mutated(rng: Random, value: Any) -> bytes:

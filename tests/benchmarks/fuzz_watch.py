@@ -25,9 +25,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import stagereg
-import stagereg.checkpoint.format.torch_metadata as torch_metadata
 
 from . import fuzz_inputs, fuzz_notes
 from .fuzz import BROKEN, HUNG, LIMIT_S, Finding
@@ -38,7 +39,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {
     f"os.{each}" for each in ["mkdir", "rename", "remove", "rmdir", "link", "symlink", "truncate", "chmod", "chown"]
 }
-_FORBIDDEN = {f"os.{each}" for each in ["posix_spawn", "exec", "fork", "forkpty", "system", "putenv"]}
+_FORBIDDEN = {f"os.{each}" for each in ["posix_spawn", "exec", "fork", "forkpty", "system"]}
 _FORBIDDEN |= {"subprocess.Popen", "pty.spawn", "ctypes.dlopen", "webbrowser.open", "sys.setprofile"}
 _UNPICKLED = ("torch", "collections", "stagereg", "numpy")  # packages whose names a reading may look up
 _FOREIGN_MODULES = {"evil", "this", "antigravity"}  # which the inputs name
@@ -159,7 +160,8 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 def _settings() -> dict[str, Any]:
     """Return what no reading may change, by name."""
-    classes = {each: {**vars(each)} for each in torch_metadata._TYPES}
+    kinds = [each for each in vars(torch_metadata).values() if isinstance(each, type)]
+    classes = {each: {**vars(each)} for each in (*kinds, _StorageInfo, torch.Size)}
     return {
         "torch's safe globals": {*torch.serialization.get_safe_globals()},
         "torch's metadata classes": classes,
