@@ -71,6 +71,7 @@ class Notes(Manifests):
         Plan(sweep, tuple(jobs), "python train.py -m", 1.7e9).write()
         samples.write_hydra(samples.write_run(scratch / "sample-run"), ["train.steps=4"])
         self.sweep, self.run = files_of(sweep), files_of(scratch / "sample-run")
+        command("report", sweep)  # matplotlib writes to the home of the user when it is imported
         for name in ("sample-sweep", "sample-run"):
             shutil.rmtree(scratch / name)
 

@@ -56,7 +56,7 @@ class Watch:
         self.scratch, self.folder = os.path.realpath(scratch), os.path.realpath(scratch)
         self.seen: list[str] = []
         self._armed = False
-        self.home = _content(scratch / "home")
+        self._home: dict[str, bytes] = {}
         sys.addaudithook(self._hear)  # there is no way to take one back
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -92,6 +92,7 @@ class Watch:
 
         gc.collect(0)
         before, peak, self.seen = _settings(), _peak(), []
+        self._home = _content(Path(self.scratch, "home"))
         ended = "read"
         handler = signal.signal(signal.SIGALRM, _hang)
         signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
@@ -121,8 +122,8 @@ class Watch:
             yield "takes too much memory", "", f"{grown >> 20} MiB"
         if changed := _differences(before, _settings()):
             yield f"leaves changed: {', '.join(changed)}", "", ""
-        if _content(Path(self.scratch, "home")) != self.home:
-            yield "changes files of the user", "", ""
+        if (home := _content(Path(self.scratch, "home"))) != self._home:
+            yield "changes files of the user", "", str({*home.items()} ^ {*self._home.items()})[:300]
         yield ended, "", ""
 
 

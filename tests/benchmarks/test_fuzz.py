@@ -36,6 +36,8 @@ def watch(tmp_path_factory: pytest.TempPathFactory) -> Watch:
 @pytest.fixture
 def here(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(watch.scratch)
+    monkeypatch.setenv("HOME", f"{watch.scratch}/home")
+    monkeypatch.setenv("FUZZ_PRIVATE", PRIVATE)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # which a kind may set
     return Path(watch.scratch)
 
