@@ -114,7 +114,7 @@ class Worker:
                 self.task.ends.update(told["ends"])
                 self.task.findings += [Finding(**each) for each in told["found"]]
         late = time.monotonic() - self.heard
-        if data or (self.process.poll() is None and late < 3 * LIMIT_S + 60 * (self._at < self.task.next)):
+        if data or (self.process.poll() is None and late < 3 * LIMIT_S + 270 * (self._at < self.task.next)):
             return True
         self._end()
         return False
