@@ -262,7 +262,13 @@ class Wire(Kind):
             with contextlib.suppress(OSError):
                 ours.sendall(b'"bye"\n')
             thread.join(_WAIT_S)
-            for each in (ours, its, beating._listener, beating._selector, *(line.opened for line in beating._lines.values())):
+            for each in (
+                ours,
+                its,
+                beating._listener,
+                beating._selector,
+                *(line.opened for line in beating._lines.values()),
+            ):
                 if each is not None:
                     each.close()
         if thread.is_alive():
