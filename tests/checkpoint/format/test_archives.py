@@ -158,7 +158,22 @@ def renamed(name: bytes, other: bytes) -> bytes:
     return GOOD.replace(name, other)
 
 
+def with_gap(before: int) -> bytes:
+    """Zeros before a record or the directory, and all that is said of places moved with them."""
+    data = bytearray(GOOD)
+    for place, form in ((len(GOOD) - 50, "<Q"), (len(GOOD) - 34, "<Q"), (len(GOOD) - 6, "<L")):
+        struct.pack_into(form, data, place, *(each + 16 for each in struct.unpack_from(form, data, place)))
+    at = BEGIN
+    while data[at : at + 4] == b"PK\1\2":
+        [offset] = struct.unpack_from("<L", data, at + 42)
+        struct.pack_into("<L", data, at + 42, offset + 16 * (offset >= before))
+        at += _ENTRY + struct.unpack_from("<H", data, at + 28)[0]
+    return bytes(data[:before] + bytes(16) + data[before:])
+
+
 FORGED = {
+    "a gap before a record": with_gap(TENSOR),
+    "a gap before the directory": with_gap(BEGIN),
     "nothing": b"",
     "a short one": GOOD[:60],
     "something before": b"x" + GOOD,
