@@ -76,9 +76,9 @@ FORGED = {
     "deep tuples": b"\x80\x02)" + b"\x85" * 1_000_000 + b".",
     "deep tuples as a key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
     "tuples in each other": b"\x80\x02})q\0" + b"h\0\x86q\0" * 60 + b"Ns.",
-    "indexes in each other": b"\x80\x02}Nq\0"
+    "indexes in each other": b"\x80\x02Nq\0"
     + (KIND + b"MetadataIndex\n)\x81}(X\3\0\0\0fqnh\0X\6\0\0\0offseth\0ubq\0") * 60
-    + b"Ns.",
+    + b"}h\0Ns.",
     "a code of a lookup in lists in each other": b"\x80\x02]q\0"
     + b"](h\0h\0eq\0" * 60
     + KIND
