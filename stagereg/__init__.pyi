@@ -8,7 +8,7 @@ from stagereg._version import __version__ as __version__
 from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
 from stagereg.checkpoint.dcp_writer import DcpReader as DcpReader
 from stagereg.checkpoint.dcp_writer import DcpWriter as DcpWriter
-from stagereg.checkpoint.load.opened import open_checkpoint as open_checkpoint
+from stagereg.checkpoint.load.opening import open_checkpoint as open_checkpoint
 from stagereg.checkpoint.options import Failure as Failure
 from stagereg.checkpoint.options import Leave as Leave
 from stagereg.checkpoint.options import Replicas as Replicas

@@ -41,7 +41,7 @@ def run(asked: argparse.Namespace) -> int:
     """Write the file and print what is in it; return 0."""
     from stagereg.checkpoint.format.index import DTYPES
     from stagereg.checkpoint.load.export import SAFETENSORS, SUFFIXES, TensorOptions, export
-    from stagereg.checkpoint.load.opened import first_good
+    from stagereg.checkpoint.load.opening import first_good
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:

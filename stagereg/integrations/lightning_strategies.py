@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 

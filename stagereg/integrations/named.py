@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
 from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from stagereg.checkpoint.load.export import TensorOptions, export
-from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, expect_installed
 from stagereg.errors import ConfigError
 from stagereg.registry import register

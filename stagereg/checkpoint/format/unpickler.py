@@ -18,6 +18,8 @@ _TORCH_SAVE = (  # those that ``torch.load(weights_only=True)`` knows
     + pickle.EMPTY_TUPLE + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT + pickle.EMPTY_SET
     + pickle.BINPERSID
 )  # fmt: skip
+_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
+_SMALL_BYTES = 1 << 20  # which are looked at in little time
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
 
 
@@ -120,3 +122,23 @@ class BoundedUnpickler(pickle._Unpickler):
         pickle.SETITEM[0]: _item_set,
         pickle.SETITEMS[0]: _items_set,
     }
+
+
+class _Look(BoundedUnpickler):
+    """Makes nothing but names: what it returns for an object is the name of its class."""
+
+    def call(self, of: Any, given: Any) -> Any:
+        return of
+
+    def build(self, made: Any, state: Any) -> None: ...
+
+    def make_tuple(self, items: list[Any]) -> Any:
+        return ()
+
+    def set_items(self, of: Any, items: list[Any]) -> None: ...
+
+
+def expect_metadata(content: bytes) -> None:
+    """Raise ``ValueError`` if the content of a small ``.metadata`` is no pickle of torch's. Imports no torch."""
+    if len(content) <= _SMALL_BYTES and (found := _Look(content).load()) != _METADATA:
+        raise ValueError(f"it has {found!r:.100} in place of torch's metadata")

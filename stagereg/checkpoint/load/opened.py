@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping of names to tensors, for evaluation and surgery: :func:`open_checkpoint`.
+"""A checkpoint as a mapping of names to tensors, for evaluation and surgery; :mod:`.opening` opens it.
 
 One process without a process group reads a checkpoint of any number of ranks. Opening reads the manifest and the index;
 a tensor is read, or mapped from a local file, when it is accessed. Names are those of ``stagereg convert``.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,7 +23,6 @@ from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.load.plain_dcp import by_name, open_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.located import newest
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.torch_directories import DCP_WRITER
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
@@ -136,58 +134,21 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         return wanted.value
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> OpenCheckpoint:
-    """Open a checkpoint to read tensors of it by name.
-
-    Args:
-        path: of a checkpoint, or of the directory that has them: then the newest complete one, past newer ones that are
-            damaged, with a warning. A path or a URL; also a directory that ``torch.distributed.checkpoint.save`` wrote.
-        verify: whether to read every file first and compare its checksum. Otherwise the index is compared with its
-            checksum, and the sizes of the files with the manifest.
-
-    Raises:
-        CheckpointError: there is none, it is incomplete or damaged, or its index is refused; ``verify`` is set, and it
-            is of plain torch, which writes no checksums; it is in another format, which the message names.
-        ConfigError: it is a URL that cannot be read here.
-
-    Example::
-
-        with stagereg.open_checkpoint("runs/gpt") as checkpoint:
-            print(checkpoint.step, checkpoint.entries)
-            weight = checkpoint["model.0.weight"]
-            model.load_state_dict(checkpoint.entry("model"))
-    """
-    opened = first_good(
-        os.fspath(path), verify, lambda each: _log.warning("%s is damaged and skipped: %s", each.path, each)
-    )
-    if verify and not opened.verified:
-        opened.close()
-        raise CheckpointError(f"{opened.path} was written by plain torch, without checksums: nothing can be verified.")
-    return opened
-
-
-def first_good(path: str, verify: bool, passing_over: Callable[[Condition], object]) -> OpenCheckpoint:
-    """Open a checkpoint as :func:`open_checkpoint`, one of plain torch also with ``verify``. Raises as that.
-
-    ``passing_over`` is called with each newer checkpoint that is not good.
-    """
-    with refusing(path), ExitStack() as reading:
-        chosen, passed = newest(path, verify, reading)
-        for each in passed:
-            passing_over(each)
-        if chosen.writer:
-            if is_url(chosen.path):
-                raise CheckpointError(f"torch wrote {chosen.path}, which is read from a local directory only: copy it.")
-            files, structures = open_plain_dcp(chosen.path)
-            verified = verify and chosen.writer == DCP_WRITER
-            return OpenCheckpoint(files, by_name(files, structures), None, verified, reading.pop_all())
-        assert chosen.checkpoint is not None
-        try:
-            files = CheckpointFiles.of(chosen.checkpoint, DcpStorage())
-        except OSError as error:
-            more = "If a run has just deleted it, there is a newer one: try again."
-            raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
-        return OpenCheckpoint(files, placing.entry_structures(files), chosen.manifest, verify, reading.pop_all())
+def open_found(chosen: Condition, verify: bool, reading: ExitStack) -> OpenCheckpoint:
+    """Open a checkpoint that was found to be good; takes over what is in ``reading``. Raises: ``CheckpointError``."""
+    if chosen.writer:
+        if is_url(chosen.path):
+            raise CheckpointError(f"torch wrote {chosen.path}, which is read from a local directory only: copy it.")
+        files, structures = open_plain_dcp(chosen.path)
+        verified = verify and chosen.writer == DCP_WRITER
+        return OpenCheckpoint(files, by_name(files, structures), None, verified, reading.pop_all())
+    assert chosen.checkpoint is not None
+    try:
+        files = CheckpointFiles.of(chosen.checkpoint, DcpStorage())
+    except OSError as error:
+        more = "If a run has just deleted it, there is a newer one: try again."
+        raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
+    return OpenCheckpoint(files, placing.entry_structures(files), chosen.manifest, verify, reading.pop_all())
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

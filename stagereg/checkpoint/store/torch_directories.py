@@ -21,6 +21,7 @@ from stagereg.checkpoint.format.manifest import (
     step_of,
     step_within,
 )
+from stagereg.checkpoint.format.unpickler import expect_metadata
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.errors import MALFORMED
 
@@ -63,6 +64,7 @@ def _of_torch(
     manifest: Manifest, content: bytes, path: str, there: Mapping[str, int | str]
 ) -> tuple[Manifest, dict[str, str]]:
     """Return the manifest with the files as they are, and what is wrong with them."""
+    expect_metadata(content)
     from stagereg.checkpoint.format.torch_metadata import file_sizes  # imports torch
 
     least = {METADATA: len(content), **file_sizes(content)}

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import stagereg.checkpoint.format.torch_metadata as reader
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.opened import open_checkpoint
+from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
