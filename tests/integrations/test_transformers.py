@@ -321,9 +321,9 @@ def test_the_best_model_is_loaded_and_survives_a_stop(on_two_ranks: dict[str, An
 
 def test_a_best_model_stays_while_a_checkpoint_refers_to_it(tmp_path: Path) -> None:
     """With keep=1: that of the complete checkpoint, of the two that are under way, and the new one."""
-    trainer: Any = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), should_save=True))
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), should_save=True, process_index=0))
     trainer.args.save_total_limit, trainer.args.save_strategy = 1, "steps"
-    trainer.state, trainer.save_model = SimpleNamespace(), lambda path, _internal_call: os.makedirs(path)
+    trainer.state, trainer.save_model = SimpleNamespace(), lambda path, _internal_call: os.makedirs(path, exist_ok=True)
     run = _Run(trainer, {})
     for step in range(1, 6):
         run._write_best(step)
