@@ -21,7 +21,6 @@ from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.checkpoint.store.lock import LOCK, StoreLock
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.checkpoint.store.readers import reader_name
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
 from stagereg.small_files import UnfitFileError, temporary
@@ -29,7 +28,7 @@ from stagereg.small_files import UnfitFileError, temporary
 from ...support.planted import KINDS, MINE, ends, plant
 
 PACKAGE = Path(small_files.__file__).parent
-LEASE = reader_name("step-00000001")
+LEASE = ".reading.step-00000001.0123456789ab"
 NAMES = (*directory._NOTES, LEASE)
 UNSAFE = {"read_bytes", "read_text", "write_bytes", "write_text", "touch", "open"}
 ALLOWED = {  # why: see there
