@@ -85,6 +85,7 @@ class Directory:
             os.unlink(path)
 
     def commit(self, written: str, manifest: Manifest) -> str:
+        self.delete(f"{written}/{MANIFEST}")  # of a copy that was killed here, and goes on
         write_new(f"{written}/{MANIFEST}", manifest.dumps().encode())
         sync(written)
         failpoint("described")
