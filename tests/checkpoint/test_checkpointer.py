@@ -264,14 +264,14 @@ def test_a_file_in_the_place_of_the_directory_is_one_sentence(tmp_path: Path) ->
 def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".step-00000007.0123456789ab.tmp").mkdir()
     (tmp_path / ".step-00000007.0123456789ab.tmp" / "__0_0.distcp").touch()
-    for name in (".kept.json.tmp", "..restored.json.tmp"):
+    for name in (".kept.json.0123456789ab.tmp", "..restored.json.0123456789ab.tmp"):
         (tmp_path / name).touch()
-    (tmp_path / ".mine.json.tmp").touch()
-    (tmp_path / ".mine.tmp").mkdir()
-    (tmp_path / "step-notes").touch()
+    kept = [".kept.json.tmp", ".mine.0123456789ab.tmp", ".mine.json.tmp", "step-notes"]
+    for name in kept:
+        (tmp_path / name).touch()
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.lock()
-    assert names(tmp_path) == [".mine.json.tmp", ".mine.tmp", "step-notes"]
+    assert names(tmp_path) == kept
 
 
 def test_use_after_close_is_an_error_and_closing_twice_is_not(tmp_path: Path) -> None:

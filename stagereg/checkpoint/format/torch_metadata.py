@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.manifest import METADATA, MOST, is_name
-from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
+from stagereg.checkpoint.format.unpickler import NO_METADATA, BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
 METADATA_BYTES = 1 << 30  # a longer file is not read
@@ -85,8 +85,7 @@ class _MetadataUnpickler(BoundedUnpickler):
         if full in _DTYPES:
             return _DTYPES[full]
         if full not in _MADE:
-            text = f"its {METADATA} names {module[:100]}.{name[:100]}, which is no metadata; nothing was imported."
-            raise CheckpointError(text)
+            raise CheckpointError(NO_METADATA.format(module[:100], name[:100]))
         return Name(full)
 
     def call(self, of: Any, given: Any) -> Any:

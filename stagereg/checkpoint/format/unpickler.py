@@ -18,6 +18,7 @@ _TORCH_SAVE = (  # those that ``torch.load(weights_only=True)`` knows
     + pickle.EMPTY_TUPLE + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT + pickle.EMPTY_SET
     + pickle.BINPERSID
 )  # fmt: skip
+NO_METADATA = "its .metadata names {}.{}, which is no metadata; nothing was imported."
 _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
 _SMALL_BYTES = 1 << 20  # which are looked at in little time
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
@@ -126,6 +127,11 @@ class BoundedUnpickler(pickle._Unpickler):
 
 class _Look(BoundedUnpickler):
     """Makes nothing but names: what it returns for an object is the name of its class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] not in ("torch", "builtins", "pathlib"):
+            raise ValueError(NO_METADATA.format(module[:100], name[:100]))
+        return super().find_class(module, name)
 
     def call(self, of: Any, given: Any) -> Any:
         return of

@@ -217,7 +217,7 @@ def test_an_io_error_is_damage_and_a_lost_server_an_error(
     real = local.mark_file
 
     def mark_file(path: Path, part: range) -> Any:
-        if path == path_of(root, 200) / DATA:
+        if Path(path) == path_of(root, 200) / DATA:
             raise OSError(number, errno.errorcode[number])
         return real(path, part)
 

@@ -148,8 +148,8 @@ def test_rates_and_random_numbers_do_not_send_the_plan_again(stages: Any) -> Non
         assert index < 120_000
 
 
-def test_a_directory_is_listed_twice_a_save_and_by_rank_zero(stages: Any) -> None:
-    assert [listed for *_, listed in stages] == [12, 0]
+def test_a_directory_is_listed_three_times_a_save_and_by_rank_zero(stages: Any) -> None:
+    assert [listed for *_, listed in stages] == [18, 0]
 
 
 def test_what_ranks_send_alike_arrives_as_one_object() -> None:
