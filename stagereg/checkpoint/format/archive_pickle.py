@@ -23,6 +23,7 @@ _MESH = "torch.distributed.device_mesh.DeviceMesh"
 _STORAGES = {f"torch.{kind}": dtype.itemsize for dtype, kind in torch.storage._dtype_to_storage_type_map().items()} | {
     "torch.storage.UntypedStorage": 1
 }
+_PACKED = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}  # elements in each byte
 
 
 class _Storage(NamedTuple):
@@ -43,7 +44,14 @@ class _Object(NamedTuple):
     kind: str
 
 
-_BYTES = _Object("bytes")
+class _Dict(dict[Any, Any]):
+    """Stands for a dict of a kind of its own."""
+
+
+class _Bytes(str):
+    """Stands for bytes."""
+
+    __slots__ = ()
 
 
 class _Tuple(tuple[Any, ...]):
@@ -84,7 +92,7 @@ class _Walk(BoundedUnpickler):
             raise CheckpointError("it names a record in a way that torch does not")
         if count * _STORAGES[of] != len(self._found[f"data/{key}"]):
             raise CheckpointError(f"its record {key:.20} has another length than its pickle says")
-        return _Storage(count)
+        return _Storage(count * _PACKED.get(of, 1))
 
     def call(self, of: Any, given: Any) -> Any:
         if type(of) is not Name or type(given) not in (_Tuple, tuple):
@@ -96,7 +104,7 @@ class _Walk(BoundedUnpickler):
         return _Object(of)
 
     def build(self, made: Any, state: Any) -> None:
-        if type(made) is not _Object:
+        if type(made) not in (_Object, _Dict):
             raise CheckpointError("it gives a state to something that has none")
 
     def make_tuple(self, items: list[Any]) -> Any:
@@ -108,8 +116,11 @@ class _Walk(BoundedUnpickler):
         return made
 
     def set_items(self, of: Any, items: list[Any]) -> None:
-        if type(of) is not dict and of not in (_Object("collections.OrderedDict"), _Object("collections.Counter")):
+        if type(of) not in (dict, _Dict):
             raise CheckpointError("it sets an item of something that is no dict")
+        for key in items[::2]:
+            self.gone_through(key.ways if type(key) is _Tuple else 0)
+        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # as many, since it may be copied
 
 
 def _tensor(_: _Walk, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
@@ -156,12 +167,12 @@ def _expect_whole(made: Any) -> None:
             raise CheckpointError("it has a tensor with more elements than its record has")
 
 
-def _named(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda reader, *given: rule(reader, *given) and _Object(name)
+def _dict(reader: _Walk, *given: Any) -> Any:
+    return _made_of(dict)(reader, *given) and _Dict(*given)
 
 
 def _bytearray(_: _Walk, *content: Any) -> _Object:
-    if content not in ((), (_BYTES,)):
+    if content and [*map(type, content)] != [_Bytes]:
         raise CheckpointError("it has bytes that Python does not write so")
     return _Object("bytearray")
 
@@ -169,12 +180,13 @@ def _bytearray(_: _Walk, *content: Any) -> _Object:
 def _encoded(_: _Walk, text: Any, codec: Any) -> Any:
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise CheckpointError("it has bytes that Python does not write so")
-    return _BYTES
+    return _Bytes(text)
 
 
-_ANY = (_Tensor, _Object, _Tuple, Name, int, float, str, bool, type(None))
-_DICTS = {kind: _named(kind, _made_of(dict)) for kind in ("collections.OrderedDict", "collections.Counter")}
-_RULES: dict[str, Callable[..., Any]] = _DICTS | {
+_ANY = (_Tensor, _Object, _Bytes, _Tuple, tuple, Name, int, float, str, bool, type(None))
+_RULES: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _dict,
+    "collections.Counter": _dict,
     **{f"torch._utils.{name}": _tensor for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")},
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_parameter": _parameter,

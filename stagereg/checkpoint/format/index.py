@@ -30,7 +30,7 @@ DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("
 ARCHIVE = "archive"  # what a chunk says that lies in its file as ``torch.save`` has made it
 SUBCLASS = "subclass"  # the same of a part that wraps other tensors
 _FORMAT = 1
-_MOST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64
 _SHORT = 1 << 20  # characters of a structure
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 
@@ -259,7 +259,7 @@ def _check(data: Any, sizes: Mapping[str, int]) -> None:
 
 
 def _elements(shape: Any) -> int:
-    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
+    if type(shape) is not list or len(shape) > MOST_DIMENSIONS:
         raise ValueError("there is no shape where one belongs")
     elements = 1
     for size in shape:

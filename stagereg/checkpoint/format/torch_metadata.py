@@ -24,11 +24,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from stagereg.checkpoint.format.encoding import without_gc
+from stagereg.checkpoint.format.encoding import DEEPEST, without_gc
+from stagereg.checkpoint.format.index import MOST_DIMENSIONS
 from stagereg.checkpoint.format.manifest import METADATA, MOST, is_name
 from stagereg.checkpoint.format.unpickler import NO_METADATA, BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
+_CHUNKS = 10_000  # parts of tensors of which nothing is stored
 METADATA_BYTES = 1 << 30  # a longer file is not read
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
 _INFO = filesystem._StorageInfo
@@ -113,6 +115,7 @@ class _MetadataUnpickler(BoundedUnpickler):
     def make_tuple(self, items: list[Any]) -> Any:
         for item in items:
             if type(item) is tuple:
+                self.gone_through(len(item))
                 for each in item:
                     if type(each) is tuple:
                         raise ValueError("it has tuples inside each other, as no metadata has them")
@@ -121,6 +124,8 @@ class _MetadataUnpickler(BoundedUnpickler):
     def set_items(self, of: Any, items: list[Any]) -> None:
         if type(of) is not dict:
             raise ValueError("it sets an item of something that is no dict")
+        for key in items[::2]:
+            self.gone_through(len(key) if type(key) is tuple else 0)
         of.update(zip(items[::2], items[1::2], strict=True))
 
 
@@ -130,6 +135,7 @@ class _MetadataUnpickler(BoundedUnpickler):
 def _expect_sound(metadata: Any) -> None:
     """Raise an exception if some part of metadata has another type than torch gives it."""
     _expect(metadata, Metadata)
+    chunks_left = _CHUNKS + 8 * len(metadata.storage_data)
     for name, entry in _items(metadata.state_dict_metadata):
         _expect(name, str)
         if type(entry) is TensorStorageMetadata:
@@ -137,6 +143,9 @@ def _expect_sound(metadata: Any) -> None:
             _expect(entry.properties.dtype, torch.dtype)
             _expect(entry.chunks, list)
             _expect_size(entry.size)
+            chunks_left -= len(entry.chunks)
+            if chunks_left < 0:
+                raise ValueError("its tensors have many more parts than are stored")
             for chunk in entry.chunks:
                 _expect(chunk, ChunkStorageMetadata)
                 _expect_size(chunk.offsets, len(entry.size))
@@ -146,7 +155,11 @@ def _expect_sound(metadata: Any) -> None:
     for name, way in _items(metadata.planner_data or {}):
         _expect(name, str)
         _expect(way, tuple)
-        if not way or type(way[0]) is not str or any(type(key) is not str and not _is_number(key) for key in way):
+        if (
+            not way
+            or type(way[0]) is not str
+            or any(type(key) is not str and not _is_number(key) for key in way[: DEEPEST + 1])
+        ):
             raise ValueError(f"the place of {name!r:.100} in the state is none")
     for index, info in _items(metadata.storage_data):
         _expect(index, MetadataIndex)
@@ -169,6 +182,8 @@ def _expect(value: Any, kind: type) -> None:
 
 def _expect_size(value: Any, ndim: int | None = None) -> None:
     _expect(value, torch.Size)
+    if len(value) > MOST_DIMENSIONS:
+        raise ValueError("a tensor in it has more dimensions than are read")
     if ndim not in (None, len(value)):
         raise ValueError("a part of a tensor in it has other dimensions than the tensor")
 

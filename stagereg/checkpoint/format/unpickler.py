@@ -23,6 +23,8 @@ _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
 _SMALL_BYTES = 1 << 20  # which are looked at in little time
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
 
+_ITEMS = 1 << 15  # that all calls may copy, and one more for each byte of the pickle
+
 
 class _Instructions(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
@@ -42,6 +44,7 @@ class BoundedUnpickler(pickle._Unpickler):
         stream = io.BytesIO(data)
         super().__init__(stream, encoding="bytes")
         self.read, self.readline = stream.read, stream.readline
+        self._items_left = _ITEMS + len(data)
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []
         self.append = self.stack.append
@@ -56,6 +59,24 @@ class BoundedUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         return Name(f"{module}.{name}")
+
+    def gone_through(self, items: int) -> None:
+        """Count items that are copied or looked at: a pickle may use one large value any number of times.
+
+        Raises: ``ValueError`` if they are more than in a pickle whose values are all different.
+        """
+        self._items_left -= items
+        if self._items_left < 0:
+            raise ValueError("its pickle uses the same large values too often")
+
+    def _count(self, values: Any, levels: int = 3) -> None:
+        for value in values:
+            if isinstance(value, (str, bytes)):
+                self.gone_through(len(value) >> 3)
+            elif isinstance(value, (tuple, list, dict, set)):
+                self.gone_through(len(value))
+            if levels > 1 and isinstance(value, tuple):
+                self._count(value, levels - 1)
 
     def call(self, of: Any, given: Any) -> Any:
         """Return what a function or class called ``of`` makes of arguments."""
@@ -85,10 +106,12 @@ class BoundedUnpickler(pickle._Unpickler):
 
     def _called(self) -> None:
         given = self.stack.pop()
+        self._count([given])
         self.stack[-1] = self.call(self.stack[-1], given)
 
     def _built(self) -> None:
         state = self.stack.pop()
+        self._count([state])
         self.build(self.stack[-1], state)
 
     def _appended(self) -> None:

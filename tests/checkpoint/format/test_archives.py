@@ -8,6 +8,7 @@ import mmap
 import pickle
 import struct
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_values_with_attributes_and_counts_are_read() -> None:
     assert (found[0]["a"].mark, found[0]._metadata, found[1]["a"]) == ({"a": (1,)}, {"version": 1}, 2)
     assert [int(x.sum()) for x in found[2]] == [n * n for n in range(300)]
     assert found[3] is found[4] is found[0]["a"]
+
+
+def test_tensors_without_dimensions_or_whole_bytes_are_read() -> None:
+    numbers = torch.arange(12.0).reshape(3, 4)
+    scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3)
+    with warnings.catch_warnings(action="ignore"):
+        halves = torch.quantize_per_channel(numbers, scales, zeros, 0, torch.quint4x2)
+        given = torch.empty((), device="meta"), halves
+        data = saved(given)
+        assert repr(pickled.load("x", data)) == repr(given)
 
 
 def test_records_of_more_than_four_gib_are_found(tmp_path: Path) -> None:
@@ -255,6 +266,12 @@ def expanded(dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(1, dtype=dtype).expand(1 << 40)
 
 
+def repeated(value: bytes, function: bytes, given: bytes = b"h\1\x85", after: bytes = b"") -> bytes:
+    """An archive with a value and what a function makes of it, a thousand times."""
+    calls = (b"h\2" + given + b"R" + after) * 1000
+    return rewritten(lambda data: b"\x80\x02](" + value + b"q\1" + function + b"q\2" + calls + b"e.")
+
+
 UTILS, BYTE = torch._utils, torch.zeros(1, dtype=torch.uint8)
 QUANTIZED = (torch.per_tensor_affine, 1.0, 0), False, None
 TUPLES = b"\x80\x02)" + b"\x85" * 1_000_000
@@ -297,6 +314,14 @@ CLAIMS: dict[str, Callable[[], bytes]] = {
     "tuples in each other": lambda: rewritten(lambda data: b"\x80\x02})q\0" + b"h\0\x86q\0" * 60 + b"Ns."),
     "a call of lists in each other": lambda: rewritten(
         lambda data: b"\x80\x02]q\0" + b"](h\0h\0eq\0" * 60 + b")R."
+    ),
+    "one text in many calls": lambda: repeated(b"X" + struct.pack("<I", 50_000) + b"x" * 50_000,
+                                              b"c_codecs\nencode\n", b"h\1X\6\0\0\0latin1\x86"),
+    "one tuple in many calls": lambda: repeated(b"(" + b"K\1" * 50_000 + b"t", b"ctorch\nSize\n"),
+    "one list in many calls": lambda: repeated(b"](" + b"K\1" * 50_000 + b"e", b"c__builtin__\nset\n"),
+    "one dict in many calls": lambda: repeated(b"}(" + b"K\1N" * 50_000 + b"u", b"ccollections\nOrderedDict\n"),
+    "one state of many": lambda: repeated(
+        b"}(" + b"K\1N" * 50_000 + b"u", b"ccollections\nOrderedDict\n", b")", b"h\1b"
     ),
     "a state of a class": lambda: rewritten(lambda data: b"\x80\x02ctorch\nTensor\n}X\1\0\0\0aK\1sb."),
     "a state of a tensor": lambda: rewritten(lambda data: data[:-1] + b"h\x0bh\x0bb."),

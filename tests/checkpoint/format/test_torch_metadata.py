@@ -24,6 +24,7 @@ from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MANY = b"(" + b"K\1" * 50_000 + b"tq\1"  # a tuple, in the memo
 KIND = f"c{torch_metadata.__name__}\n".encode()
 
 
@@ -83,6 +84,15 @@ FORGED = {
     + b"](h\0h\0eq\0" * 60
     + KIND
     + b"_MEM_FORMAT_ENCODING\nh\0\x85R.",
+    "one size a thousand times": b"\x80\x02](" + MANY + b"ctorch\nSize\nq\2" + b"h\2h\1\x85R" * 1000 + b"e.",
+    "one large tuple in many": b"\x80\x02](" + MANY + b"h\1\x85" * 10_000 + b"e.",
+    "one state of many objects": b"\x80\x02](}q\1("
+    + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(50_000))
+    + b"u"
+    + KIND
+    + b"ChunkStorageMetadata\nq\2"
+    + b"h\2)\x81h\1b" * 1000
+    + b"e.",
     "a state of a class": KIND + b"Metadata\nN}X\1\0\0\0aK\1s\x86b.",
     "a state of a member": KIND + b"_MEM_FORMAT_ENCODING\nK\0\x85R}X\7\0\0\0_value_K\7sb.",
     "a state of a function": b"ctorch.serialization\n_get_layout\nN}X\x0c\0\0\0__defaults__K\1\x85s\x86b.",
@@ -124,6 +134,8 @@ def way(*keys: Any) -> Callable[[Any], None]:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a tensor of many dimensions": lambda metadata: vars(entry(metadata)).update(size=torch.Size([1] * 65), chunks=[]),
+    "more parts than are stored": lambda metadata: entry(metadata).chunks.extend(entry(metadata).chunks * 20_000),
     "a place in many lists": way("a", *[10_000] * 150),
     "a place far out": way("a", 1 << 40),
     "a deep place": way(*(f"k{i}" for i in range(3_000))),
