@@ -443,7 +443,7 @@ def _mutated(rng: Random, value: Any) -> bytes:
 def _framed(rng: Random, text: bytes, mutated: bool) -> bytes:
     length = len(text)
     if mutated and rng.random() < 0.2:
-        length = rng.choice((0, 1, length + 1, length - 1, 64 << 20, (64 << 20) + 1, (1 << 32) - 1))
+        length = rng.choice((0, 1, length + 1, max(0, length - 1), 64 << 20, (64 << 20) + 1, (1 << 32) - 1))
     return struct.pack("!I", length) + text
 
 

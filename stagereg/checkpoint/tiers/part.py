@@ -115,6 +115,8 @@ class Part:
             data = json.loads(text)
         except RecursionError:
             raise ValueError("it is nested too deeply to be one") from None
+        except TypeError:  # of a peer, whose message may have anything in its place
+            raise ValueError("it is not a text") from None
         if type(data) is not dict or data.get("format") != _FORMAT:
             raise ValueError(f"it is no part of format {_FORMAT}")
         save, rank, files = SaveId.of(data.get("save")), data.get("rank"), data.get("files")
