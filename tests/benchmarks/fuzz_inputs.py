@@ -190,7 +190,7 @@ def command(*arguments: Path | str, codes: tuple[int, ...] = (0, 1, 2)) -> str:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     seen = out.getvalue() + err.getvalue()
-    if code not in codes or "Traceback (most" in seen or (code == 2 and "stagereg: " not in err.getvalue()):
+    if code not in codes or "Traceback (most" in err.getvalue() or (code == 2 and "stagereg: " not in err.getvalue()):
         raise Wrong(f"exit code {code}", err.getvalue()[-1000:])
     if "MemoryError" in seen or "allocate memory" in seen or "File too large" in seen:
         raise Wrong("takes too much memory, or disk", seen[:1000])

@@ -169,5 +169,11 @@ class _Look(BoundedUnpickler):
 
 def expect_metadata(content: bytes) -> None:
     """Raise ``ValueError`` if the content of a small ``.metadata`` is no pickle of torch's. Imports no torch."""
-    if len(content) <= _SMALL_BYTES and (found := _Look(content).load()) != _METADATA:
+    if len(content) > _SMALL_BYTES:
+        return
+    try:
+        found = _Look(content).load()
+    except Exception as error:  # of any class, since the file may hold anything
+        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
+    if found != _METADATA:
         raise ValueError(f"it has {found!r:.100} in place of torch's metadata")

@@ -102,6 +102,8 @@ FORGED = {
     "an extension": b"\x80\x02\x82\x01.",
     "a persistent object": b"\x80\x02NQ.",
     "a call of no type": b"\x80\x02})R.",
+    "a memo that is not there": b"\x80\x02h\7.",
+    "an end in a number": b"\x80\x02M\1",
     "another type": pickle.dumps(7),
     "empty metadata": pickle.dumps(torch_metadata.Metadata({})),
 }
@@ -119,6 +121,17 @@ def test_other_pickles_are_refused_and_have_changed_nothing(content: bytes) -> N
         tracemalloc.stop()
     assert seen() == before
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("content", FORGED.values(), ids=FORGED)
+def test_a_listing_calls_other_pickles_corrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    path = tmp_path / "step-3"
+    path.mkdir()
+    (path / ".metadata").write_bytes(content)
+    assert main(["ls", str(path)]) == 0
+    assert "corrupt" in capsys.readouterr().out
 
 
 def storage(metadata: Any) -> Any:
