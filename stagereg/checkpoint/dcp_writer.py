@@ -34,7 +34,7 @@ from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import aside_of, exchange, local_path
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
-from stagereg.errors import CheckpointError, ConfigError, DamagedError
+from stagereg.errors import CheckpointError, ConfigError, DamagedError, printable
 from stagereg.registry import build
 from stagereg.small_files import discard, read_small, sync, temporary, temporary_of
 from stagereg.stagers.async_stager import AsyncStager, StateDict
@@ -208,7 +208,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         sync(path.parent)
         failpoint("committed")
         if old.is_dir() and (others := _others(old)):
-            _log.warning("%s has %s, which came to %s during the save: it was not deleted.", old, others[0], path)
+            other = printable(others[0], lines=False)
+            _log.warning("%s has %s, which came to %s during the save: it was not deleted.", old, other, path)
         else:
             discard(os.fspath(old))
 

@@ -30,7 +30,7 @@ from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.errors import CheckpointError, ConfigError, kind_of
+from stagereg.errors import CheckpointError, ConfigError, kind_of, printable
 from stagereg.small_files import sync
 
 _log = logging.getLogger(__name__)
@@ -254,7 +254,8 @@ def delete(path: Path, store: Path | None = None) -> None:
     elif others := _others(path):
         for each in _saved_in(path):
             delete(each, store)
-        _log.warning("stagereg: %s was not deleted: %s in it is no part of a checkpoint.", path, others[0])
+        other = printable(others[0], lines=False)
+        _log.warning("stagereg: %s was not deleted: %s in it is no part of a checkpoint.", path, other)
     else:
         shutil.rmtree(path.rename(_hidden(store)) if store.is_dir() else path)
 

@@ -449,14 +449,14 @@ def test_what_comes_to_the_path_during_a_save_is_not_deleted(tmp_path: Path, cap
 
     def come(point: str) -> None:
         if point == "described":
-            (tmp_path / "a" / "notes.txt").write_text("mine")
+            (tmp_path / "a" / "notes\x1b.txt").write_text("mine")
 
     with watching(come):
         save(state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
     assert holds(tmp_path / "a", 2, no_dist=True)
-    [kept] = tmp_path.glob("*/notes.txt")
+    [kept] = tmp_path.glob("*/notes*.txt")
     assert kept.read_text() == "mine"
-    assert f"{kept.parent} has notes.txt, which came to {tmp_path / 'a'} during the save" in caplog.text
+    assert f"{kept.parent} has notes\\x1b.txt, which came to {tmp_path / 'a'} during the save" in caplog.text
     save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
     assert kept.exists()
 

@@ -48,9 +48,11 @@ def test_what_a_user_has_beside_named_checkpoints_stays(tmp_path: Path, caplog: 
     assert (tmp_path / ".stagereg" / "step-00000002" / "notes").read_text() == "mine"
     [two] = (tmp_path / "two.ckpt").iterdir()
     assert stagereg.open_checkpoint(str(two)).entry("name") == "two.ckpt"
-    (tmp_path / "two.ckpt" / "notes").write_text("mine")
+    (tmp_path / "two.ckpt" / "notes\x1b[2J").write_text("mine")
     for name in ("one.ckpt", "two.ckpt"):
         delete(tmp_path / name)
     assert [each.name for each in tmp_path.iterdir() if each.suffix == ".ckpt"] == ["two.ckpt"]
-    assert [each.name for each in (tmp_path / "two.ckpt").iterdir()] == ["notes"]
-    assert "two.ckpt was not deleted: notes in it is no part of a checkpoint" in caplog.text
+    assert [each.name for each in (tmp_path / "two.ckpt").iterdir()] == ["notes\x1b[2J"]
+    assert r"two.ckpt was not deleted: notes\x1b[2J in it is no part of a checkpoint" in caplog.text, (
+        "fit to be printed"
+    )

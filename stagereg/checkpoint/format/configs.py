@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import Any
 
+from stagereg.errors import printable
+
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("struct", "readonly")
@@ -64,7 +66,8 @@ def of_type(live: Any, config: Any) -> Any:
     try:
         typed = omegaconf.merge(omegaconf.structured(kind), content_of(config))
     except Exception as error:
-        _log.warning("stagereg: a config of the checkpoint does not fit %s and stays untyped: %s", kind.__name__, error)
+        why = printable(str(error))
+        _log.warning("stagereg: a config of the checkpoint does not fit %s and stays untyped: %s", kind.__name__, why)
         return config
     for flag, value in zip(_FLAGS, flags_of(config), strict=True):
         typed._set_flag(flag, value)

@@ -18,6 +18,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.format.configs import of_type
 from stagereg.checkpoint.format.encoding import decode, encode
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
@@ -84,6 +85,13 @@ def test_a_structured_config_gets_its_class_from_the_program(tmp_path: Path) -> 
     assert (typed.lr, typed.warmup_lr, OmegaConf.is_missing(typed, "steps")) == (0.5, 0.5, True)
     plain = restore(tmp_path, {"cfg": None})["cfg"]
     assert (type(plain), OmegaConf.get_type(plain), plain.warmup_lr) == (DictConfig, dict, 0.5)
+
+
+def test_what_a_config_of_others_says_is_fit_to_be_printed(caplog: pytest.LogCaptureFixture) -> None:
+    config = OmegaConf.create({"lr\x1b[2J": 1})
+    assert of_type(OmegaConf.structured(Optimizer), config) is config
+    assert r"lr\x1b[2J" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 class Colour(enum.Enum):
