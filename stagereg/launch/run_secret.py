@@ -2,12 +2,13 @@
 
 The launcher passes a secret to its ranks in their environment, which other users cannot read. Ranks of another launcher
 that the user has not given one agree on it: rank 0 holds the secret in memory, and the store has the path of that
-memory, which only processes of the same user on the same machine can open. Ranks on another machine cannot, and only
-for them the secret itself goes through the store, which anybody can read who reaches it.
+memory, which only processes of the same user on the same machine can open. Where that cannot be, on another machine or
+in a sandbox that forbids such memory, the secret itself goes through the store, which anybody can read who reaches it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -58,7 +59,7 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
         return given
     secret, memory = new_secret(), -1
     try:
-        if hasattr(os, "memfd_create"):
+        with contextlib.suppress(AttributeError, OSError):  # not there, or forbidden in this container
             memory = os.memfd_create("stagereg-secret")
             os.write(memory, secret.encode())
         store.set("secret/place", json.dumps([machine_name(), f"/proc/{os.getpid()}/fd/{memory}"]))
@@ -69,8 +70,8 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
             time.sleep(0.01)
         if read < world_size - 1:
             _log.info(
-                "stagereg: ranks on several machines agree on a secret through the rendezvous store, which anybody can "
-                "read who reaches it. The variable %s, the same random text on all ranks, replaces that.",
+                "stagereg: ranks without common memory agree on a secret through the rendezvous store, which anybody "
+                "can read who reaches it. The variable %s, the same random text on all ranks, replaces that.",
                 SECRET,
             )
             store.set("secret/text", secret)

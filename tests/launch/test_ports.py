@@ -175,6 +175,15 @@ def test_ranks_of_one_machine_agree_on_a_secret_that_the_store_does_not_have() -
     assert agree(HashStore(), "", "")[0] != first
 
 
+def test_ranks_agree_where_a_sandbox_forbids_memory_that_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("of a seccomp profile")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    first, second = agree(HashStore(), "", "")
+    assert first == second != ""
+
+
 def test_ranks_of_several_machines_agree_through_the_store() -> None:
     store = HashStore()
     first, second, third = agree(store, "", "", "", machines="aab")
