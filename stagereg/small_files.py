@@ -45,7 +45,7 @@ def open_regular(
     """
     with contextlib.suppress(FileNotFoundError) if flags & os.O_CREAT else contextlib.nullcontext():
         _expect_regular(path, os.lstat(path))  # opening a device may do something
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    descriptor = open_or_make(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     try:
         _expect_regular(path, os.fstat(descriptor), owner)
         os.set_blocking(descriptor, True)
@@ -53,6 +53,21 @@ def open_regular(
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_or_make(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Open a file as ``os.open`` does, following no link; with ``O_CREAT`` also one that another user has made.
+
+    In a sticky folder that others may write to, Linux refuses ``O_CREAT`` for such a file even to root and to who may
+    write to it (``fs.protected_regular``), and opens it without that flag.
+    """
+    flags |= os.O_NOFOLLOW
+    while flags & os.O_CREAT:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags & ~os.O_CREAT)
+        with contextlib.suppress(FileExistsError):  # somebody has just made it
+            return os.open(path, flags | os.O_EXCL, mode)
+    return os.open(path, flags)
 
 
 def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int | None = None) -> bytes:

@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stagereg.small_files as small_files
+from stagereg.checkpoint.store.lock import LOCK, StoreLock
 from stagereg.small_files import (
     UnfitFileError,
     discard,
+    open_or_make,
     open_regular,
     read_small,
     replace_small,
@@ -30,6 +32,28 @@ from stagereg.small_files import (
 from .support.planted import KINDS, MINE, ends, plant
 
 NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=40)
+
+
+def protected(path: str, flags: int, mode: int = 0o777, opens: Callable[..., int] = os.open) -> int:
+    """Open a file as Linux does with ``fs.protected_regular`` if another user has made it in a sticky folder."""
+    if flags & os.O_CREAT and not flags & os.O_EXCL and os.path.lexists(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+    return opens(path, flags, mode)
+
+
+def test_a_file_of_another_user_in_a_sticky_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", protected)
+    for text in (b"first", b"again"):
+        descriptor = open_regular(tmp_path / "note", os.O_WRONLY | os.O_CREAT)
+        os.write(descriptor, text)
+        os.close(descriptor)
+        StoreLock(tmp_path).release()
+        (tmp_path / LOCK).touch()  # of a run that was killed
+    assert (tmp_path / "note").read_bytes() == b"again"
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_or_make(tmp_path / "link", os.O_WRONLY | os.O_CREAT)
+    assert not (tmp_path / "nothing").exists()
 
 
 @pytest.fixture

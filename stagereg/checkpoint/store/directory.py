@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -33,6 +35,8 @@ from stagereg.small_files import MOST_BYTES, discard, read_small, replace_small,
 
 _MOST_BYTES = 1 << 30  # bound for files in the directory of a checkpoint
 _NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
+
+_log = logging.getLogger(__name__)
 
 
 class Directory:
@@ -145,6 +149,9 @@ class Directory:
             os.rename(path, hidden)
             path = hidden
         discard(path)
+        with contextlib.suppress(OSError):  # it is gone, as a rule
+            if (owner := os.lstat(path).st_uid) != os.geteuid():
+                _warn_of_another_users(self.root, owner)
 
     def tidy(self) -> Sequence[str]:
         left: list[str] = []
@@ -158,6 +165,16 @@ class Directory:
     def _hidden(self, name: str) -> str:
         """Return a name that the next start deletes."""
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
+
+
+@functools.cache  # once a process
+def _warn_of_another_users(root: str, owner: int) -> None:
+    _log.warning(
+        "stagereg: old checkpoints in %s belong to another user, %d, who alone can delete them: they stay hidden until "
+        "a run of that user starts there. Users who share a directory set `umask 002` before they train.",
+        root,
+        owner,
+    )
 
 
 def _size(entry: os.DirEntry[str]) -> int | str | None:

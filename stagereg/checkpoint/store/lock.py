@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from typing import Any
 
 from stagereg.errors import CheckpointError
 from stagereg.option_text import option
+from stagereg.small_files import open_or_make
 
 LOCK = ".lock"
 PATIENCE_S = 3.0  # seconds to wait for an owner that is just ending
@@ -158,7 +160,7 @@ class StoreLock:
         """Take it, unless another process has it, or has just deleted it."""
         self._close()
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+            self._descriptor = open_or_make(self._path, os.O_RDWR | os.O_CREAT | _FLAGS)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
@@ -174,10 +176,21 @@ class StoreLock:
             if not ours:
                 self._close()
         if ours:
+            self._share()
             with contextlib.suppress(OSError):  # a full disk is found by who has to write
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, json.dumps(asdict(Owner.ourselves())).encode(), 0)
         return ours
+
+    def _share(self) -> None:
+        """Let those lock the file too who may read and delete it: a killed run leaves it, whatever its umask was."""
+        with contextlib.suppress(OSError):  # another user has made it; or nothing has a mode there
+            folder, found = os.stat(self.root), os.fstat(self._descriptor)
+            group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
+            may = 0 if folder.st_mode & stat.S_ISVTX else folder.st_mode & (group | stat.S_IWOTH)
+            mode = stat.S_IMODE(found.st_mode)
+            if wider := (mode & 0o044) >> 1 & may & ~mode:
+                os.fchmod(self._descriptor, mode | wider)
 
     def _is_ours(self) -> bool:
         if self._descriptor < 0:

@@ -129,3 +129,20 @@ def test_what_another_rank_still_writes_is_deleted(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "rmdir", write_late)
     local.Directory(tmp_path).discard(str(left))
     assert not os.listdir(tmp_path)
+
+
+def test_checkpoints_of_another_user_that_stay_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a directory that a group shares, and with umask 022, what one has saved another one can only hide."""
+    made = tmp_path / "step-00000001"
+    made.mkdir()
+    store = local.Directory(tmp_path)
+    monkeypatch.setattr(local, "discard", lambda path: None)
+    store.discard(str(made))
+    assert not caplog.records, "its own, which is deleted at the next start"
+    monkeypatch.setattr(os, "geteuid", lambda: made.parent.stat().st_uid + 1)
+    for _ in range(2):
+        store.discard(str(*tmp_path.iterdir()))
+    [record] = caplog.records
+    assert f"old checkpoints in {tmp_path} belong to another user" in record.getMessage()

@@ -287,6 +287,44 @@ def test_a_link_or_pipe_is_neither_followed_nor_waited_for(tmp_path: Path) -> No
         assert str(lock._read_owner(held._descriptor)) == "another process"
 
 
+@pytest.mark.parametrize(
+    ("folder", "umask", "left"),
+    [
+        (0o2775, 0o022, 0o664),
+        (0o2755, 0o022, 0o644),
+        (0o2775, 0o077, 0o600),
+        (0o3775, 0o022, 0o644),
+        (0o777, 0o022, 0o666),
+        (0o1777, 0o022, 0o644),
+    ],
+)
+def test_who_may_delete_the_lock_of_a_killed_run_may_take_it(
+    tmp_path: Path, folder: int, umask: int, left: int
+) -> None:
+    tmp_path.chmod(folder)
+    before = os.umask(umask)
+    try:
+        with StoreLock(tmp_path):
+            assert (tmp_path / lock.LOCK).stat().st_mode & 0o777 == left
+    finally:
+        os.umask(before)
+
+
+def test_the_lock_is_not_for_the_users_own_group_where_the_folder_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o775)
+    own, stat_of = tmp_path.stat().st_gid, os.stat
+    other = os.stat_result([*stat_of(tmp_path)[:5], own + 1, *stat_of(tmp_path)[6:10]])
+    monkeypatch.setattr(os, "stat", lambda path, **how: other if path == str(tmp_path) else stat_of(path, **how))
+    before = os.umask(0o022)
+    try:
+        with StoreLock(tmp_path):
+            assert (tmp_path / lock.LOCK).stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
+
+
 def test_a_file_system_without_locks_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,7 +33,6 @@ NAMES = (*directory._NOTES, LEASE)
 UNSAFE = {"read_bytes", "read_text", "write_bytes", "write_text", "touch", "open"}
 ALLOWED = {  # why: see there
     "store.lease:_lives.read_text",  # the kernel's
-    "store.lock:StoreLock._make.open",  # a pipe is as good a lock as a file
     "store.lock:_other.open",
     "store.other_formats:_what.open",  # through a link of the user
     "store.bucket:Bucket.mark.open",  # not a file
