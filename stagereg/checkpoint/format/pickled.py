@@ -29,7 +29,7 @@ from stagereg.data import is_stateful
 from stagereg.errors import CheckpointError, reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _SHOWN = 5
 NOT_REACHED = (
     "which a restore does not reach there. Put each such object under a name of its own in the state, as in {'model': "
@@ -163,7 +163,7 @@ def _expect_no_object(name: str, value: Any, error: Exception) -> None:
 
 def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:
     """Raise ``CheckpointError`` for a tensor of a kind that ``copy_`` does not fill right when it is read."""
-    if dtype in _QUANTIZED:
+    if dtype in QUANTIZED:
         raise CheckpointError(
             f"{name!r} cannot be {verb}: it is quantized, and would get the scale of what it is loaded into. "
             "Save x.int_repr() and its scale, or x.dequantize()."

@@ -22,6 +22,7 @@ import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import MANIFEST, METADATA
+from stagereg.checkpoint.format.pickled import QUANTIZED
 from stagereg.checkpoint.format.torch_metadata import METADATA_BYTES, loads
 from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
@@ -42,7 +43,7 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
     folder = Path(path).expanduser()
     try:
         metadata = loads(read_small(os.path.realpath(folder / METADATA), METADATA_BYTES))
-        places = metadata.storage_data.items()
+        places = _quantized_as_objects(metadata).items()
         results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
         content = tables(metadata, [results], _pickled(metadata))
         sizes = {name: os.stat(name).st_size for name in content["files"]}
@@ -119,6 +120,20 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
     known = {param for group in saved["param_groups"] for param in group["params"]}
     own = {key: each for key, each in state.items() if key not in known}
     return {**value, **saved, "state": {**saved["state"], **own}}
+
+
+def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
+    """Have quantized tensors be objects in the metadata, as archives have their scales, and return all places."""
+    quantized = {
+        name: torch_metadata.BytesStorageMetadata()
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, torch_metadata.TensorStorageMetadata)
+        and entry.properties.dtype in QUANTIZED
+        and len(entry.chunks) == 1
+    }
+    metadata.state_dict_metadata.update(quantized)
+    places = metadata.storage_data.items()
+    return {replace(index, offset=None) if index.fqn in quantized else index: info for index, info in places}
 
 
 def _pickled(metadata: torch_metadata.Metadata) -> set[str]:

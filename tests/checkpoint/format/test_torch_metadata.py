@@ -163,7 +163,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "sizes below zero": lambda m: setattr(entry(m), "size", torch.Size((-2,))),
     "sizes without end": lambda m: setattr(entry(m), "size", torch.Size((1 << 62, 1 << 62))),
     "a dtype of text": lambda m: setattr(entry(m).properties, "dtype", "float32"),
-    "a dtype that is not saved": lambda m: setattr(entry(m).properties, "dtype", torch.qint8),
+    "a quantized tensor in parts": lambda m: (
+        setattr(entry(m).properties, "dtype", torch.qint8),
+        entry(m).chunks.extend(entry(m).chunks),
+    ),
     "no chunks": lambda m: setattr(entry(m), "chunks", None),
     "an offset that is not a number": lambda m: setattr(storage(m), "offset", float("nan")),
     "an offset of 2^70": lambda m: setattr(storage(m), "offset", 1 << 70),
@@ -199,6 +202,15 @@ def test_many_lists_with_one_tensor_each_are_read(tmp_path: Path) -> None:
         found = checkpoint.entry("lists")
     assert [int(inner[0][0]) for inner in found[:300]] == [*range(300)]
     assert found[-1]["a"].tolist() == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_quantized_tensor_is_read_as_an_object(tmp_path: Path) -> None:
+    """Its scale is in its archive alone, so it can be read there, and the rest of the directory too."""
+    given = torch.quantize_per_tensor(torch.arange(6.0).reshape(2, 3), 0.5, 1, torch.quint8)
+    with open_checkpoint(plain(tmp_path / "x", {"q": given, "w": torch.ones(2)})) as checkpoint:
+        assert repr(checkpoint.entry("q")) == repr(given)
+        assert checkpoint["w"].tolist() == [1, 1]
 
 
 def test_an_optimizer_without_groups_is_read_as_torch_saves_it(
