@@ -382,6 +382,8 @@ def mutate_zip(rng: Random, data: bytes) -> tuple[bytes, str]:
         "zip64",
     )
     what = rng.choice((*kinds, "rename", "order", "twice", "missing", "content", "end", "extra", "legacy", "legacy"))
+    if what in ("deflate", "two", "content") and rng.random() < 0.6:
+        part = next((each for each in parts if each.name.endswith(b"/data/0")), part)
     if what == "bytes":
         changed, how = mutate_bytes(rng, data)
         return changed, f"bytes: {how}"
@@ -421,12 +423,14 @@ def mutate_zip(rng: Random, data: bytes) -> tuple[bytes, str]:
     body, directory, end = join(parts, b"gap" * (what == "gap"))
     if what == "two":
         squeezed = [copy.deepcopy(each) for each in parts]
+        method, sizes = rng.choice((0, 0, 8)), rng.choice(([1, 1], None))
         for each in squeezed:
-            each.entry[4] = rng.choice((0, 0, 8))
-            each.entry[8:10] = rng.choice(([1, 1], each.entry[8:10]))
+            each.entry[4], each.entry[8:10] = method, sizes or each.entry[8:10]
         lie = join(squeezed)[1]
         first, second = rng.choice(((directory, lie), (lie, directory)))
-        return body + first + second + end, what
+        count, at = len(parts), len(body)
+        far = _zip64(count, count, len(directory), at, at + len(first) + len(second))
+        return body + first + second + rng.choice((b"", far)) + end[-_END.size :], what
     if what == "front":
         body, directory, end = join(parts, before=rng.choice((b"junk", data, b"\x80\x02]q\0.", bytes(64))))
     if what == "zip64":
