@@ -41,6 +41,7 @@ _CHANGES = {
 }
 _FORBIDDEN = {f"os.{each}" for each in ["posix_spawn", "exec", "fork", "forkpty", "system"]}
 _FORBIDDEN |= {"subprocess.Popen", "pty.spawn", "ctypes.dlopen", "webbrowser.open", "sys.setprofile"}
+_LEAVES_S = 2.0  # seconds in which the threads and files of a reading go
 _UNPICKLED = ("torch", "collections", "stagereg", "numpy")  # packages whose names a reading may look up
 _FOREIGN_MODULES = {"evil", "this", "antigravity"}  # which the inputs name
 
@@ -178,7 +179,7 @@ def _settings() -> dict[str, Any]:
 
 def _left(threads: int, descriptors: int) -> str:
     """Return what a reading has left: threads, or open files; both may take a moment to go."""
-    ends = time.monotonic() + 2
+    ends = time.monotonic() + _LEAVES_S
     while (more := threading.active_count() > threads) or _descriptors() > descriptors:
         if time.monotonic() > ends:
             return "leaves threads" if more else "leaves files open"

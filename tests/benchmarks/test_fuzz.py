@@ -156,7 +156,8 @@ def test_a_reading_that_hangs_is_a_finding(watch: Watch, here: Path, monkeypatch
     assert _examined(read, watch, here) == ["hangs for 0.2 s"]
 
 
-def test_a_thread_or_a_file_that_stays_is_a_finding(watch: Watch, here: Path) -> None:
+def test_a_thread_or_a_file_that_stays_is_a_finding(watch: Watch, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_watch, "_LEAVES_S", 0.2)
     ends, files = threading.Event(), list[int]()
     try:
         assert _examined(lambda _: threading.Thread(target=ends.wait, daemon=True).start(), watch, here) == [
