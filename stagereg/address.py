@@ -1,4 +1,4 @@
-"""The address at which the other ranks of a run reach this machine, by what the launcher has set; ports there."""
+"""The address at which the other ranks of a run reach this machine, from the launcher's variables; ports there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation alone; nothing is s
 
 
 def is_one_machine() -> bool:
-    """Return whether all ranks of this run are on this machine, as the launcher says; False if it does not say so."""
+    """Return whether all ranks of this run are on this machine, by the launcher's variables; False if unknown."""
     variables = os.environ
     here = variables.get("LOCAL_WORLD_SIZE")
     if "SLURM_STEP_NUM_NODES" in variables and "TORCHELASTIC_RUN_ID" not in variables:
@@ -53,7 +53,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def close_in_forks(opened: socket.socket) -> None:
-    """Have forked processes close a socket: while they hold it, others do not see that this process has ended."""
+    """Closes a socket in forked processes: while one holds it, other ranks do not see that this process has ended."""
     _open.add(opened)
 
 

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 
-MOST_BYTES = 1 << 24  # of a note
+MOST_BYTES = 1 << 24  # a note has at most so many
 _OURS = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -65,7 +65,7 @@ def open_or_make(path: str | os.PathLike[str], flags: int, mode: int = 0o666) ->
     while flags & os.O_CREAT:
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags & ~os.O_CREAT)
-        with contextlib.suppress(FileExistsError):  # somebody has just made it
+        with contextlib.suppress(FileExistsError):  # another process has just made it
             return os.open(path, flags | os.O_EXCL, mode)
     return os.open(path, flags)
 
@@ -89,7 +89,7 @@ def warn_skipped(path: str, error: UnfitFileError) -> None:
 
 
 def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:
-    """Write a file that is not there yet, and have it safely on the disk with ``flush``.
+    """Write a new file; with ``flush`` it is safely on the disk.
 
     Raises:
         FileExistsError: something has that name, a link to nothing too.
@@ -124,7 +124,7 @@ def replace_small(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, 
 
 
 def temporary(path: str | os.PathLike[str]) -> str:
-    """Return a name that nobody can foresee, in the folder of ``path``; makes nothing."""
+    """Return a name that cannot be foreseen, in the folder of ``path``; makes nothing."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
 
@@ -136,7 +136,7 @@ def temporary_of(name: str) -> str | None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Have a file or a directory safely on the disk. Raises: ``OSError``."""
+    """Flush a file or a directory to the disk. Raises: ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

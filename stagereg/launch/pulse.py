@@ -53,14 +53,14 @@ _SHUT_OUT = (
     "not the same on both"
 )
 
-_MOST_BYTES = 1 << 16  # that a line may have
-_GREETING_BYTES = 1024  # that it may have before the other side has proved that it is of this run
+_MOST_BYTES = 1 << 16  # of one line at most
+_GREETING_BYTES = 1024  # of one line before the other side has proved that it belongs to this run
 _STRANGERS = 64  # connections without a proof at a time
 _STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds that each has; and where others wait for its place
 _PAUSE_S = 0.5  # seconds without accepting, once no file can be opened
 _AGAIN_S = 0.2  # seconds between attempts to reach the hub
 _WELCOME_S = 20.0  # seconds in which the hub lets a rank in: strangers may be before it
-_TEXT_LENGTH = 300  # of a name, or of a reason: they are shown on terminals
+_TEXT_LENGTH = 300  # characters of a name or a reason: terminals show them
 _PROCESS = re.compile(r"process (\d{1,10}) on ")
 
 
@@ -121,8 +121,8 @@ class Pulse:
         self._beat_s = min(1.0, config.notice_s / 5)
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Line] = {}  # to other pulses, by descriptor
-        self._strangers: dict[int, Line] = {}  # of these: that have proved nothing yet, the oldest first
-        self._ranks: dict[int, Line] = {}  # of these: that have, by rank
+        self._strangers: dict[int, Line] = {}  # connections without a proof, the oldest first
+        self._ranks: dict[int, Line] = {}  # proven connections, by rank
         self._awaited: dict[int, Awaited] = {}  # by rank
         self._lost: dict[int, tuple[str, str]] = {}
         self._said = False  # whether the rank has said that it ends
@@ -252,7 +252,7 @@ class Pulse:
         elif (line := self._lines.get(source)) is not None:
             try:
                 self._read(line)
-            except Exception:  # whatever has come ends this connection alone
+            except Exception:  # any bad message ends this connection alone
                 self._leave(line)
 
     def _obey(self, value: Any) -> None:
@@ -267,7 +267,7 @@ class Pulse:
             self._given_s += value
 
     def _read(self, line: Line) -> None:
-        """Take what has come. Raises any ``Exception`` if it is not what one of this run sends."""
+        """Handle the lines that arrived. Raises any ``Exception`` if one is not a message of this run."""
         texts = line.take()
         if texts is None:
             self._leave(line)

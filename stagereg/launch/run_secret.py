@@ -82,7 +82,7 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
 
 
 def _read(store: Any, machine: str, path: str) -> str:
-    """Return the secret from the memory of rank 0 on this machine, else from the store."""
+    """Return the secret from the memory of rank 0 on this machine; if that fails, from the store."""
     try:
         if machine == machine_name():
             with open(path) as memory:

@@ -23,7 +23,7 @@ from stagereg.launch.pulse import RETURN_S, printable, proof
 _log = logging.getLogger(__name__)
 _PULSE = Path(__file__).with_name("pulse.py")
 _NAMED = 400  # characters of a message that name ranks, at most
-_MOST_STARTS = 5  # of a pulse that never lasts
+_MOST_STARTS = 5  # starts of a pulse that dies again and again
 _LASTS_S = 60.0
 _PAUSE_S = 0.1  # before the second start once more, twice as long before each later one: in all less than RETURN_S
 
@@ -55,7 +55,7 @@ class Watch:
             meet([own, self._listener.getsockname()[1], name])
         self._hub = None
         if rank > 0:
-            host, port, its = meet(None)  # by a store that anybody may write to
+            host, port, its = meet(None)  # through a store to which any process may write
             self._hub = [host, port, printable(its)]
         self._about = rank, name, secret
         self._config = {"rank": rank, "name": name, "notice_s": notice_s, "secret": secret, "hub": self._hub}
@@ -123,7 +123,7 @@ class Watch:
         self._do_without()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a pulse, and have it know what the one before knew. Raises: ``OSError``."""
+        """Start a pulse, and tell it what the previous pulse knew. Raises: ``OSError``."""
         given = [] if self._listener is None else [self._listener.fileno()]
         with self._changed:
             # A session of its own: what ends the rank with a signal to its group does not end what has to tell of it.

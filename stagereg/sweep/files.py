@@ -13,10 +13,10 @@ from typing import Any
 from stagereg.small_files import read_small
 
 LATEST_TIME = 1 << 37  # seconds since the epoch; a date can be made of it
-YAML_BYTES = 1 << 20  # of a config; some ten seconds of a parser
+YAML_BYTES = 1 << 20  # a config has at most so many: a parser takes ten seconds for them
 _DEEPEST = 100  # levels of lists and mappings in a file
-_MOST = 1 << 63  # of a whole number in a file
-_DIGITS = 400  # of a number in YAML
+_MOST = 1 << 63  # the largest whole number in a file
+_DIGITS = 400  # a number in YAML has at most so many
 _LINE_BYTES = 1 << 24
 
 

@@ -18,7 +18,7 @@ from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
 _DEEPEST = 1000  # tuples inside each other, which Python hashes and compares on the stack of the thread
-_WAYS = 1 << 20  # into a tuple, beside one for each byte of the pickle
+_WAYS = 1 << 20  # paths into a tuple, in addition to one for each byte of the pickle
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
 _STORAGES = {f"torch.{kind}": dtype.itemsize for dtype, kind in torch.storage._dtype_to_storage_type_map().items()} | {
     "torch.storage.UntypedStorage": 1
@@ -80,7 +80,7 @@ class _Walk(BoundedUnpickler):
         else:
             module = IMPORT_MAPPING.get(module, module)
         full = f"{module}.{name}"
-        if full == _MESH:  # torch allows it by itself
+        if full == _MESH:  # torch allows it without being asked
             raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
         return Name(full)
 

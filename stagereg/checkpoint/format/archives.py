@@ -26,7 +26,7 @@ _NAME = re.compile(rb"[^/]+/([\w.+/-]+)", re.ASCII)
 
 
 class _Entry(NamedTuple):
-    """What the directory says of a record."""
+    """The entry of a record in the directory."""
 
     name: bytes
     flags: int
@@ -63,7 +63,7 @@ def records(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
 
 
 def _directory(view: memoryview) -> tuple[list[_Entry], int]:
-    """Return the entries of the directory, and where it begins."""
+    """Return the entries of the directory, and its first byte's offset."""
     at = len(view) - _END_BYTES
     if at < 0:
         raise ValueError("it is too short")

@@ -59,7 +59,7 @@ def loads(content: bytes) -> Metadata:
             _expect_sound(metadata)
     except CheckpointError:
         raise
-    except Exception as error:  # of any class, since the file may hold anything
+    except Exception as error:  # any class of error: the file may hold anything
         raise CheckpointError(
             f"its {METADATA} is not what torch writes: {type(error).__name__}: {error!s:.200}"
         ) from error

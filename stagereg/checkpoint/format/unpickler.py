@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-_TORCH_SAVE = (  # those that ``torch.load(weights_only=True)`` knows
+_TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` knows
     pickle.PROTO + pickle.MARK + pickle.GLOBAL + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET
     + pickle.LONG_BINGET + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1
     + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINSTRING
@@ -20,10 +20,10 @@ _TORCH_SAVE = (  # those that ``torch.load(weights_only=True)`` knows
 )  # fmt: skip
 NO_METADATA = "its .metadata names {}.{}, which is no metadata; nothing was imported."
 _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
-_SMALL_BYTES = 1 << 20  # which are looked at in little time
-_PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # of later protocols
+_SMALL_BYTES = 1 << 20  # checked in milliseconds
+_PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # instructions of later protocols
 
-_ITEMS = 1 << 15  # that all calls may copy, and one more for each byte of the pickle
+_ITEMS = 1 << 15  # copied by all calls at most, and one more for each byte of the pickle
 
 
 class _Instructions(dict[int, Any]):
@@ -61,7 +61,7 @@ class BoundedUnpickler(pickle._Unpickler):
         return Name(f"{module}.{name}")
 
     def gone_through(self, items: int) -> None:
-        """Count items that are copied or looked at: a pickle may use one large value any number of times.
+        """Count items that are copied or checked: a pickle may use one large value any number of times.
 
         Raises: ``ValueError`` if they are more than in a pickle whose values are all different.
         """
@@ -149,7 +149,7 @@ class BoundedUnpickler(pickle._Unpickler):
 
 
 class _Look(BoundedUnpickler):
-    """Makes nothing but names: what it returns for an object is the name of its class."""
+    """Makes nothing but names: an object becomes the name of its class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in ("torch", "builtins", "pathlib"):
@@ -168,12 +168,12 @@ class _Look(BoundedUnpickler):
 
 
 def expect_metadata(content: bytes) -> None:
-    """Raise ``ValueError`` if the content of a small ``.metadata`` is no pickle of torch's. Imports no torch."""
+    """Raise ``ValueError`` if the content of a small ``.metadata`` is not a pickle of torch. Imports no torch."""
     if len(content) > _SMALL_BYTES:
         return
     try:
         found = _Look(content).load()
-    except Exception as error:  # of any class, since the file may hold anything
+    except Exception as error:  # any class of error: the file may hold anything
         raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
     if found != _METADATA:
         raise ValueError(f"it has {found!r:.100} in place of torch's metadata")

@@ -1,6 +1,6 @@
 """Opening a checkpoint for evaluation and surgery: :func:`open_checkpoint`.
 
-What is damaged is refused before torch is imported, which takes more time and memory than all that is looked at.
+A damaged checkpoint is refused before torch is imported: the import takes more time and memory than the check.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
 
 
 def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
-    """Have quantized tensors be objects in the metadata, as archives have their scales, and return all places."""
+    """Make quantized tensors objects in the metadata, since archives have their scales, and return all places."""
     quantized = {
         name: torch_metadata.BytesStorageMetadata()
         for name, entry in metadata.state_dict_metadata.items()

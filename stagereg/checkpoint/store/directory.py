@@ -89,7 +89,7 @@ class Directory:
             os.unlink(path)
 
     def commit(self, written: str, manifest: Manifest) -> str:
-        self.delete(f"{written}/{MANIFEST}")  # of a copy that was killed here, and goes on
+        self.delete(f"{written}/{MANIFEST}")  # left by a copy that was killed here and is resumed
         write_new(f"{written}/{MANIFEST}", manifest.dumps().encode())
         sync(written)
         failpoint("described")

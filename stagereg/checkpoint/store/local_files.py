@@ -78,7 +78,7 @@ def exchange(beside: Path, path: Path) -> Path:
 
 
 def aside(path: Path) -> str:
-    """Return a name ``.NAME.TOKEN.old`` in the folder of ``path`` that nobody can foresee; makes nothing."""
+    """Return a name ``.NAME.TOKEN.old`` in the folder of ``path`` that cannot be foreseen; makes nothing."""
     return f"{temporary(path).removesuffix('tmp')}old"
 
 

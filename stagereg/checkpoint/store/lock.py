@@ -183,7 +183,7 @@ class StoreLock:
         return ours
 
     def _share(self) -> None:
-        """Let those lock the file too who may read and delete it: a killed run leaves it, whatever its umask was."""
+        """Give write bits to users who may read and delete the file: a killed run leaves it with those of its umask."""
         with contextlib.suppress(OSError):  # another user has made it; or nothing has a mode there
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0

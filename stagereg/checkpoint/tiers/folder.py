@@ -36,7 +36,7 @@ from stagereg.small_files import (
 
 _log = logging.getLogger(__name__)
 
-NOTE = RUN  # in the folder of the run, in that of the tier, and in the store
+NOTE = RUN  # in the folder of the run, in the folder of the tier, and in the store
 BOOT = ".boot"  # notes since which boot the folder of a run is there, where files do not outlive one
 _COPIED = ".copied"
 _RECEIVED = ".received"
@@ -60,7 +60,7 @@ class MachineFolder:
         self.path, self._durable = f"{root}/{run}", durable
 
     def make(self, save: SaveId | None = None) -> None:
-        """Make the folder, and that of a save, also where somebody has deleted it under a run that goes on.
+        """Make the folder, and that of a save, also if it was deleted while the run continues.
 
         Raises: ``CheckpointError`` if the folder is not this user's alone.
         """
