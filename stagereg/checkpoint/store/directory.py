@@ -184,4 +184,6 @@ def _size(entry: os.DirEntry[str]) -> int | str | None:
         found = entry.stat(follow_symlinks=False)
     except OSError as error:
         return damage_of(error)
+    if stat.S_ISLNK(found.st_mode):
+        return "a link (cp -rL copies the file itself)"
     return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"
