@@ -82,10 +82,14 @@ def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int 
     raise UnfitFileError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
 
 
-@functools.cache  # once a process
 def warn_skipped(path: str, error: UnfitFileError) -> None:
-    """Log that a small file is skipped, and why."""
-    _log.warning("stagereg: skipped %s: %s. Delete it or move it away.", path, error.strerror)
+    """Log that a small file is skipped, and why: each reason once a process."""
+    _warn_skipped(path, error.strerror)
+
+
+@functools.cache  # of texts: an error would keep all that its traceback has
+def _warn_skipped(path: str, why: str) -> None:
+    _log.warning("stagereg: skipped %s: %s. Delete it or move it away.", path, why)
 
 
 def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:

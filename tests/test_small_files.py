@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from stagereg.small_files import (
     sync,
     temporary,
     temporary_of,
+    warn_skipped,
     write_new,
 )
 
@@ -250,6 +252,23 @@ def test_a_temporary_name_says_whose_it_is_and_is_never_the_same(name: str) -> N
 @pytest.mark.parametrize("name", [".kept.json.tmp", "..run.json.tmp", ".a.0123456789AB.tmp", "a.0123456789ab.tmp", ""])
 def test_other_names_are_not_temporary_ones(name: str) -> None:
     assert temporary_of(name) is None
+
+
+def test_a_skipped_file_is_logged_once_and_its_error_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = []
+    for _ in range(3):
+        error = UnfitFileError(errno.EINVAL, "it is a pipe")
+        kept.append(weakref.ref(error))
+        warn_skipped(str(tmp_path / "note"), error)
+    warn_skipped(str(tmp_path / "note"), UnfitFileError(errno.EFBIG, "it is long"))
+    del error
+    assert [each.getMessage().partition("note: ")[2] for each in caplog.records] == [
+        "it is a pipe. Delete it or move it away.",
+        "it is long. Delete it or move it away.",
+    ]
+    assert [each() for each in kept] == [None] * 3
 
 
 def test_discarding_follows_no_link(tmp_path: Path, mine: Path) -> None:

@@ -243,14 +243,17 @@ def work(asked: argparse.Namespace, scratch: Path) -> int:
     os._exit(0)  # threads of a reading that went wrong may be there
 
 
+def _mapped() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 @contextlib.contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let this process map :data:`MOST_MEMORY` more than it has mapped now."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
+def bounded_memory() -> Iterator[int]:
+    """Let this process map :data:`MOST_MEMORY` more than the bytes that it has mapped now, which it gives."""
+    mapped, before = _mapped(), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_MEMORY, before[1]))
     try:
-        yield
+        yield mapped
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
@@ -263,14 +266,15 @@ def _make_inputs(asked: argparse.Namespace, scratch: Path, report: Any) -> None:
             examine(kind, name, -1, -1 - number, watch)
     gc.collect()
     gc.freeze()
-    with bounded_memory():
+    with bounded_memory() as mapped:
         for number in range(asked.first, asked.first + asked.count):
             print(json.dumps({"begin": [name, number]}), file=report)
             found, ends = examine(kind, name, asked.seed, number, watch)
-            print(
-                json.dumps({"end": [name, number], "ends": ends, "found": [asdict(each) for each in found]}),
-                file=report,
-            )
-            if ends["hangs"]:
+            if is_full := _mapped() - mapped > MOST_MEMORY // 2:  # by no one input, which would have been refused
+                what = f"{(_mapped() - mapped) >> 20} MiB after {number - asked.first + 1} inputs"
+                found.append(Finding(name, asked.seed, number, "all", "keeps memory of earlier inputs", "", "", what))
+            told = {"end": [name, number], "ends": ends, "found": [asdict(each) for each in found]}
+            print(json.dumps(told), file=report)
+            if ends["hangs"] or is_full:
                 report.flush()
                 os._exit(HUNG)
