@@ -429,10 +429,10 @@ def _state(process: int) -> str:
 
 
 def main() -> None:
-    """Run as the child of a rank; the argument is the descriptor of the hub's port, on the hub."""
+    """Run as the child of a rank: arguments are its process id and, on the hub, the descriptor of the port."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to every process of a step
         signal.signal(number, signal.SIG_IGN)
-    parent = os.getppid()
+    parent = int(sys.argv[1])  # and not that of now: the rank may have ended already
     with contextlib.suppress(OSError, ValueError):  # the hub has a connection of each rank
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -441,7 +441,7 @@ def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as given:  # no byte more than the line
         config = Config(**json.loads(given.readline()))
     os.set_blocking(0, False)
-    listener = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
+    listener = socket.socket(fileno=int(sys.argv[2])) if sys.argv[2:] else None
     Pulse(config, parent, Line(0, 1, config.rank), listener).run()
 
 

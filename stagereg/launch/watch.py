@@ -128,7 +128,7 @@ class Watch:
         with self._changed:
             # A session of its own: what ends the rank with a signal to its group does not end what has to tell of it.
             self._pulse = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_PULSE), *map(str, given)],
+                [sys.executable, "-I", "-S", str(_PULSE), *map(str, (os.getpid(), *given))],
                 pass_fds=given,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -31,7 +31,7 @@ class Hub:
 
     def __init__(self, most_files: int = 1024, notice_s: float = 60.0) -> None:
         limited = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"]
-        command = [*limited, sys.executable, "-I", "-S", pulse.__file__]
+        command = [*limited, sys.executable, "-I", "-S", pulse.__file__, str(os.getpid())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self.send(Config(0, "process 1 on host", notice_s, SECRET, None, WORLD)._asdict())
         self.port = self.said()["port"]
@@ -59,6 +59,22 @@ class Hub:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@pytest.mark.parametrize("hub", [None, ["127.0.0.1", 9, "process 1 on host"]])
+def test_a_heartbeat_that_is_started_as_its_rank_ends_does_not_stay(hub: list[Any] | None) -> None:
+    """Rank and heartbeat of rank 0 are killed one after the other: the second heartbeat has another parent at once."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    config = Config(0 if hub is None else 1, f"process {gone.pid} on host", 60.0, SECRET, hub, WORLD)
+    command = [sys.executable, "-I", "-S", pulse.__file__, str(gone.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(config._asdict()).encode() + b"\n")
+        try:
+            assert process.wait(BOUND_S) == 0
+        finally:
+            process.kill()
 
 
 def received(line: socket.socket) -> str:
