@@ -17,7 +17,7 @@ AGAIN := $(MAKE)
 export PYTHONDONTWRITEBYTECODE :=
 # What pages of the site load, in place of a CDN: draws diagrams; lets the search run from file://.
 SCRIPTS := mermaid@11.17.2 iframe-worker@1.0.4
-WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/on_commit/test_components.py \
+WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py tests/extensions/callbacks/test_components.py \
 	tests/checkpoint/promises/test_torchtitan.py tests/commands/test_convert.py::test_transformers_takes_the_files \
 	tests/clusters/test_manifests.py
 AZURITE := azurite@3.35.0
@@ -39,7 +39,7 @@ frameworks: $(FRAMEWORKS)/.ready  ## the tests of stagereg.integrations, with th
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(WORKERS) $(WITH_FRAMEWORKS)
 
 stores: $(STORES)/.ready  ## checkpoints in SeaweedFS (S3), Azurite and fake-gcs-server
-	OMP_NUM_THREADS=1 $(STORES)/bin/python -m pytest $(WORKERS) tests/checkpoint/promises/stores
+	OMP_NUM_THREADS=1 $(STORES)/bin/python -m pytest $(WORKERS) tests/extensions/buckets/stores
 
 docs: $(DOCS)/.ready  ## the documentation site, to site/index.html; without network once its environment is there
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict

@@ -43,15 +43,15 @@ _REMEDIES = {
     "ClosedError": "Construct another one, or open the checkpoint again.",
     "ConfigError": "Change the option that the message names; `stagereg show KIND/NAME` and [options](options.md) say "
     "what it takes.",
-    "DamagedError": "`stagereg verify DIR` shows which checkpoints are good; `checkpoint.resume=PATH` takes one. "
-    "[Checkpoints](checkpoints.md)",
-    "DisagreementError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
+    "CorruptCheckpointError": "`stagereg verify DIR` shows which checkpoints are good; `checkpoint.resume=PATH` takes "
+    "one. [Checkpoints](checkpoints.md)",
+    "RankMismatchError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
     "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
     "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
     "LaunchError": "The output of the rank that is named has the cause. [Many machines](clusters.md)",
-    "NotSavedInTimeError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
-    "NothingSavedError": "`checkpoint.restore.allow_missing=[NAME]`, where the entry is to begin from scratch. "
+    "SaveTimeoutError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
+    "MissingEntryError": "`checkpoint.restore.allow_missing=[NAME]`, where the entry is to begin from scratch. "
     "[Checkpoints](checkpoints.md#renamed-new-and-missing-entries-and-layers)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
     "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "

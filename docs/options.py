@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import stagereg.registry as registry
+from stagereg.base.installed import DISTRIBUTION
 from stagereg.commands.describe import Field, describe
-from stagereg.installed import DISTRIBUTION
 from stagereg.registry import Entry
 
 __all__ = ["page"]

@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+import stagereg.base.output as output
 import stagereg.bench.command as bench
-import stagereg.output as output
 from stagereg._version import __version__
+from stagereg.base.machine import become_a_rank
 from stagereg.commands import (
     checking,
     converting,
@@ -28,7 +29,6 @@ from stagereg.commands import (
     scaffold,
 )
 from stagereg.errors import StageregError, nearest
-from stagereg.machine import become_a_rank
 
 _COMMANDS = (listing, running, scaffold, checking, doctor, bench, reporting, inventory, following, converting)
 

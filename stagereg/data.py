@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from stagereg.base.seeded import DrawCheck, SampleIndex, SeededDataset, seeded
 from stagereg.errors import CheckpointError, ConfigError, name_ranks
-from stagereg.seeded import DrawCheck, SampleIndex, SeededDataset, seeded
 
 __all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position", "is_stateful", "seeded"]
 

@@ -143,15 +143,15 @@ class CheckpointError(StageregError, RuntimeError):
     """A checkpoint could not be written, committed or read; nothing that was complete before is harmed."""
 
 
-class NothingSavedError(CheckpointError):
+class MissingEntryError(CheckpointError):
     """A checkpoint has nothing that an entry of the state could take: not its name, or another kind of optimizer's."""
 
 
-class DamagedError(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """What was to be read is damaged or incomplete; the message names the files."""
 
 
-class DisagreementError(CheckpointError):
+class RankMismatchError(CheckpointError):
     """The ranks do not do the same: not the same calls, options, or steps of an optimizer."""
 
 
@@ -159,7 +159,7 @@ class ClosedError(CheckpointError):
     """A checkpointer, or a checkpoint that was opened, was used after its ``close()``."""
 
 
-class NotSavedInTimeError(CheckpointError):
+class SaveTimeoutError(CheckpointError):
     """A save has taken longer than its ``timeout``."""
 
 

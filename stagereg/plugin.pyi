@@ -1,19 +1,20 @@
 # What a plugin may import. `stagereg/plugin.py` reads this file: what stands here is imported when it is first used.
+from stagereg.base.sizes import ByteSize as ByteSize
 from stagereg.checkpoint.format.manifest import Checkpoint as Checkpoint
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint as CommittedCheckpoint
-from stagereg.checkpoint.save.on_commit import OnCommit as OnCommit
 from stagereg.checkpoint.storage.files import FileStorage as FileStorage
 from stagereg.checkpoint.storage.packed import PackedStorage as PackedStorage
 from stagereg.checkpoint.storage.protocol import Storage as Storage
 from stagereg.checkpoint.store.keep import Keep as Keep
 from stagereg.checkpoint.store.keep import KeepRule as KeepRule
-from stagereg.checkpoint.tiers.tier import Tier as Tier
 from stagereg.errors import CheckpointError as CheckpointError
 from stagereg.errors import ConfigError as ConfigError
 from stagereg.errors import JoinError as JoinError
 from stagereg.errors import StagerClosedError as StagerClosedError
 from stagereg.errors import StageregError as StageregError
 from stagereg.errors import StagingError as StagingError
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint as CommittedCheckpoint
+from stagereg.extensions.callbacks.on_commit import OnCommit as OnCommit
+from stagereg.extensions.tiers.tier import Tier as Tier
 from stagereg.join.context import Join as Join
 from stagereg.join.joinable import Joinable as Joinable
 from stagereg.join.joinable import JoinHook as JoinHook
@@ -24,7 +25,6 @@ from stagereg.kernel.copier import HostCopier as HostCopier
 from stagereg.kernel.memory import Pool as Pool
 from stagereg.kernel.state_dict import flatten as flatten
 from stagereg.registry import register as register
-from stagereg.sizes import ByteSize as ByteSize
 from stagereg.stagers.async_stager import AsyncStager as AsyncStager
 from stagereg.stagers.async_stager import StateDict as StateDict
 from stagereg.stagers.blocking import BlockingStager as BlockingStager

@@ -22,10 +22,10 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from stagereg._version import __version__
-from stagereg.crash_report import summarize_exception
+from stagereg.base.crash_report import summarize_exception
+from stagereg.base.installed import DISTRIBUTION, announced, normalized, unmet
+from stagereg.base.spec import REQUIRED, check, check_component, refuse_unknown, with_article
 from stagereg.errors import RegistryError, UnknownNameError, nearest
-from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
-from stagereg.spec import REQUIRED, check, check_component, refuse_unknown, with_article
 
 ENTRY_POINTS = "stagereg.plugins"
 
@@ -37,17 +37,17 @@ _BUILT_IN = {
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
-    ("on_commit", "copy_to"): "stagereg.on_commit.copy_to:CopyTo",
+    ("on_commit", "copy_to"): "stagereg.extensions.callbacks.copy_to:CopyTo",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
-    ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
+    ("storage", "safetensors"): "stagereg.extensions.interop.safetensors:SafetensorsStorage",
     ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
-    ("on_commit", "command"): "stagereg.on_commit.shell_command:ShellCommand",
-    ("on_commit", "huggingface"): "stagereg.on_commit.huggingface:HuggingFaceExport",
-    ("on_commit", "mlflow"): "stagereg.on_commit.mlflow:MlflowArtifact",
-    ("on_commit", "wandb"): "stagereg.on_commit.wandb:WandbArtifact",
-    ("tier", "none"): "stagereg.checkpoint.tiers.tier:NoTier",
-    ("tier", "memory"): "stagereg.checkpoint.tiers.memory:MemoryTier",
-    ("tier", "disk"): "stagereg.checkpoint.tiers.disk:DiskTier",
+    ("on_commit", "command"): "stagereg.extensions.callbacks.shell_command:ShellCommand",
+    ("on_commit", "huggingface"): "stagereg.extensions.callbacks.huggingface:HuggingFaceExport",
+    ("on_commit", "mlflow"): "stagereg.extensions.callbacks.mlflow:MlflowArtifact",
+    ("on_commit", "wandb"): "stagereg.extensions.callbacks.wandb:WandbArtifact",
+    ("tier", "none"): "stagereg.extensions.tiers.tier:NoTier",
+    ("tier", "memory"): "stagereg.extensions.tiers.memory:MemoryTier",
+    ("tier", "disk"): "stagereg.extensions.tiers.disk:DiskTier",
     ("keep", "policy"): "stagereg.checkpoint.store.keep:Keep",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",

@@ -31,16 +31,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import stagereg
+import stagereg.base.record as record
 import stagereg.commands.scaffold as scaffold
 import stagereg.integrations.written as written
-import stagereg.record as record
 import stagereg.sweep.render as render
 from stagereg import cli
 from stagereg.checkpoint.options import Leave
 from stagereg.errors import StageregError
+from stagereg.extensions.callbacks.copy_to import CopyTo
+from stagereg.extensions.callbacks.huggingface import HuggingFaceExport
 from stagereg.integrations.named import NamedCheckpoints
-from stagereg.on_commit.copy_to import CopyTo
-from stagereg.on_commit.huggingface import HuggingFaceExport
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.plan import Plan
 from stagereg.sweep.result import results

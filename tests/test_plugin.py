@@ -12,8 +12,8 @@ import pytest
 
 import stagereg.plugin
 import stagereg.testing
+from stagereg.base.spec import OPTIONAL, REQUIRED
 from stagereg.commands.scaffold import _MODULES as KINDS
-from stagereg.spec import OPTIONAL, REQUIRED
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text()
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"

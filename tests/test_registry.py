@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import stagereg
 import stagereg.plugin
 from stagereg import registry
+from stagereg.base.spec import HYDRA_KEYS, REQUIRED
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError
-from stagereg.spec import HYDRA_KEYS, REQUIRED
 
 
 class Stager:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stagereg.base.number_text import decimal
+from stagereg.base.output import warn
 from stagereg.bench.measure import interleave, peaks, quiet
 from stagereg.errors import ConfigError, nearest
-from stagereg.number_text import decimal
-from stagereg.output import warn
 
 if TYPE_CHECKING:
     from stagereg.bench.measure import Case
@@ -72,8 +72,8 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: something that was asked for cannot be had; nothing was measured.
     """
     rows = _check(asked)
+    import stagereg.base.machine as machine
     import stagereg.bench.report as report
-    import stagereg.machine as machine
 
     environment = machine.describe(asked.device)
     notes = [machine.noise_warning(environment["load"][0], environment["cores"])]

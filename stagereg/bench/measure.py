@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-import stagereg.output as output
+import stagereg.base.output as output
+from stagereg.base.machine import memory
 from stagereg.errors import LaunchError
-from stagereg.machine import memory
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import stagereg.output as output
+import stagereg.base.output as output
 from stagereg.bench.measure import Series, spread
 
 

@@ -16,19 +16,18 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+import stagereg.base.record as record
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
-import stagereg.record as record
+from stagereg.base.option_text import constructed
+from stagereg.base.spec import suggests_arguments
+from stagereg.base.uncaught import print_once
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
-from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.save.on_commit import OnCommit
-from stagereg.checkpoint.save.on_commit_calls import CommitCalls
 from stagereg.checkpoint.save.pending_save import SaveTarget
 from stagereg.checkpoint.save.save_thread import CheckpointStats, SaveThread
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
@@ -37,19 +36,21 @@ from stagereg.checkpoint.state.nested import expect_savable
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
-from stagereg.checkpoint.survivors import Survivors, await_saved
-from stagereg.checkpoint.tiering import Tiering, acquire_with_tier, notes_of
-from stagereg.checkpoint.tiers.tier import Tier
-from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, Together
+from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, RankCoordinator
+from stagereg.extensions.callbacks.calls import CommitCalls
+from stagereg.extensions.callbacks.on_commit import OnCommit
+from stagereg.extensions.goodput import phases
+from stagereg.extensions.preemption.consensus import PreemptionConsensus
+from stagereg.extensions.recovery.survivors import Survivors, await_saved
+from stagereg.extensions.replicas.shares import ReplicaShards
+from stagereg.extensions.tiers.tier import Tier
+from stagereg.extensions.tiers.tiering import Tiering, acquire_with_tier, notes_of
 from stagereg.join.peers import followers
-from stagereg.launch import first_step, phases
+from stagereg.launch import first_step
 from stagereg.launch.command_line import is_program
 from stagereg.launch.rank import is_consequence
-from stagereg.option_text import constructed
 from stagereg.registry import register
-from stagereg.spec import suggests_arguments
 from stagereg.stagers.async_stager import AsyncStager
-from stagereg.uncaught import print_once
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class Checkpointer:
         """Make what saves and exchanges, on all ranks: one group for each kind of exchange, which must not meet."""
         near, first = self._tiering, self._ranks.rank == 0
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
-        shared = ShareBook(replicas.verify_every, replicas.share)
+        shared = ReplicaShards(replicas.verify_every, replicas.share)
         self._background = SaveThread(self._target, self._failure.timeout, warns, near.background)
         self._saver = Saver(self._target, self._stager, self._background, shared, cast, self._stores)
         self.stats = self._background.stats
@@ -187,7 +188,7 @@ class Checkpointer:
             record.listen(self._target.metrics)
         self._survivors: Any = self._stores and Survivors(self._target, self._saver, self._background)
         parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._save
-        self._together = Together(process_group, *parts)
+        self._together = RankCoordinator(process_group, *parts)
         self.preemption = self._together.preemption
         self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
         warn = first and self._leave.save_last
@@ -319,7 +320,7 @@ class Checkpointer:
         state = self._saver.take(checked_state(state))
         self._background.finish_before_restore()
         self._together.post(RESTORE)
-        store, resume = choosing.asked_for(self._store, self.resume, source, self._ranks)
+        store, resume = choosing.resolve_resume(self._store, self.resume, source, self._ranks)
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None

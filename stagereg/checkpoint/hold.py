@@ -22,27 +22,27 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 
+from stagereg.base.machine import machine_name
+from stagereg.base.option_text import choice, option
+from stagereg.base.retry import answered, within
 from stagereg.checkpoint.format.manifest import new_token, step_name
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.advice import advice
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.readers import reader_name
-from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
+from stagereg.extensions.buckets.lease import LeaseRecord
 from stagereg.launch.command_line import command_key
-from stagereg.machine import machine_name
-from stagereg.option_text import choice, option
 
 SCRATCH = "stagereg-scratch-"
 """What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""
 
 _PATIENCE_S = 5.0  # for a network file system to show what another machine has made
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _SHOWN = 3  # machines that a message names
 
 _log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def _look(path: str) -> tuple[str, bool]:
                 os.close(os.open(folder, os.O_RDONLY))
         if (sees := os.path.lexists(path)) or time.monotonic() > ends:
             return socket.gethostname(), sees
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _take(store: CheckpointStore, seconds: float, resume: str, continues: bool, known: int | None) -> StoreLock:

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
+from stagereg.base.option_text import option
+from stagereg.base.spec import check
 from stagereg.checkpoint.load.choosing import RESUME
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.on_commit import OnCommit
 from stagereg.checkpoint.store.keep import GuardedRule, Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
-from stagereg.option_text import option
+from stagereg.extensions.callbacks.on_commit import OnCommit
 from stagereg.registry import build
-from stagereg.spec import check
 
 _SUCH = "stagereg.build('on_commit', 'wandb')"
 

@@ -13,18 +13,18 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.requests import Ending, Requests
+from stagereg.checkpoint.ranks.requests import OperationLog, ShutdownBarrier
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
-from stagereg.errors import CheckpointError, DisagreementError, name_ranks
+from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
+from stagereg.extensions.preemption.consensus import PreemptionConsensus
 
 SAVE, NEAR, LEAVE, RESTORE = "save", "near", "leave", "restore"
 """What a request begins with: to save a step, in the tier alone, or to save it and exit; to restore."""
 
 
-class Together:
+class RankCoordinator:
     """This rank's part.
 
     ``follow`` is a method. After this rank has left its loop, ``follow(what, step, True)`` saves as other ranks
@@ -44,9 +44,9 @@ class Together:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
         self.preemption: PreemptionConsensus | None = None  # stays so if signals are left alone
         if grace is not None:
-            signals, newest = Requests(training, f"{name}/signals"), background.describe_newest
+            signals, newest = OperationLog(training, f"{name}/signals"), background.describe_newest
             self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest, signals)
-        self._requests, self._ending = Requests(training, f"{name}/saves"), Ending(training, f"{name}/end")
+        self._requests, self._ending = OperationLog(training, f"{name}/saves"), ShutdownBarrier(training, f"{name}/end")
         self._ranks, self._saver, self._background = ranks, saver, background
         self._follow, self._left = weakref.WeakMethod(follow), False
 
@@ -88,7 +88,7 @@ class Together:
         elif what:
             self._saver.miss_save(int(step), near=what == NEAR)
 
-    def answer_all(self) -> None:
+    def reject_pending(self) -> None:
         """Answer what ranks still ask for, now that this one has come to its end."""
         while (entry := self._requests.take_next()) is not None:
             self.answer(entry)
@@ -104,7 +104,7 @@ class Together:
     def end(self, seen: int | None) -> None:
         """Wait until all ranks have come to the end. Raises: ``CheckpointError`` if one will not come, or has not."""
         try:
-            self._ending.wait(seen, self.answer_all, self._ranks.limit.total_seconds())
+            self._ending.wait(seen, self.reject_pending, self._ranks.limit.total_seconds())
         except CheckpointError:
             self._background.raise_failure()  # of a save, which says more
             raise
@@ -114,7 +114,7 @@ class Together:
         self._left = True
         self._ending.leave()
         with contextlib.suppress(RuntimeError):  # the store is gone
-            self.answer_all()
+            self.reject_pending()
 
     def _refuse_restore(self) -> None:
-        raise DisagreementError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
+        raise RankMismatchError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")

@@ -22,16 +22,16 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.base.crash_report import summarize_exception
+from stagereg.base.installed import normalized
+from stagereg.base.spec import with_article
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.keep import KeepRule
-from stagereg.checkpoint.tiers.tier import NoTier, Tier
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
-from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
-from stagereg.installed import normalized
+from stagereg.extensions.tiers.tier import NoTier, Tier
 from stagereg.registry import Entry
-from stagereg.spec import with_article
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import (
     Contract,

@@ -19,12 +19,12 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-import stagereg.output as output
+import stagereg.base.output as output
 import stagereg.registry as registry
+from stagereg.base.installed import DISTRIBUTION, normalized, unmet
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
-from stagereg.installed import DISTRIBUTION, normalized, unmet
 
 CONTRACTS = "stagereg.contracts"  # the entry points that announce contracts, by the names of their plugins
 _VERDICTS = ("kept", "broken", "not shown", "skipped")

@@ -2,7 +2,7 @@
 
 The command verifies the checkpoint first, of a directory the newest good one, and never changes it. A directory of
 plain ``torch.distributed.checkpoint.save`` is converted too, without checksums. See
-:mod:`stagereg.checkpoint.load.export`.
+:mod:`stagereg.extensions.interop.export`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import argparse
 import os
 from pathlib import Path
 
-import stagereg.output as output
-from stagereg.checkpoint.format.damage import Condition
+import stagereg.base.output as output
+from stagereg.base.sizes import ByteSize
+from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError, listed
-from stagereg.sizes import ByteSize
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -40,8 +40,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(asked: argparse.Namespace) -> int:
     """Write the file and print what is in it; return 0."""
     from stagereg.checkpoint.format.index import DTYPES
-    from stagereg.checkpoint.load.export import SAFETENSORS, SUFFIXES, TensorOptions, export
-    from stagereg.checkpoint.load.opening import first_good
+    from stagereg.extensions.interop.export import SAFETENSORS, SUFFIXES, TensorOptions, export
+    from stagereg.extensions.interop.opening import first_good
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -82,6 +82,6 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _show_passed(each: Condition) -> None:
+def _show_passed(each: VerificationResult) -> None:
     output.progress()
     output.warn(f"Passing over {each.path}: {each}")

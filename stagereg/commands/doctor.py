@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import stagereg.base.machine as machine
+import stagereg.base.output as output
 import stagereg.kernel.compiled as compiled
-import stagereg.machine as machine
-import stagereg.output as output
 import stagereg.registry as registry
 from stagereg._version import __version__
+from stagereg.base.installed import DISTRIBUTION
+from stagereg.base.output import size_text
 from stagereg.commands.child import call_in_child
-from stagereg.installed import DISTRIBUTION
-from stagereg.output import size_text
 
 _TORCH_LIMIT_S = 120.0  # seconds for PyTorch, whose first import from a network disk takes its time
 

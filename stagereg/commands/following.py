@@ -19,19 +19,19 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from stagereg.checkpoint.format.damage import Condition
+from stagereg.base.durations import seconds_of
+from stagereg.base.output import above_zero, warn
+from stagereg.base.small_files import UnfitFileError
+from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import FOLLOWED, Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import with_those_of_torch
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import is_url, open_store
-from stagereg.durations import seconds_of
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, ConfigError, printable
-from stagereg.output import above_zero, warn
-from stagereg.small_files import UnfitFileError
 
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
-_LOOK_S = 0.2  # how often a signal is looked for
+_POLL_INTERVAL_S = 0.2  # how often a signal is looked for
 _PAUSE_S = 5.0  # seconds before the first retry of a command, then doubled
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
 """The signals that end a follower, and its exit codes."""
@@ -108,7 +108,7 @@ class _Follower:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
         self._done: dict[str, str] = {}  # checkpoints, and what has become of their command
         self._furthest = -1  # the greatest step that was dealt with
-        self._bad: dict[str, Condition] = {}  # found so by this follower; the next one looks anew
+        self._bad: dict[str, VerificationResult] = {}  # found so by this follower; the next one looks anew
         self._waiting: set[str] = set()  # seen and not dealt with
         self._said: dict[str, str] = {}  # what was reported of bad ones
         self._since = time.monotonic()  # when something new came
@@ -188,7 +188,7 @@ class _Follower:
         """Return which checkpoint is to be dealt with now, and report those that went without."""
         own, damaged = self._store.checkpoints()
         of_torch = self._store.of_torch()
-        found = with_those_of_torch([Condition(each.path, each.manifest) for each in own], of_torch)
+        found = with_those_of_torch([VerificationResult(each.path, each.manifest) for each in own], of_torch)
         complete = [each.checkpoint for each in found if each.checkpoint is not None]
         damaged += [each for each in of_torch if each.damages]
         if not self._begun and (complete or damaged):
@@ -206,7 +206,7 @@ class _Follower:
         self._waiting = set(left)
         return there[left[0 if self._asked.newest else -1]] if left else None
 
-    def _pass_over(self, key: str, condition: Condition) -> None:
+    def _pass_over(self, key: str, condition: VerificationResult) -> None:
         if str(condition) != self._said.get(key):
             _say(f"{condition.path} is bad and passed over: {condition}")
         self._bad[key], self._said[key] = condition, str(condition)
@@ -267,7 +267,7 @@ class _Follower:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._check_signal()
-            time.sleep(min(left, _LOOK_S))
+            time.sleep(min(left, _POLL_INTERVAL_S))
 
     def _check_signal(self) -> None:
         if self._received is not None:

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from stagereg.launch.phases import PHASES
+from stagereg.extensions.goodput.phases import PHASES
 from stagereg.sweep.figures import Covered
 from stagereg.sweep.run import RankRecord, Run, Started
 

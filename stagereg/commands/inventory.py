@@ -15,17 +15,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import stagereg.base.output as output
 import stagereg.commands.tier_inventory as tier_inventory
-import stagereg.output as output
-from stagereg.checkpoint.format.damage import Condition, Unclear
+from stagereg.base.output import size_text
+from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.manifest import step_of, step_within
-from stagereg.checkpoint.load.crashes import crashes_in
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.store.open_store import is_url, open_store
-from stagereg.checkpoint.store.torch_directories import TORCH
 from stagereg.errors import CheckpointError
-from stagereg.output import size_text
+from stagereg.extensions.interop.torch_directories import TORCH
+from stagereg.extensions.recovery.crashes import crashes_in
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -129,7 +129,7 @@ def verify(asked: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
-def _read(found: Located) -> list[Condition]:
+def _read(found: Located) -> list[VerificationResult]:
     looked = []
     for each in found.conditions:
         output.progress(f"reading {each.path}")
@@ -139,7 +139,7 @@ def _read(found: Located) -> list[Condition]:
     return looked
 
 
-def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condition]:
+def _still_there(store: CheckpointStore, looked: list[VerificationResult]) -> list[VerificationResult]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
     there = {each.name for each in conditions(store)}
     left = [e for e in looked if not e.damages or e.name in there or step_of(e.name) is None or e.writer]
@@ -148,10 +148,10 @@ def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condit
     return left
 
 
-def _entry(each: Condition, good: str) -> dict[str, Any]:
+def _entry(each: VerificationResult, good: str) -> dict[str, Any]:
     """Return the facts about a checkpoint; a file that cannot be accessed does not make a checkpoint corrupt."""
     good = "no checksums" if each.writer == TORCH else good
-    bad = "corrupt" if any(not isinstance(what, Unclear) for what in each.damages.values()) else "unclear"
+    bad = "corrupt" if any(not isinstance(what, InaccessibleFile) for what in each.damages.values()) else "unclear"
     manifest = each.manifest
     return {
         "path": each.path,

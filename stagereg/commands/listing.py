@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 
-import stagereg.output as output
+import stagereg.base.output as output
 import stagereg.registry as registry
 from stagereg.errors import UnknownNameError, nearest
 from stagereg.registry import Entry

@@ -14,17 +14,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import stagereg.base.output as output
 import stagereg.commands.baseline as baseline
 import stagereg.commands.several as several
-import stagereg.launch.phases as phases
-import stagereg.output as output
+import stagereg.extensions.goodput.phases as phases
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
+from stagereg.base.number_text import counted, percent, quantity, shown
 from stagereg.commands.baseline import Change
 from stagereg.commands.goodput import Goodput, failures, goodput, starts
 from stagereg.errors import ConfigError, printable
 from stagereg.launch.command_line import by_key
-from stagereg.number_text import counted, percent, quantity, shown
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.figures import Saved, saved

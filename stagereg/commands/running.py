@@ -14,9 +14,9 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+from stagereg.base.output import warn
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.rank import KEEPS_CODE
-from stagereg.output import warn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -16,10 +16,10 @@ import shlex
 import tempfile
 from pathlib import Path
 
-import stagereg.output as output
+import stagereg.base.output as output
 import stagereg.registry as registry
+from stagereg.base.spec import with_article
 from stagereg.errors import ConfigError
-from stagereg.spec import with_article
 
 _MODULES = {
     "stager": ("stager", "stager_contract"),

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import stagereg.output as output
-from stagereg.checkpoint.tiers.local_steps import LocalRun, LocalStep, local_runs
+import stagereg.base.output as output
+from stagereg.base.output import size_text
 from stagereg.errors import CheckpointError
-from stagereg.output import size_text
+from stagereg.extensions.tiers.local_steps import LocalRun, LocalStep, local_runs
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 

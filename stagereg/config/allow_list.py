@@ -21,7 +21,7 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 
-RESTRICTED = {"stagereg.on_commit.shell_command.ShellCommand": "runs a shell command"}
+RESTRICTED = {"stagereg.extensions.callbacks.shell_command.ShellCommand": "runs a shell command"}
 """Registered components that a config may name only where the program allows it too, and why, by their paths."""
 
 _SHOWN = 200  # characters of a refused name, so that a message stays on one screen

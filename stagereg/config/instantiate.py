@@ -19,13 +19,13 @@ from omegaconf import Container, DictConfig, OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.base.crash_report import summarize_exception
+from stagereg.base.option_text import in_config
+from stagereg.base.spec import HYDRA_KEYS, refuse_unknown, with_article
 from stagereg.config.allow_list import RESTRICTED, AllowedTarget, TargetAllowList
 from stagereg.config.resolved_tree import SWITCHES, Call, Given, NodePath, built, describes, is_missing, merged, plain
-from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, RegistryError, StageregError
-from stagereg.option_text import in_config
 from stagereg.registry import Entry
-from stagereg.spec import HYDRA_KEYS, refuse_unknown, with_article
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:

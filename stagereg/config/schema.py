@@ -27,11 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 import stagereg.config.docstring as docstring
 import stagereg.registry as registry
+from stagereg.base.spec import HYDRA_KEYS, refuse_unknown
 from stagereg.config.resolved_tree import Call, NodePath, is_missing
 from stagereg.config.texts import value_type, written
 from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
-from stagereg.spec import HYDRA_KEYS, refuse_unknown
 
 _SEQUENCES = (list, tuple, Sequence)
 _MAPPINGS = (dict, Mapping)

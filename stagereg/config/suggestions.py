@@ -20,11 +20,11 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 import stagereg.config.docstring as docstring
 import stagereg.registry as registry
+from stagereg.base.spec import find_group, with_article
 from stagereg.config.plugins import NAMED
 from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import factory_of, options
 from stagereg.errors import ConfigError, nearest
-from stagereg.spec import find_group, with_article
 
 KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "notice_s")
 """The keys of the config ``stagereg``."""

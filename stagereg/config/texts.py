@@ -25,9 +25,9 @@ from typing import Any
 
 from omegaconf import BooleanNode, EnumNode, FloatNode, IntegerNode, PathNode, StringNode, ValidationError
 
-from stagereg.durations import duration, write_duration
+from stagereg.base.durations import duration, write_duration
+from stagereg.base.sizes import ByteSize
 from stagereg.errors import ConfigError, nearest
-from stagereg.sizes import ByteSize
 
 
 @dataclass(frozen=True)

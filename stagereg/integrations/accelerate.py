@@ -26,18 +26,18 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from stagereg.base.spec import refuse_unknown
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
 from stagereg.checkpoint.options import Leave, check_all, expect_alike
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.requests import Requests
+from stagereg.checkpoint.ranks.requests import OperationLog
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.named import NamedCheckpoints, newest_in, restore, split
 from stagereg.join.peers import followers
-from stagereg.spec import refuse_unknown
 
 __all__ = ["attach"]
 
@@ -124,7 +124,7 @@ class _Attached:
         if self._has_tier:  # whose notes of the run begin with the run
             self._checkpointer = Checkpointer(self._where(None), **self._options)
         self._goes_on = False  # whether its checkpoints are of this run
-        self._requests = Requests(
+        self._requests = OperationLog(
             dist.group.WORLD if dist.is_available() and dist.is_initialized() else None, f"accelerate/{next(_NUMBERS)}"
         )
         self._open.add(self)

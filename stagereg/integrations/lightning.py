@@ -24,6 +24,7 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
+from stagereg.base.spec import instead
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore, check_all
 from stagereg.errors import ConfigError, nearest
@@ -33,7 +34,6 @@ from stagereg.integrations.lightning_strategies import SHARDED, kind_of, read_en
 from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.named import NamedCheckpoints, choose, delete, restore, split
 from stagereg.registry import build, names
-from stagereg.spec import instead
 
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 

@@ -17,8 +17,8 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.seed import isolate_rng
 
 import stagereg.checkpoint.state.rng as rng
-from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.checkpoint.state.entries import PerRank, per_rank, rank_name
+from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.integrations.lightning_uneven import JoinedLoader
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
 

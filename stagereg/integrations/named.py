@@ -22,16 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stagereg.base.small_files import sync
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
 from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, kind_of, printable
-from stagereg.small_files import sync
+from stagereg.extensions.interop.opening import open_checkpoint
 
 _log = logging.getLogger(__name__)
 

@@ -36,15 +36,15 @@ from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 from ray.train import CheckpointUploadMode, RunConfig
 
-import stagereg.launch.loss as loss
-import stagereg.launch.preemption as preemption
+import stagereg.extensions.preemption.signals as preemption
+import stagereg.extensions.recovery.rank_failure as loss
+from stagereg.base.small_files import read_small, replace_small
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped
 from stagereg.integrations.agreed import expect_known
 from stagereg.launch.rank import Rank, is_consequence
 from stagereg.launch.run_store import RunStore
-from stagereg.small_files import read_small, replace_small
 
 __all__ = ["on_ranks", "report", "run_config"]
 
@@ -173,7 +173,7 @@ class _RayRank(Rank):
     def _speaks(self) -> bool:
         return self.rank == min(set(range(self.world_size)).difference(self.store.lost_ranks()), default=self.rank)
 
-    def _end_for_loss(self, after: loss.AfterLoss) -> None:
+    def _end_for_loss(self, after: loss.EmergencySave) -> None:
         """Save with others that are left, while the main thread is busy: Ray gives that 5 s before it ends a worker."""
         self.worker.execute.remote(_hold)
         after.save()
@@ -252,7 +252,7 @@ def _hold() -> None:
 def _take_signals() -> None:
     """On the main thread of a worker: let a checkpointer have SIGTERM and SIGUSR1, in place of Ray's exit."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    preemption.take_signals()
+    preemption.install_signal_handlers()
 
 
 def _expect_hydra(what: str) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg.integrations.written as written
+from stagereg.base.spec import refuse_unknown
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import MANIFEST, step_of
 from stagereg.checkpoint.hold import SCRATCH
@@ -34,7 +35,6 @@ from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.registry import build
-from stagereg.spec import refuse_unknown
 
 _WRITTEN_FOR = "0.3"
 _FOUND = version("torchtitan")

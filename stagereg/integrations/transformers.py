@@ -31,11 +31,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import stagereg.integrations.written as written
+from stagereg.base.spec import refuse_unknown
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, check_all
 from stagereg.errors import ConfigError, InstallationError
 from stagereg.integrations.agreed import agreed, expect_known
-from stagereg.spec import refuse_unknown
 
 __all__ = ["StageregCallback"]
 

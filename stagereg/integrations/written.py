@@ -9,9 +9,9 @@ import contextlib
 import os
 from pathlib import Path
 
+from stagereg.base.small_files import discard, temporary, temporary_of, write_new
 from stagereg.checkpoint.store.local_files import exchange
 from stagereg.errors import CheckpointError
-from stagereg.small_files import discard, temporary, temporary_of, write_new
 
 _MARK = ".written-by-stagereg"
 

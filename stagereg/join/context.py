@@ -22,7 +22,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-import stagereg.record as record
+import stagereg.base.record as record
+from stagereg.base.option_text import constructed, option
+from stagereg.base.uncaught import print_once
 from stagereg.errors import JoinError, UnevenInputsError, nearest, one_of
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import Layout
@@ -36,9 +38,7 @@ from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
-from stagereg.option_text import constructed, option
 from stagereg.registry import register
-from stagereg.uncaught import print_once
 
 Average = Literal["samples", "world", "active"]
 

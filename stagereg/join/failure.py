@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.base.option_text import option
 from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, name_ranks
 from stagereg.join.broken import abort, backends_of, collectives_of, is_broken_operation, is_lost_connection, is_timeout
 from stagereg.join.progress import Progress
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
-from stagereg.option_text import option
 
 _GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
@@ -34,7 +34,7 @@ _ANSWER_S = 1.0  # for which the program waits for the thread's calls of the sto
 _TURN_S = 0.2
 _LONGEST = 1000  # characters of a rank's error that the others print
 _NOTHING = "-"
-_LOOK_S = 2.0  # after which a rank that waits looks whether the others can still come
+_POLL_INTERVAL_S = 2.0  # after which a rank that waits looks whether the others can still come
 _OTHER_CALLS = (
     "They do not make the same calls in the same order. A forward on one rank alone is such a call, unless it is under "
     "torch.no_grad()."
@@ -172,7 +172,7 @@ class FailureDetector:
         failed, or some did not come, that is a ``PeerFailedError``; what ``ready`` raises is explained if it can be.
         """
         limit_s = max(limit_s, self._timeout_s)
-        ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _LOOK_S, 0
+        ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _POLL_INTERVAL_S, 0
         poll: threading.Event | None = None
         self._waits_for = what
         if what in self._calls:

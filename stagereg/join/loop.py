@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.base.option_text import option
 from stagereg.errors import JoinError
 from stagereg.join.batches import Layout, emptied, emptied_or_error, fetch, has_no_samples, numbers_in, publish
 from stagereg.join.counts import Index, SampleCounter
@@ -17,7 +18,6 @@ from stagereg.join.peers import Peers
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import PendingSum, control_channel, wait_for_keys
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
-from stagereg.option_text import option
 
 Mode = Literal["planned", "counted", "torch", "auto"]
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.base.option_text import option
 from stagereg.errors import JoinError
 from stagereg.join.failure import FailureDetector
 from stagereg.join.progress import Progress
 from stagereg.join.responder import Responder
 from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resources_of, wait_for_keys
 from stagereg.kernel.shadow import TorchWire
-from stagereg.option_text import option
 
-_LOOK_S = 0.0005
+_POLL_INTERVAL_S = 0.0005
 
 
 class Follower(Protocol):
@@ -149,7 +149,7 @@ def _wait_for_work(work: Any, seconds: float) -> bool:
     """Wait for a collective, no longer than so many seconds."""
     ends = time.monotonic() + seconds
     while not work.is_completed() and time.monotonic() < ends:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     if work.is_completed():
         work.wait()  # raises what it failed with
     return bool(work.is_completed())

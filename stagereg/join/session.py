@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from stagereg.base.option_text import option
 from stagereg.errors import JoinError, PeerFailedError, Preempted, StageregError, Stopped, UnevenInputsError
 from stagereg.join.loop import Loop, Terms
 from stagereg.join.order import ModelOrder
@@ -22,7 +23,6 @@ from stagereg.join.peers import Peers
 from stagereg.kernel.channel import control_channel, resources_of, wait_for_keys
 from stagereg.kernel.membership import Membership, StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
-from stagereg.option_text import option
 
 E = TypeVar("E", bound=BaseException)
 
@@ -42,7 +42,7 @@ _BETWEEN = (
     "join.iterate(loader)."
 )
 
-_LOOK_S = 0.001
+_POLL_INTERVAL_S = 0.001
 
 _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
 """The joins that are on in a thread, outermost first. Global, as a nested join does not know the one around it."""
@@ -179,7 +179,9 @@ class JoinSession:
             return True
 
         def is_known(seconds: float) -> bool:
-            return bool(work.is_completed()) or wait_for_keys(self.peers.store, ["lacking"], min(seconds, _LOOK_S))
+            return bool(work.is_completed()) or wait_for_keys(
+                self.peers.store, ["lacking"], min(seconds, _POLL_INTERVAL_S)
+            )
 
         self.peers.wait(is_known, "the next step")
         return work.is_completed() and int(work.get_future().value()[0].item()) == self.peers.group.size()

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from stagereg.base.forks import PrivateMemory, RenewedInChild, private_memory
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.forks import PrivateMemory, RenewedInChild, private_memory
 
 log = logging.getLogger("stagereg")
 

@@ -20,8 +20,8 @@ from itertools import chain
 import torch
 
 import stagereg.kernel.compiled as compiled
+from stagereg.base.forks import RenewedInChild
 from stagereg.errors import StagingError
-from stagereg.forks import RenewedInChild
 
 COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
 

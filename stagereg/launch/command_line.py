@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from stagereg.number_text import decimal
+from stagereg.base.number_text import decimal
 
 _NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that leave the program what it is
 _HALF = 8  # characters of a key

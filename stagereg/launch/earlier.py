@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagereg.base.record import run_of
+from stagereg.base.small_files import open_regular
 from stagereg.errors import MALFORMED
-from stagereg.record import run_of
-from stagereg.small_files import open_regular
 
 _MOST_BYTES = 1 << 33  # of a record: 100 million steps
 

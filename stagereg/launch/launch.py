@@ -18,14 +18,18 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import stagereg.launch.first_step as first_step
-from stagereg.address import listen
-from stagereg.crash_report import signal_name
+from stagereg.base.address import listen
+from stagereg.base.crash_report import signal_name
+from stagereg.base.machine import tunables
+from stagereg.base.output import warn
 from stagereg.errors import RESUME_CODE, LaunchError, at_least
+from stagereg.extensions.goodput.phases import FAILURE
+from stagereg.extensions.preemption.signals import SIGNALS
+from stagereg.extensions.recovery.restarts import Progress, Restarts
+from stagereg.extensions.recovery.warm import Start
 from stagereg.launch.agreed_values import VALUES, resolved
 from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
-from stagereg.launch.phases import FAILURE
-from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import (
     ATTEMPT,
     LAUNCHER,
@@ -35,13 +39,9 @@ from stagereg.launch.rank import (
     publish_run,
     resume_overrides,
 )
-from stagereg.launch.restarts import Progress, Restarts
 from stagereg.launch.run_secret import GATHER_S, SECRET, agreed_secret, new_secret
 from stagereg.launch.run_store import RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
-from stagereg.launch.warm import Start
-from stagereg.machine import tunables
-from stagereg.output import warn
 
 _LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
 _MORE_S = 5.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import stagereg.launch.first_step as first_step
 from stagereg.errors import RESUME_CODE
-from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
-from stagereg.launch.warm import Start, WarmProcess, WarmStart
+from stagereg.extensions.preemption.signals import SAME_SIGNAL_S, SIGNALS
+from stagereg.extensions.recovery.warm import Start, WarmProcess, WarmStart
 
 _KILL_S = 3.0  # seconds ranks have to end after a signal, before they are killed
 

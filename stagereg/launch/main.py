@@ -14,18 +14,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import stagereg.base.shutdown as shutdown
+import stagereg.extensions.goodput.phases as phases
 import stagereg.launch.first_step as first_step
-import stagereg.launch.phases as phases
-import stagereg.shutdown as shutdown
-from stagereg.crash_report import format_error
+from stagereg.base.crash_report import format_error
+from stagereg.base.output import warn
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, at_least
+from stagereg.extensions.preemption.signals import exit_before_first_step
 from stagereg.launch.command_line import CommandLine, number, parsed, raw
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.preemption import exit_before_first_step
 from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_overrides, run_recorded
 from stagereg.launch.run_secret import SECRET, new_secret
 from stagereg.launch.scheduler_task import SchedulerTask
-from stagereg.output import warn
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
 _INITIALISED = (

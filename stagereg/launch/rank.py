@@ -21,13 +21,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stagereg.base.record as record
+import stagereg.base.shutdown as shutdown
+import stagereg.extensions.goodput.phases as phases
+import stagereg.extensions.recovery.rank_failure as loss
 import stagereg.launch.first_step as first_step
-import stagereg.launch.loss as loss
-import stagereg.launch.phases as phases
-import stagereg.record as record
-import stagereg.shutdown as shutdown
-from stagereg.address import is_one_machine, listen, loopback
-from stagereg.crash_report import format_error
+from stagereg.base.address import is_one_machine, listen, loopback
+from stagereg.base.crash_report import format_error
+from stagereg.base.machine import end_with, ranks_here
+from stagereg.base.output import warn
 from stagereg.errors import (
     ConfigError,
     InstallationError,
@@ -38,12 +40,10 @@ from stagereg.errors import (
     Stopped,
     UnevenInputsError,
 )
+from stagereg.extensions.recovery.heartbeat import ENDED
 from stagereg.launch.agreed_values import VALUES, resolved, take
 from stagereg.launch.command_line import number, quoted
-from stagereg.launch.pulse import ENDED
 from stagereg.launch.run_store import RunStore, name_attempt
-from stagereg.machine import end_with, ranks_here
-from stagereg.output import warn
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Rank:
     @contextlib.contextmanager
     def _watched(self, notice_s: float) -> Iterator[None]:
         """Know of lost ranks in a ``with`` block, in which what registers saves after a loss."""
-        after, ending = loss.AfterLoss(self.store, self.rank, self.world_size, notice_s), threading.Lock()
+        after, ending = loss.EmergencySave(self.store, self.rank, self.world_size, notice_s), threading.Lock()
 
         def end(lost: str) -> None:
             if ending.acquire(blocking=False):  # once; the watch goes on to listen
@@ -200,7 +200,7 @@ class Rank:
         with self.store.watch(notice_s, end) as after.watch, loss.of_process(after):
             yield
 
-    def _end_for_loss(self, after: loss.AfterLoss) -> None:
+    def _end_for_loss(self, after: loss.EmergencySave) -> None:
         """Save with others that are left, and end this rank, which may wait for ever for one that is lost."""
         after.save()
         mercy_s = min(_MERCY_S, after.notice_s / 8)
@@ -321,8 +321,8 @@ def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
 def run_recorded(task: Callable[[Any], Any], cfg: Any, attempt: str = "", failure: dict[str, Any] | None = None) -> Any:
     """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
 
-    ``attempt`` is as ``run`` of :func:`stagereg.record.recording`; ``failure`` is what rank 0 was told of the failure
-    that this start follows.
+    ``attempt`` is as ``run`` of :func:`stagereg.base.record.recording`; ``failure`` is what rank 0 was told of the
+    failure that this start follows.
     """
     import torch
     import torch.distributed as dist

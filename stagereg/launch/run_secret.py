@@ -18,8 +18,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from stagereg.base.machine import machine_name
 from stagereg.errors import LaunchError
-from stagereg.machine import machine_name
 
 SECRET = "STAGEREG_SECRET"
 """The environment variable with the secret of a run: the same text on all its ranks, or on none."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import stagereg.record as record
+import stagereg.base.record as record
 from stagereg.errors import LaunchError
+from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.launch.run_secret import GATHER_S, agreed_secret, await_key, given_secret
-from stagereg.launch.watch import Watch
 
 
 class FailureNote:
@@ -63,7 +63,7 @@ class RunStore:
         self._world_size = world_size
         self.ended = threading.Event()
         self.saved = ""
-        self._watch: Watch | None = None
+        self._watch: FailureMonitor | None = None
 
     def begin(self, directory: str, resume: list[str]) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
@@ -121,7 +121,7 @@ class RunStore:
             time.sleep(0.02)
 
     @contextlib.contextmanager
-    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[Watch | None]:
+    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[FailureMonitor | None]:
         """Know of lost ranks, in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
         if self._world_size == 1:
             yield None
@@ -136,7 +136,7 @@ class RunStore:
 
         # Of this attempt alone: a process that an earlier one has left is a stranger.
         secret = agreed_secret(self._store, self._rank, self._world_size, given_secret()) + self._attempt
-        self._watch = Watch(self._rank, self._world_size, notice_s, secret, meet, on_lost)
+        self._watch = FailureMonitor(self._rank, self._world_size, notice_s, secret, meet, on_lost)
         failed = False
         try:
             yield self._watch

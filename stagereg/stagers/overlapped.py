@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stagereg.forks import RenewedInChild
+from stagereg.base.forks import RenewedInChild
 from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Region
 from stagereg.kernel.memory import Pool

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagereg.number_text import counted, parameter_text, percent
+from stagereg.base.number_text import counted, parameter_text, percent
 from stagereg.sweep.cell import EQUAL, FEW
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, metric

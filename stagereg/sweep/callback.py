@@ -24,16 +24,16 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-import stagereg.machine as machine
-import stagereg.record as record
+import stagereg.base.machine as machine
+import stagereg.base.record as record
 from stagereg._version import __version__
-from stagereg.crash_report import format_error
+from stagereg.base.crash_report import format_error
+from stagereg.base.number_text import counted
+from stagereg.base.output import echo, warn
 from stagereg.errors import ConfigError, StageregError
 from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, parsed, raw, split
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
-from stagereg.number_text import counted
-from stagereg.output import echo, warn
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import directed, lacking, least_difference, usual
 from stagereg.sweep.plan import PLAN, Plan

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stagereg.small_files import read_small
+from stagereg.base.small_files import read_small
 
 LATEST_TIME = 1 << 37  # seconds since the epoch; a date can be made of it
 YAML_BYTES = 1 << 20  # a config has at most so many: a parser takes ten seconds for them

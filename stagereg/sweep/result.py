@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from stagereg.base.number_text import decimal
+from stagereg.base.output import json_numbers
+from stagereg.base.record import file_name, plain
+from stagereg.base.small_files import replace_small
 from stagereg.errors import MALFORMED, ConfigError
 from stagereg.launch.command_line import Identity, by_key, split
-from stagereg.number_text import decimal
-from stagereg.output import json_numbers
-from stagereg.record import file_name, plain
-from stagereg.small_files import replace_small
 from stagereg.sweep.figures import figures
 from stagereg.sweep.files import LATEST_TIME, is_whole, json_of, yaml_of
 from stagereg.sweep.run import Run
@@ -52,7 +52,7 @@ class JobResult:
     returned: Any = None  # what the task returned, as JSON has it
     figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
-    environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.machine.describe`
+    environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.base.machine.describe`
     command: str = ""  # the command line that runs this job alone; empty if unknown
     resumed: int | None = None  # the step that it resumed from; `None` if it began at the beginning
 

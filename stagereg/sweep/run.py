@@ -1,4 +1,4 @@
-"""One run as its ranks have recorded it: the lines of :mod:`stagereg.record`, read back into records of plain values.
+"""One run as its ranks have recorded it: the lines of :mod:`stagereg.base.record`, read back into plain records.
 
 A damaged line is left out and counted; the torn last one of a killed process is not counted. A rank without an ``end``
 was killed or is running. If several programs have recorded in one directory, the run is the one that began last.
@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stagereg.base.record import FILES, FORMAT, run_of
 from stagereg.errors import MALFORMED, ConfigError
-from stagereg.record import FILES, FORMAT, run_of
 from stagereg.sweep.files import LATEST_TIME, lines_of
 
 _NAME = re.compile(r"metrics(?:\.rank([0-9]{1,8}))?\.jsonl")
@@ -34,7 +34,7 @@ class Span:
     """Something that took time on a rank."""
 
     step: int  # the training step that it belongs to
-    start: float  # when it began, in seconds as by `stagereg.record.now`
+    start: float  # when it began, in seconds as by `stagereg.base.record.now`
     seconds: float  # how long it took
     nbytes: int = 0  # bytes that it moved; 0 where none were recorded
     near: bool = False  # whether it is of a save that went to the tier alone
@@ -50,7 +50,7 @@ class Started:
 
     step: int  # the first that was taken
     since: float  # when the one before it was taken, or the run began
-    phases: dict[str, float]  # seconds from there, by `stagereg.launch.phases.PHASES`
+    phases: dict[str, float]  # seconds from there, by `stagereg.extensions.goodput.phases.PHASES`
     number: int = 0  # of the restart
     why: str = ""  # the failure before it; empty if there was none
     source: str = ""  # the checkpoint that it went on from; empty for none
@@ -89,7 +89,7 @@ class RankRecord:
     damaged: int = 0  # lines that could not be read, a torn last one aside
     first: float = 0.0  # when it recorded something first
     last: float = 0.0  # when it recorded something last
-    attempt: str = ""  # the name of the attempt, as `stagereg.record.attempt_of` makes it; empty if there is none
+    attempt: str = ""  # the name of the attempt, as `stagereg.base.record.attempt_of` makes it; empty if there is none
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stagereg.base.number_text import counted
 from stagereg.errors import ConfigError
-from stagereg.number_text import counted
 from stagereg.sweep.comparison import Comparison, compare
 from stagereg.sweep.files import yaml_of
 from stagereg.sweep.metric import columns, lacking, usual

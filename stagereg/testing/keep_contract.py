@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest, step_name
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest, step_name
 from stagereg.checkpoint.store.keep import KeepRule
 from stagereg.errors import BrokenPromiseError
 from stagereg.testing.contract import Contract
@@ -155,7 +155,7 @@ class KeepContract(Contract):
         made: list[Checkpoint] = []
         for serial, step in enumerate(steps, 1):
             token = f".{serial:012x}" if step in steps[: serial - 1] else ""
-            files = {"a": FileMark(1000 + serial, 0)}
+            files = {"a": FileDigest(1000 + serial, 0)}
             manifest = Manifest(step, 2, serial, files, time=60 * serial, metrics=self.metrics(step))
             made.append(Checkpoint(f"{folder}/{step_name(step)}{token}", manifest))
         return made[::-1]

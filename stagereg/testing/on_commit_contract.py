@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.errors import BrokenPromiseError, StageregError
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.testing.contract import Contract
 
 

@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 import stagereg.registry as registry
-from stagereg.address import listen
-from stagereg.crash_report import signal_name
+from stagereg.base.address import listen
+from stagereg.base.crash_report import signal_name
+from stagereg.base.installed import DISTRIBUTION
 from stagereg.errors import StageregError
-from stagereg.installed import DISTRIBUTION
 from stagereg.testing.worker import Assignment, pack, work
 
 _PRELOAD = [

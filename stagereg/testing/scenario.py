@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from stagereg.crash_report import innermost_frame, summarize, summarize_exception
+from stagereg.base.crash_report import innermost_frame, summarize, summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.join.broken import is_lost_connection
 from stagereg.join.context import Join

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_leaves, tree_map
 
+from stagereg.base.spec import check
 from stagereg.errors import RegistryError, StageregError, StagingError
-from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, StateDict, WatchesOptimizers
 from stagereg.stagers.guard import written_by
 from stagereg.testing.stager_fidelity import StagerFidelity

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from stagereg.machine import memory
+from stagereg.base.machine import memory
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.worker import is_rank

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stagereg.checkpoint.tiers.tier import Tier
+from stagereg.base.machine import file_system
 from stagereg.errors import ConfigError, reason
-from stagereg.machine import file_system
+from stagereg.extensions.tiers.tier import Tier
 from stagereg.testing.contract import Contract
 
 _OPTIONS = {"every": 7, "copies": 0, "keep": 3, "domain": "rack1", "host_memory": "1GiB"}

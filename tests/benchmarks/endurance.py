@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-import stagereg.output as output
-import stagereg.shutdown as shutdown
+import stagereg.base.output as output
+import stagereg.base.shutdown as shutdown
 from stagereg.bench.command import folder_below
 from stagereg.bench.measure import quiet
 from stagereg.registry import build

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stagereg import output
+from stagereg.base import output
 from stagereg.checkpoint.store.failpoints import POINTS, TIER_POINTS
 from tests.benchmarks import ledger_run
 from tests.benchmarks.ledger import Ledger
@@ -232,8 +232,12 @@ class Chain:
         """Return the processes of the ranks on a machine, as this host has them."""
         found = list[int]()
         for child in children_of(self.processes[machine].pid or 0):
-            found += children_of(child) if "stagereg.launch.warm" in _command(child) else [child]
-        return [each for each in found if "app.py" in _command(each) or "stagereg.launch.warm" in _command(each)]
+            found += children_of(child) if "stagereg.extensions.recovery.warm" in _command(child) else [child]
+        return [
+            each
+            for each in found
+            if "app.py" in _command(each) or "stagereg.extensions.recovery.warm" in _command(each)
+        ]
 
     def _act(self, kind: str, there: int | None) -> None:
         """Do it to the process that has come to the moment, or to another one."""

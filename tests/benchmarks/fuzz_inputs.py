@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 import stagereg
 from stagereg import cli
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.load.opening import open_checkpoint
+from stagereg.extensions.interop.opening import open_checkpoint
 
 from .fuzz import PRIVATE
 from .mutations import DEPTHS, NUMBERS, TEXTS, JsonMutant, Random, mutate_bytes, mutate_json, mutate_pickle, mutate_zip

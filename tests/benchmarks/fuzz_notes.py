@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import stagereg
-import stagereg.checkpoint.tiers.wire as wire
-import stagereg.launch.pulse as pulse
+import stagereg.extensions.recovery.heartbeat as pulse
+import stagereg.extensions.tiers.wire as wire
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner
-from stagereg.checkpoint.tiers.part import Part, PartFile
-from stagereg.checkpoint.tiers.peer import Peer
+from stagereg.extensions.buckets.lease import LeaseRecord
+from stagereg.extensions.tiers.part import Part, PartFile
+from stagereg.extensions.tiers.peer import Peer
 from stagereg.launch.command_line import Identity  # noqa: F401  imported with the rest, before the reading
 from stagereg.sweep.plan import Plan, PlannedJob
 from tests.support import samples, tier_parts
@@ -249,7 +249,7 @@ class Wire(Kind):
         """Run the pulse of a rank on a thread, and give the rank's side of it."""
         ours, its = socket.socketpair()
         its.setblocking(False)
-        beating = pulse.Pulse(
+        beating = pulse.Heartbeat(
             pulse.Config(rank, f"process {rank}", _WAIT_S, _SECRET, hub, 4),
             os.getppid(),
             pulse.Line(its.fileno(), its.fileno()),

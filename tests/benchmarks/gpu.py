@@ -116,7 +116,7 @@ def _tests_of(file: Path) -> dict[str, Any]:
 
 
 def _machine(device: str, scale: float, rounds: int) -> dict[str, Any]:
-    import stagereg.machine as machine
+    import stagereg.base.machine as machine
 
     found = {"host": platform.node(), **machine.describe(device)}
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]

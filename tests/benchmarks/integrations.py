@@ -36,9 +36,9 @@ from stagereg.bench.ceiling import flush
 from stagereg.bench.measure import Series, in_own_process, interleave, quiet
 from stagereg.bench.report import Group, Line
 from stagereg.bench.stall import Segment, StallTraining
-from stagereg.checkpoint.dcp_writer import DcpWriter
 from stagereg.checkpoint.options import Leave, Restore
 from stagereg.errors import CheckpointError
+from stagereg.extensions.interop.dcp_writer import DcpWriter
 from tests.benchmarks import program
 
 _LIMIT_S = 300.0  # for a step, and for a checkpoint to be complete

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stagereg import output
+from stagereg.base import output
 from stagereg.checkpoint.format.manifest import MANIFEST
 from tests.support.lab import Lab, missing
 from tests.support.tier_runs import Runs, now

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.command as command
-import stagereg.launch.loss as loss
+import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -93,7 +93,7 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int,
         options: dict[str, Any] = {"every": _NEVER, "resume": "never"}
         without = stack.enter_context(Checkpointer(folder / "without", **options))  # which has nothing to register at
         stack.enter_context(store.watch(_NOTICE_S, print))
-        stack.enter_context(loss.of_process(loss.AfterLoss(store, rank, world, _NOTICE_S)))
+        stack.enter_context(loss.of_process(loss.EmergencySave(store, rank, world, _NOTICE_S)))
         both = stack.enter_context(Checkpointer(folder / "with", **options))
         assert store._watch is not None
         pulse = store._watch._pulse.pid

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import stagereg.bench.command as command
+from stagereg.base.machine import become_a_rank
 from stagereg.bench.report import Group
 from stagereg.errors import StageregError
-from stagereg.machine import become_a_rank
 
 
 def add_ranks(parser: argparse.ArgumentParser, models: Sequence[str], ranks: str) -> None:

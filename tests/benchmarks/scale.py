@@ -34,19 +34,19 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import stagereg.checkpoint.ranks.comparing as comparing
+import stagereg.extensions.replicas.comparing as comparing
 from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
-from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, HeldTensor, Kind
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.merging import Asked, Sent
-from stagereg.checkpoint.ranks.shares import ShareBook
 from stagereg.checkpoint.ranks.unchanged import pack, unpack
 from stagereg.checkpoint.save.committing import _Prepared, _Work
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind
+from stagereg.extensions.replicas.shares import ReplicaShards
 from tests.support.memory_backend import MemoryBackend
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 80, 8192, 28672, 64, 8, 128256
@@ -186,7 +186,7 @@ class StorageWithoutFiles(FileStorage):
         pass
 
     def write_files(self, rank: int, items: list[WriteItem], planner: Any) -> list[WriteResult]:
-        self._marks[f"__{rank}_0.distcp"] = FileMark(10**13, 10**13)
+        self._marks[f"__{rank}_0.distcp"] = FileDigest(10**13, 10**13)
         return results(items, rank)
 
 
@@ -235,7 +235,7 @@ class Real:
         first = self.rank // self.place.shards * self.place.shards
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.ranks)
         entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
-        book = ShareBook(0, True) if compares else None
+        book = ReplicaShards(0, True) if compares else None
         save = PendingSave(
             step, self.target, copy=StagedCopy(entries), sharing=Sharing(book, compares=compares, buffers=())
         )
@@ -293,11 +293,11 @@ class Derived:
         digests = sent.digests._replace(structures=structures)
         return sent._replace(contents=contents, digests=digests, differing=())
 
-    def written(self, asked: Asked) -> tuple[dict[str, FileMark], Sent]:
+    def written(self, asked: Asked) -> tuple[dict[str, FileDigest], Sent]:
         """What it sends when it has written, beside the places in its file."""
         there = {self._named(name): each for name, each in self.template.work.entries.structures.items()}
         sent: Sent = {name: there[name] for name in asked}
-        return {f"__{self._rank}_0.distcp": FileMark(10**13, 10**13)}, sent
+        return {f"__{self._rank}_0.distcp": FileDigest(10**13, 10**13)}, sent
 
 
 class Messages:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stagereg
-from stagereg.checkpoint.load.opened import OpenCheckpoint
+from stagereg.extensions.interop.opened import OpenCheckpoint
 
 from . import fuzz, fuzz_inputs, fuzz_watch
 from .fuzz import KINDS, PRIVATE

@@ -39,10 +39,10 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.tiers.folder import MachineFolder
-from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
-from stagereg.checkpoint.tiers.peer import Peer
-from stagereg.checkpoint.tiers.server import PartServer
+from stagereg.extensions.tiers.folder import MachineFolder
+from stagereg.extensions.tiers.part import Part, PartFile, SaveId
+from stagereg.extensions.tiers.peer import Peer
+from stagereg.extensions.tiers.server import PartServer
 from stagereg.registry import build
 from tests.benchmarks import on_ranks, program
 from tests.benchmarks.on_ranks import Turn

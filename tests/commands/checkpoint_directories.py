@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from stagereg.checkpoint.format.manifest import FileMark, Manifest, new_token, step_name
+from stagereg.checkpoint.format.manifest import FileDigest, Manifest, new_token, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 
@@ -29,7 +29,7 @@ def _save(store: CheckpointStore, step: int, files: dict[str, bytes], ranks: int
         if not store.backend.in_place:
             Path(written).mkdir(parents=True, exist_ok=True)
         store.put(written, name, content)
-    marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
+    marks = {name: FileDigest(len(content), zlib.crc32(content)) for name, content in files.items()}
     return store.publish(written, Manifest(step, ranks, 0, marks), keep=99).path
 
 

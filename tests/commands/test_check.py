@@ -81,7 +81,7 @@ class Mine(HostStager):
 
 TIERS = """
 import stagereg
-from stagereg.checkpoint.tiers.disk import DiskTier
+from stagereg.extensions.tiers.disk import DiskTier
 
 @stagereg.register("tier", "whole")
 class Whole(DiskTier):
@@ -224,7 +224,7 @@ def test_a_tier_without_a_contract_is_built_from_its_folder(tmp_path: Path, chec
 
 SEVERAL = """
 import stagereg
-from stagereg.checkpoint.tiers.disk import DiskTier
+from stagereg.extensions.tiers.disk import DiskTier
 from stagereg.testing import KeepContract, OnCommitContract
 
 @stagereg.register("join", "note")

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from stagereg.base.machine import memory
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.load.reading import CheckpointFiles
-from stagereg.checkpoint.storage.safetensors import DTYPES
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.cli import main
-from stagereg.machine import memory
+from stagereg.extensions.interop.safetensors import DTYPES
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.machine import tunables
+from stagereg.base.machine import tunables
 
 from ..support.forks import run_forked
 from ..support.programs import comes_true

@@ -12,9 +12,9 @@ import pytest
 
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 from stagereg.checkpoint.store.lock import StoreLock
-from stagereg.checkpoint.tiers.folder import NOTE, MachineFolder, notes_of_part
-from stagereg.checkpoint.tiers.inventory import Lineage
-from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
+from stagereg.extensions.tiers.folder import NOTE, MachineFolder, notes_of_part
+from stagereg.extensions.tiers.inventory import Lineage
+from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
 from .checkpoint_directories import flip, instead, save
 from .conftest import Command

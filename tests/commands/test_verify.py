@@ -13,7 +13,7 @@ import pytest
 
 import stagereg.checkpoint.format.manifest as layout
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.object_store import ObjectStore
+from stagereg.extensions.buckets.object_store import ObjectStore
 
 from .checkpoint_directories import contents, flip, flipped, instead, path_of, save
 from .conftest import Command

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from stagereg import ByteSize
+from stagereg.base.durations import duration
 from stagereg.config.texts import value_type, written
-from stagereg.durations import duration
 from stagereg.errors import ConfigError
 
 SIZES: dict[Any, int] = {

@@ -316,7 +316,7 @@ def test_the_newest_undamaged_checkpoint_is_loaded(tmp_path: Path, load_only: bo
 
 
 def test_a_tier_gets_its_own_steps_and_the_newest_of_both_is_loaded(tmp_path: Path) -> None:
-    target = "stagereg.checkpoint.tiers.disk.DiskTier"
+    target = "stagereg.extensions.tiers.disk.DiskTier"
     tier = {"_target_": target, "dir": str(tmp_path / "near"), "every": 2, "copies": 0}
     options: dict[str, Any] = {"interval": 10, "checkpoint_options": {"tier": tier}}
     first = Run(tmp_path, **options)

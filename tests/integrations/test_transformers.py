@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import stagereg
-import stagereg.checkpoint.ranks.preemption_consensus as preemption_consensus
+import stagereg.extensions.preemption.consensus as preemption_consensus
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, Preempted
 from stagereg.integrations.transformers import StageregCallback, _Run
 from stagereg.testing import run_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stagereg
-from stagereg import record
+from stagereg.base import record
 from stagereg.testing import run_ranks
 
 from ..support.parallel import COLUMNS

@@ -34,7 +34,7 @@ HOOKED = ("ddp", "zero", "fsdp2")
 ALL = ("ddp", "zero", "fsdp1", "fsdp2")
 MODES = ("planned", "counted")
 RANKS = 3
-PATIENCE_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 """Seconds until a rank that does not come is an error on the others."""
 
 
@@ -139,7 +139,7 @@ CASES = {
     "infinite gradients, then no data": Case(poisoned=True, extras=frozenset({"scaler", "loss"})),
     "buffers": Case(net=("norm",), lengths=((2, 4, 6), (6, 4, 2)), columns=("ddp", "zero"), average="world"),
     "buffers, a rank without batches": Case(net=("norm",), lengths=((0, 3, 5),), columns=("ddp", "zero")),
-    "parameters sought": Case(wrap={"find_unused_parameters": True}, columns=("ddp", "zero")),
+    "parameters resolve_source": Case(wrap={"find_unused_parameters": True}, columns=("ddp", "zero")),
     "weights kept after the forward": Case(wrap={"reshard_after_forward": False}, columns=("fsdp2",)),
     "pairs of ranks, uneven": Case(lengths=((2, 4),), columns=("tp",)),
     "pairs of ranks, one pair without batches": Case(lengths=((0, 3),), columns=("tp",), sizes="mixed"),
@@ -339,7 +339,7 @@ def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str) -> dic
             [*training.models, *training.optimizers],
             mode=mode,
             average=case.average,
-            timeout=PATIENCE_S,
+            timeout=LOCK_TIMEOUT_S,
             divide_by_initial_world_size=case.divide,
         ) as join:
             for epoch in epochs:
@@ -571,4 +571,4 @@ def test_every_case_has_the_numbers_of_a_single_process(column: str, mode: str) 
 def test_what_cannot_be_joined_is_an_error_on_every_rank_in_time(column: str, mode: str, name: str) -> None:
     errors = run_ranks(fail, ranks_of(column), args=(column, name, mode), timeout_s=100)
     assert [error for error, _ in errors if not re.search(CASES[name].fails, error)] == []
-    assert max(seconds for _, seconds in errors) < PATIENCE_S + MUCH_S
+    assert max(seconds for _, seconds in errors) < LOCK_TIMEOUT_S + MUCH_S

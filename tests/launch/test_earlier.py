@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg import record
+from stagereg.base import record
 from stagereg.launch.earlier import Earlier
 
 

@@ -132,7 +132,7 @@ def test_the_first_step_is_seen_although_torch_is_imported_later(monkeypatch: py
 
 OWN = """
 import select, signal, time
-import stagereg.launch.preemption as preemption
+import stagereg.extensions.preemption.signals as preemption
 
 preemption.exit_before_first_step()
 signal.signal(signal.SIGTERM, lambda *_: print("own"))

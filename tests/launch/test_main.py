@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from stagereg import record
-from stagereg.machine import tunables
+from stagereg.base import record
+from stagereg.base.machine import tunables
 
 from ..support.app import MANY_CALLS, App
 from ..support.programs import TORCHRUN, Program, await_gone, await_job, free_port, run
@@ -49,7 +49,7 @@ def train(cfg):
     if cfg.what == "fail_everywhere":
         raise stagereg.StageregError("no shelf for cheese")
     if cfg.what == "die_on_last":
-        stagereg.record.emit("write", step=20, dir="kept")
+        stagereg.base.record.emit("write", step=20, dir="kept")
         dist.barrier()
     if rank == size - 1:
         match cfg.what:

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+import stagereg.base.shutdown as shutdown
 import stagereg.launch.rank as rank
 import stagereg.launch.run_store as run_store
-import stagereg.shutdown as shutdown
 from stagereg.errors import CheckpointError, LaunchError
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore
 
 import stagereg.launch.run_secret as run_secret
-from stagereg.address import is_one_machine, listen, own_address
+from stagereg.base.address import is_one_machine, listen, own_address
 from stagereg.errors import LaunchError
 from stagereg.launch.run_secret import SECRET, agreed_secret
 
@@ -43,11 +43,11 @@ def listening(processes):
 @stagereg.main(config_path="conf", config_name="app")
 def train(cfg):
     import torch.distributed as dist
-    from stagereg.launch.watch import Watch
+    from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         checkpointer.restore({})
-        [watch] = [each for each in gc.get_objects() if isinstance(each, Watch)]
+        [watch] = [each for each in gc.get_objects() if isinstance(each, FailureMonitor)]
         mine = [os.getpid(), watch._pulse.pid]
         if dist.get_rank() == 0 and "STAGEREG_LAUNCHER" in os.environ:
             mine.append(int(os.environ.get("FORKED_BY") or os.getppid()))

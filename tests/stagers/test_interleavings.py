@@ -26,7 +26,7 @@ from stagereg.errors import StagingError
 from stagereg.stagers.deferred_copy import DeferredCopy
 
 from ..support.examples import examples
-from ..support.states import KINDS, PATIENCE_S, Piece, assert_whole, build, kept, pieces, same, settled
+from ..support.states import KINDS, LOCK_TIMEOUT_S, Piece, assert_whole, build, kept, pieces, same, settled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=False),
@@ -208,7 +208,7 @@ class Training(RuleBasedStateMachine):
         self.gate.set()
         try:
             if each.writer is not None:
-                each.writer.result(timeout=PATIENCE_S)
+                each.writer.result(timeout=LOCK_TIMEOUT_S)
         except StagingError:
             self.assert_may_fail(each.disturbed)
         staged = None if unread else self.outcome(each)
@@ -240,5 +240,5 @@ def test_every_copy_is_the_state_at_the_call_of_stage(
     )
     gate, run = threading.Event(), DeferredCopy.run
     if held_back:
-        monkeypatch.setattr(DeferredCopy, "run", lambda late: [gate.wait(PATIENCE_S), run(late)][1])
+        monkeypatch.setattr(DeferredCopy, "run", lambda late: [gate.wait(LOCK_TIMEOUT_S), run(late)][1])
     run_state_machine_as_test(lambda: Training(kind, gate), settings=programs)

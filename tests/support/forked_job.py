@@ -28,8 +28,8 @@ from .programs import comes_true
 _FORKED = multiprocessing.get_context("forkserver")
 _IMPORTED = ("torch._dynamo", "torch._inductor.utils", "torch.distributed.fsdp", "stagereg.checkpoint.checkpointer")
 _IMPORTED += (
-    "stagereg.checkpoint.tiers.memory",
-    "stagereg.checkpoint.tiers.disk",
+    "stagereg.extensions.tiers.memory",
+    "stagereg.extensions.tiers.disk",
     "stagereg.stagers.host",
     "hydra.utils",
 )

@@ -175,8 +175,8 @@ def _next_program() -> CodeType:
 
 
 def _fork_server_of_ranks(folder: str) -> None:
-    """Fork the server of ``stagereg.launch.warm``, and have every launcher in this process start its ranks there."""
-    import stagereg.launch.warm as warm
+    """Fork the server of ``stagereg.extensions.recovery.warm``, and have launchers here start ranks there."""
+    import stagereg.extensions.recovery.warm as warm
     from stagereg.launch.local_ranks import LocalRanks
 
     class Forking(warm.WarmStart):

@@ -8,7 +8,7 @@ from stagereg.checkpoint.format.manifest import (
     LATEST,
     MANIFEST,
     Checkpoint,
-    FileMark,
+    FileDigest,
     Manifest,
     new_token,
     plain_name,
@@ -45,8 +45,8 @@ class MemoryBackend:
             raise FileNotFoundError(2, "No such file", path)
         return self.files[path]
 
-    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
-        return FileMark(len(data := self.read(path)[part.start : part.stop]), crc32(data))
+    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
+        return FileDigest(len(data := self.read(path)[part.start : part.stop]), crc32(data))
 
     def holder(self) -> Owner | None:
         return holder(self.root)

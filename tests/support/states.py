@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import stagereg
 
-PATIENCE_S = 60.0
+LOCK_TIMEOUT_S = 60.0
 KINDS = ("blocking", "overlapped", "pinned_cached")
 """The stagers of the registry, but for torch's own."""
 
@@ -22,7 +22,7 @@ def build(kind: str, **options: Any) -> Any:
 
 def settled(staged: Any) -> Any:
     """The copy, which may have been promised only."""
-    return staged.result(timeout=PATIENCE_S) if isinstance(staged, Future) else staged
+    return staged.result(timeout=LOCK_TIMEOUT_S) if isinstance(staged, Future) else staged
 
 
 def plain_state(value: float, n: int = 5000) -> dict[str, torch.Tensor]:

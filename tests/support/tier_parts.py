@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from stagereg.checkpoint.tiers.folder import MachineFolder
-from stagereg.checkpoint.tiers.part import Part, PartFile, SaveId
-from stagereg.checkpoint.tiers.peer import Peer
-from stagereg.checkpoint.tiers.server import PartServer
+from stagereg.extensions.tiers.folder import MachineFolder
+from stagereg.extensions.tiers.part import Part, PartFile, SaveId
+from stagereg.extensions.tiers.peer import Peer
+from stagereg.extensions.tiers.server import PartServer
 
 RUN = "0123456789abcdef"
 SECRET = bytes(range(32))

@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import stagereg.record as record
+import stagereg.base.record as record
 from stagereg.errors import LaunchError
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare

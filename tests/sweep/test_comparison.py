@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from stagereg.base.number_text import parameter_text
 from stagereg.errors import ConfigError
-from stagereg.number_text import parameter_text
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
 from stagereg.sweep.comparison import Comparison, ComparisonRow, compare

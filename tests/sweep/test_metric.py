@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stagereg.base.number_text import shown
 from stagereg.errors import ConfigError
-from stagereg.number_text import shown
 from stagereg.sweep.metric import directed, least_difference, metric, usual
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import stagereg.small_files as small_files
+import stagereg.base.small_files as small_files
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import split
 from stagereg.sweep.plan import Plan

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stagereg import record
+from stagereg.base import record
 from stagereg.errors import ConfigError
 from stagereg.launch.earlier import Earlier, last_event
 from stagereg.sweep.run import Run, Span, Started

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.testing import OnCommitContract
 
 Broken = Callable[[CommittedCheckpoint], object]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.storage.files import FilesReader, standalone
 from stagereg.checkpoint.storage.packed import PackedStorage
 from stagereg.checkpoint.storage.protocol import Storage
@@ -251,7 +251,7 @@ class IgnoresOffset(Zip):
 
 class WrongMarks(Zip):
     @property
-    def marks(self) -> Mapping[str, FileMark]:
+    def marks(self) -> Mapping[str, FileDigest]:
         return {name: dataclasses.replace(mark, crc32=mark.crc32 ^ 1) for name, mark in super().marks.items()}
 
 

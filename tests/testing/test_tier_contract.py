@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from stagereg.checkpoint.tiers.disk import DiskTier
-from stagereg.checkpoint.tiers.memory import MemoryTier
-from stagereg.checkpoint.tiers.tier import Tier
+from stagereg.extensions.tiers.disk import DiskTier
+from stagereg.extensions.tiers.memory import MemoryTier
+from stagereg.extensions.tiers.tier import Tier
 from stagereg.testing import TierContract
 
 PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stagereg.checkpoint.format.checksum import combined
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest, step_within
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest, step_within
 from stagereg.errors import CheckpointError, StageregError, reason
 
 _SHOWN = 8  # files that a message names, of one checkpoint
@@ -21,7 +21,7 @@ _SHOWN = 8  # files that a message names, of one checkpoint
 _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
 
 
-class Unclear(str):
+class InaccessibleFile(str):
     """Why nothing is known about a file: it is there or not, and good or not."""
 
 
@@ -39,21 +39,21 @@ def refusing(what: str) -> Generator[None, None, None]:
         raise CheckpointError(f"{what} was not read: {reason(error)}") from error
 
 
-Found: TypeAlias = FileMark | int | str
+Found: TypeAlias = FileDigest | int | str
 """What was found under a name: its mark; its size in bytes, where the content was not read; what is wrong with it."""
 
 
 @dataclass(frozen=True)
-class Condition:
+class VerificationResult:
     """The condition of the directory of a checkpoint.
 
     Attributes:
         path: the directory, a path or a URL.
         manifest: its manifest; ``None`` if that cannot be read.
         damages: by the name of a file what is wrong with it, such as ``"truncated: 100 of 4096 bytes"``, or
-            :class:`Unclear`; empty if the checkpoint is complete.
+            :class:`InaccessibleFile`; empty if the checkpoint is complete.
         writer: empty for a checkpoint of a ``Checkpointer``; else who wrote the directory, as
-            :mod:`stagereg.checkpoint.store.torch_directories` has it.
+            :mod:`stagereg.extensions.interop.torch_directories` has it.
     """
 
     path: str
@@ -98,10 +98,10 @@ def damage_of(error: OSError) -> str:
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"
     text = f"cannot be read ({error.strerror or error})"
-    return text if error.errno in _BROKEN else Unclear(text)
+    return text if error.errno in _BROKEN else InaccessibleFile(text)
 
 
-def difference(expected: FileMark, found: Found) -> str:
+def difference(expected: FileDigest, found: Found) -> str:
     """Return what is wrong with a file, as far as it was looked at; empty if nothing is."""
     if isinstance(found, str):
         return found
@@ -109,7 +109,7 @@ def difference(expected: FileMark, found: Found) -> str:
     if size != expected.bytes:
         kind = "truncated" if size < expected.bytes else "too long"
         return f"{kind}: {size} of {expected.bytes} bytes"
-    if isinstance(found, FileMark) and found != expected:
+    if isinstance(found, FileDigest) and found != expected:
         return f"flipped bits: its CRC-32 is {found.crc32:08x} and was {expected.crc32:08x}"
     return ""
 
@@ -119,7 +119,7 @@ def difference(expected: FileMark, found: Found) -> str:
 WHOLE = range(sys.maxsize)  # all bytes of a file, however many there are
 
 
-def share_of_rank(files: Mapping[str, FileMark], rank: int, size: int) -> dict[str, range]:
+def share_of_rank(files: Mapping[str, FileDigest], rank: int, size: int) -> dict[str, range]:
     """Return the bytes of each file that one of ``size`` ranks reads, the same number as each other rank.
 
     The rank with the last byte of a file reads to its end, however far away that is, so a longer file is noticed.
@@ -138,12 +138,12 @@ def share_of_rank(files: Mapping[str, FileMark], rank: int, size: int) -> dict[s
     return found
 
 
-def joined(parts: Iterable[FileMark]) -> FileMark:
+def joined(parts: Iterable[FileDigest]) -> FileDigest:
     """Return the mark of a file, or of a part of it, from those of all its parts in their order."""
     size = crc = 0
     for part in parts:
         crc, size = combined(crc, part.crc32, part.bytes), size + part.bytes
-    return FileMark(size, crc)
+    return FileDigest(size, crc)
 
 
 def marks_of_shares(shares: Sequence[Mapping[str, Found]]) -> dict[str, Found]:
@@ -151,6 +151,6 @@ def marks_of_shares(shares: Sequence[Mapping[str, Found]]) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for name in sorted({name for each in shares for name in each}):
         parts = [each[name] for each in shares if name in each]
-        other = [part for part in parts if not isinstance(part, FileMark)]
-        found[name] = other[0] if other else joined(part for part in parts if isinstance(part, FileMark))
+        other = [part for part in parts if not isinstance(part, FileDigest)]
+        found[name] = other[0] if other else joined(part for part in parts if isinstance(part, FileDigest))
     return found

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from stagereg.base.option_text import choice
 from stagereg.checkpoint.format.encoding import Encoded, decode, marks, without_gc
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
-from stagereg.option_text import choice
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30  # a longer index is not read; each entry takes less than a hundred bytes

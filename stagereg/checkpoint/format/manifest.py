@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from stagereg.base.number_text import decimal
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.errors import CheckpointError
-from stagereg.number_text import decimal
 
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
@@ -37,7 +37,7 @@ LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
 
 
 @dataclass(frozen=True)
-class FileMark:
+class FileDigest:
     """The size of one file in bytes and the CRC-32 of its content (:mod:`.checksum`)."""
 
     bytes: int
@@ -63,7 +63,7 @@ class Manifest:
     step: int
     world_size: int
     serial: int
-    files: dict[str, FileMark]
+    files: dict[str, FileDigest]
     storage: str = "dcp"
     time: int = 0
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
@@ -125,7 +125,7 @@ class Manifest:
             step=_whole(data, "step"),
             world_size=_whole(data, "world_size", least=1),
             serial=_whole(data, "serial"),
-            files={name: FileMark(_whole(mark, "bytes"), _whole(mark, "crc32")) for name, mark in files.items()},
+            files={name: FileDigest(_whole(mark, "bytes"), _whole(mark, "crc32")) for name, mark in files.items()},
             storage=storage,
             time=_whole(data, "time", most=LATEST_TIME),
             metrics=metrics_from_json(data.get("metrics", {})),
@@ -181,13 +181,13 @@ def new_token() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def file_mark(stream: IO[bytes], most: int = MOST) -> FileMark:
+def file_mark(stream: IO[bytes], most: int = MOST) -> FileDigest:
     """Read a stream to its end, or ``most`` bytes of it, in blocks, and return size and checksum of that."""
     size = crc = 0
     while block := stream.read(min(_BLOCK_BYTES, most - size)):
         size += len(block)
         crc = crc32(block, crc)
-    return FileMark(size, crc)
+    return FileDigest(size, crc)
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:

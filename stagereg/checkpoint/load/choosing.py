@@ -8,26 +8,26 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-import stagereg.launch.phases as phases
-import stagereg.record as record
-from stagereg.checkpoint.format.damage import Condition, Unclear
+import stagereg.base.record as record
+import stagereg.extensions.goodput.phases as phases
+from stagereg.base.option_text import option
+from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Checkpoint, step_of
-from stagereg.checkpoint.load.crashes import CrashCounter, Crashes, retry
-from stagereg.checkpoint.load.matching import described
-from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.seeding import Seeded
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.state.first_save import only_looks
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
-from stagereg.checkpoint.store.other_formats import expect_no_other_format, warn_of_other_formats
-from stagereg.checkpoint.store.torch_directories import DCP_WRITER
-from stagereg.checkpoint.tiers.inventory import NearStep
-from stagereg.checkpoint.tiers.near import NearCopies
-from stagereg.errors import CheckpointError, DamagedError
+from stagereg.errors import CheckpointError, CorruptCheckpointError
+from stagereg.extensions.diagnostics.first_save import only_looks
+from stagereg.extensions.interop.matching import described
+from stagereg.extensions.interop.other_formats import expect_no_other_format, warn_of_other_formats
+from stagereg.extensions.interop.plain_dcp import is_plain_dcp
+from stagereg.extensions.interop.torch_directories import DCP_WRITER
+from stagereg.extensions.recovery.crashes import CrashCounter, Crashes, retry
+from stagereg.extensions.tiers.inventory import TierStep
+from stagereg.extensions.tiers.near import LocalTier
 from stagereg.launch.command_line import command_key
-from stagereg.option_text import option
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
 
@@ -42,7 +42,7 @@ class _Inexact(str):
     """The reason to skip a checkpoint that lacks values of a failed rank; stands among its damages."""
 
 
-def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
+def candidates(store: CheckpointStore, resume: str) -> list[VerificationResult]:
     """Return the checkpoints in the order in which they are tried. Raises: ``CheckpointError``."""
     if resume not in ("auto", "latest"):
         condition = open_parent_store(resume).look(resume)
@@ -56,7 +56,7 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     if step_of(named) not in there and store.retention.pointed() == named:  # no run saves there
         _report_deleted(store.root, named, resume, complete)
     pointed = store.latest()
-    found = [Condition(each.path, each.manifest) for each in complete]
+    found = [VerificationResult(each.path, each.manifest) for each in complete]
     for each in damaged:
         _expect_certain(each)
         older = (at for at, other in enumerate(found) if _is_newer(each, other.checkpoint, pointed))
@@ -75,7 +75,7 @@ def candidates(store: CheckpointStore, resume: str) -> list[Condition]:
     return found[:1]
 
 
-def _without_ranks(condition: Condition, by_name: bool = True) -> Condition:
+def _without_ranks(condition: VerificationResult, by_name: bool = True) -> VerificationResult:
     """Return a directory that torch wrote as a candidate: no rank has a part of its own, and the files may be unknown.
 
     The step is that of the directory's name, or with ``by_name=False`` of the state in the directory.
@@ -104,11 +104,11 @@ def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint
 
 
 def candidates_near(
-    store: CheckpointStore, resume: str, steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
-) -> list[Condition]:
+    store: CheckpointStore, resume: str, steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
+) -> list[VerificationResult]:
     """Return :func:`candidates` and the ``steps`` of the tier, which are by path; ``resume`` may be such a path."""
     if resume in steps:
-        return [Condition(resume, steps[resume].manifest)]
+        return [VerificationResult(resume, steps[resume].manifest)]
     if resume not in RESUME:
         named = option("checkpoint.resume", resume)
         raise CheckpointError(f"{named} is a step of the tier that no machines have between them any more.")
@@ -117,8 +117,8 @@ def candidates_near(
 
 
 def with_steps_of_tier(
-    listed: Sequence[Condition], steps: Mapping[str, NearStep], branch_of: Callable[[int], int]
-) -> list[Condition]:
+    listed: Sequence[VerificationResult], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
+) -> list[VerificationResult]:
     """Insert the steps of the tier, the newest first, into a list: by branch, then step, before equal ones.
 
     ``branch_of`` returns the branch of a checkpoint with a serial number.
@@ -127,18 +127,18 @@ def with_steps_of_tier(
     for path, each in steps.items():
         near = each.save.branch, each.save.step
 
-        def is_older(other: Condition, near: tuple[int, int] = near) -> bool:
+        def is_older(other: VerificationResult, near: tuple[int, int] = near) -> bool:
             known = other.manifest
             return known is not None and other.path not in steps and (branch_of(known.serial), known.step) <= near
 
         at = next((at for at, other in enumerate(found) if is_older(other)), len(found))
-        found.insert(at, Condition(path, each.manifest))
+        found.insert(at, VerificationResult(path, each.manifest))
     return found
 
 
 def without_quarantined(
-    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[Condition], near: Collection[str]
-) -> list[Condition]:
+    store: CheckpointStore, resume: str, counter: CrashCounter, listed: list[VerificationResult], near: Collection[str]
+) -> list[VerificationResult]:
     """Mark the checkpoints that ``"auto"`` skips for their crashes as damaged; warn if another ``resume`` takes one.
 
     ``near`` has the paths of the tier.
@@ -150,13 +150,15 @@ def without_quarantined(
     for number, each in enumerate(listed):
         known = crashes.get(each.path, Crashes())
         if known.quarantined and resume == "auto":
-            listed[number] = Condition(each.path, each.manifest, {**each.damages, "restored": _Quarantined(known.why)})
+            listed[number] = VerificationResult(
+                each.path, each.manifest, {**each.damages, "restored": _Quarantined(known.why)}
+            )
         elif known.quarantined:
             _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
     return listed
 
 
-def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]:
+def without_inexact(listed: Sequence[VerificationResult], resume: str) -> list[VerificationResult]:
     """Mark inexact checkpoints, so that ``"auto"`` skips them. Raises: ``CheckpointError`` for another ``resume``."""
     found = []
     for each in listed:
@@ -171,7 +173,7 @@ def without_inexact(listed: Sequence[Condition], resume: str) -> list[Condition]
                 f"{each.manifest.lacks}. Resume from the newest exact checkpoint with "
                 f"{option('checkpoint.resume', 'auto')}; or from this one with {_exact(False)}."
             )
-        found.append(Condition(each.path, each.manifest, {**each.damages, "not exact": _Inexact(why)}))
+        found.append(VerificationResult(each.path, each.manifest, {**each.damages, "not exact": _Inexact(why)}))
     return found
 
 
@@ -192,7 +194,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
         )
 
 
-def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
+def _is_newer(damaged: VerificationResult, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
     """Whether a damaged checkpoint was committed after a complete one, as far as is known."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
@@ -201,15 +203,15 @@ def _is_newer(damaged: Condition, than: Checkpoint | None, latest: Checkpoint | 
     return damaged.step is None or damaged.step > than.manifest.step
 
 
-def _expect_certain(condition: Condition) -> None:
-    if any(isinstance(what, Unclear) for what in condition.damages.values()):
+def _expect_certain(condition: VerificationResult) -> None:
+    if any(isinstance(what, InaccessibleFile) for what in condition.damages.values()):
         raise CheckpointError(
             f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
             f"To resume from another one, name it: {option('checkpoint.resume', 'PATH')}."
         )
 
 
-def warn_of_damaged(damaged: Sequence[Condition], ranks: RankGroup) -> None:
+def warn_of_damaged(damaged: Sequence[VerificationResult], ranks: RankGroup) -> None:
     """Log the checkpoints that are skipped, except inexact ones, which :func:`log_fallback` logs."""
     for each in damaged if ranks.rank == 0 else ():
         word, more = _word(each), ""
@@ -235,7 +237,7 @@ def log_unchecked(step: Checkpoint) -> None:
 
 
 def log_begin(
-    step: Checkpoint | None, store: CheckpointStore, dir: object, resume: str | None, near: NearCopies | None
+    step: Checkpoint | None, store: CheckpointStore, dir: object, resume: str | None, near: LocalTier | None
 ) -> None:
     """Log on rank 0 what a run resumes from, and where its checkpoints go, unless ``resume`` is ``None``."""
     begins = "training starts from scratch" if step is None else f"resumed from {step.path}"
@@ -275,7 +277,7 @@ def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
         )
 
 
-def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
+def log_fallback(chosen: Checkpoint, passed: Sequence[VerificationResult], ranks: RankGroup) -> None:
     """Log on rank 0 how many steps are lost since newer checkpoints were skipped."""
     if not passed or ranks.rank != 0:
         return
@@ -291,7 +293,7 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGro
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
-def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
+def nothing_good(root: str, skipped: Sequence[VerificationResult]) -> CheckpointError:
     """Return the error if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
     names = [each.name if os.path.dirname(each.path) == root else each.path for each in skipped]
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
@@ -313,10 +315,10 @@ def nothing_good(root: str, skipped: Sequence[Condition]) -> CheckpointError:
         f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` shows them "
         "again."
     )
-    return CheckpointError(text) if good == "exact" else DamagedError(text)
+    return CheckpointError(text) if good == "exact" else CorruptCheckpointError(text)
 
 
-def not_that_one(resume: str, damaged: Condition) -> DamagedError:
+def not_that_one(resume: str, damaged: VerificationResult) -> CorruptCheckpointError:
     """Return the error if the checkpoint that ``resume`` names is not good."""
     what = f"it is damaged:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
@@ -324,23 +326,25 @@ def not_that_one(resume: str, damaged: Condition) -> DamagedError:
         what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
-    return DamagedError(f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good.")
+    return CorruptCheckpointError(
+        f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+    )
 
 
 def _exact(chosen: bool) -> str:
     return option("checkpoint.restore.exact", chosen)
 
 
-def _word(condition: Condition) -> str:
+def _word(condition: VerificationResult) -> str:
     kinds = {type(what) for what in condition.damages.values()}
     return "quarantined" if _Quarantined in kinds else "not exact" if _Inexact in kinds else "damaged"
 
 
-def _indented(condition: Condition) -> str:
+def _indented(condition: VerificationResult) -> str:
     return "\n".join(f"  {line}" for line in condition.lines())
 
 
-def sought(source: str) -> tuple[CheckpointStore, str]:
+def resolve_source(source: str) -> tuple[CheckpointStore, str]:
     """Return the store and ``resume`` for the path of one checkpoint, or of a directory of checkpoints."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
@@ -348,11 +352,11 @@ def sought(source: str) -> tuple[CheckpointStore, str]:
     return (above, source) if one and not any(inside.checkpoints()) else (inside, "auto")
 
 
-def asked_for(
+def resolve_resume(
     store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
 ) -> tuple[CheckpointStore, str]:
     """Return the store and ``resume``; ``source`` replaces both. Collective."""
-    found, what = (store, resume) if source is None else sought(os.fspath(source))
+    found, what = (store, resume) if source is None else resolve_source(os.fspath(source))
     if what not in RESUME and os.path.basename(what) == what:  # a bare name
         [what, *_] = ranks.run_on_all("Nothing was restored", lambda: path_named(found, what))
     return found, what

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from stagereg.checkpoint.format.damage import Condition, Found, Unclear, differences, marks_of_shares
+from stagereg.checkpoint.format.damage import Found, InaccessibleFile, VerificationResult, differences, marks_of_shares
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
 
-class Looked(NamedTuple):
+class ScanResult(NamedTuple):
     """What a rank sends: what it found of its share of the files, whether it can load, and what is left of entries."""
 
     marks: dict[str, Found]
@@ -23,7 +23,7 @@ class Looked(NamedTuple):
     unused: Sequence[str] = ()  # of ``allow_missing``, what is nothing of this rank
 
 
-class Findings(NamedTuple):
+class MergedScan(NamedTuple):
     """What all ranks have found: what is wrong with the files, whether one cannot load, and what none of them takes."""
 
     unclear: list[str]
@@ -35,10 +35,10 @@ class Findings(NamedTuple):
     unused: list[str]
 
 
-def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[Looked]) -> Findings:
+def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[ScanResult]) -> MergedScan:
     """Put together what the ranks have sent; on rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
-    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, Unclear)]
+    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, InaccessibleFile)]
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
     wrong: dict[str, str] = {}
     for machine in machines if marks else ():
@@ -47,10 +47,10 @@ def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequ
     rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
     missing = [*dict.fromkeys(itertools.chain(*(each.missing for each in looked)))]
     unused = [name for name in looked[0].unused if all(name in each.unused for each in looked)]
-    return Findings(unclear, missed, wrong, not all(each.can_load for each in looked), rests, missing, unused)
+    return MergedScan(unclear, missed, wrong, not all(each.can_load for each in looked), rests, missing, unused)
 
 
-def condition_of(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: Findings) -> Condition:
+def condition_of(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: MergedScan) -> VerificationResult:
     """Return what is wrong with a checkpoint that the ranks have read. Collective. Raises: ``CheckpointError``."""
     failing = f"{chosen.path} could not be read"
     if found.unclear:
@@ -63,4 +63,4 @@ def condition_of(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, f
                 f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
                 f"have to see the same files in {store.root}."
             )
-    return Condition(chosen.path, chosen.manifest, found.wrong)
+    return VerificationResult(chosen.path, chosen.manifest, found.wrong)

@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
+from stagereg.base.option_text import option
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.load.name_map import NameMap, advice, moved
 from stagereg.checkpoint.state.generators import GeneratorState
 from stagereg.checkpoint.state.nested import is_module_state, state_dicts
 from stagereg.data import ResumableSampler, is_stateful
-from stagereg.errors import CheckpointError, NothingSavedError, listed
-from stagereg.option_text import option
+from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 _LISTS = ("_schedulers", "lr_lambdas")  # states of schedulers and functions that a scheduler passes on, one by one
 _DATA_PARALLEL = "module."  # what DataParallel and DistributedDataParallel put before names
@@ -195,7 +195,7 @@ def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
     elif is_stateful(value) and type(value).__module__.startswith("torch."):
         live = value.state_dict()
         if live and structure == {}:
-            raise NothingSavedError("the state dict is empty, as of an object that was turned off")
+            raise MissingEntryError("the state dict is empty, as of an object that was turned off")
         if isinstance(live, Mapping) and not isinstance(structure, Mapping):
             raise CheckpointError(f"it is not the state of a {type(value).__name__}")
         for key in _LISTS if isinstance(value, LRScheduler) else ():
@@ -204,7 +204,7 @@ def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
                 raise CheckpointError(f"{key} has {len(there)} items in it, and {len(here)} here")
         there, here = (len(each.get("base_lrs", ())) for each in (structure, live))
         if isinstance(value, LRScheduler) and there != here:  # torch would leave the others without a schedule
-            raise NothingSavedError(
+            raise MissingEntryError(
                 f"it is of {there} groups of parameters, and the optimizer here has {here}. Put new parameters into a "
                 "group that there was"
             )

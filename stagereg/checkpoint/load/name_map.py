@@ -15,8 +15,8 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from stagereg.base.option_text import option
 from stagereg.errors import CheckpointError, few_of, kind_of, nearest
-from stagereg.option_text import option
 
 _MOST, _TRIED = 3, 20  # renames and patterns that a message proposes, and layers for which these are sought
 _OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod": "torch.compile"}

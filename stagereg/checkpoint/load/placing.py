@@ -23,6 +23,7 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.base.option_text import option
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
@@ -31,8 +32,7 @@ from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
-from stagereg.errors import CheckpointError, NothingSavedError, listed, nearest, reason
-from stagereg.option_text import option
+from stagereg.errors import CheckpointError, MissingEntryError, listed, nearest, reason
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def find(
             if structure == {} and name_map.may_miss(name):
                 continue  # as of a GradScaler that was off
             found[name], left[name] = _select(state, name, structure, names, cast, name_map)
-        except NothingSavedError:
+        except MissingEntryError:
             if not name_map.may_miss(name):
                 raise
     for name in _beside(files, state) if saved_size else ():
@@ -194,7 +194,7 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
         raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
     others = sorted(other for other in there if not other.startswith(f"{entries.RESERVED}."))
     only = f"only {listed(others)}.{nearest(name, others)} {from_scratch(name)}"
-    raise NothingSavedError(f"There is no {name!r} in it, {only}.")
+    raise MissingEntryError(f"There is no {name!r} in it, {only}.")
 
 
 def _expect_kind(state: Mapping[str, Any], name: str, structure: Any, rank: int | None) -> None:
@@ -210,8 +210,8 @@ def _select(
     """Return what this rank takes of an entry, and the rest of it."""
     try:
         return _taken(state, name, structure, names, cast, name_map)
-    except NothingSavedError as error:
-        raise NothingSavedError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
+    except MissingEntryError as error:
+        raise MissingEntryError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
     except CheckpointError as error:
         raise CheckpointError(refusal(name, str(error))) from None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from stagereg.base.option_text import choice
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, marks
 from stagereg.checkpoint.format.index import Index
@@ -20,7 +21,6 @@ from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.digests import Written, bounded, digest
 from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.errors import CheckpointError, reason
-from stagereg.option_text import choice
 
 _UNREAD = 0xA5
 

@@ -37,9 +37,9 @@ from stagereg.checkpoint.load.storage_reader import read_through
 from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
-from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.object_store import ObjectStore
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it

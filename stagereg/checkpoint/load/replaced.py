@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.state.entries as entries
-from stagereg.checkpoint.state.first_save import only_looks
 from stagereg.checkpoint.state.nested import code_of
 from stagereg.checkpoint.state.optimizer_state import optimizers_of
+from stagereg.extensions.diagnostics.first_save import only_looks
 
 _log = logging.getLogger(__name__)
 

@@ -27,27 +27,27 @@ import stagereg.checkpoint.load.seeding as seeding
 import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
-from stagereg.checkpoint.format.damage import Condition, share_of_rank
+from stagereg.base.machine import is_on_network, machine_name
+from stagereg.checkpoint.format.damage import VerificationResult, share_of_rank
 from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.load.crashes import CrashCounter, RestoreRecord, is_in_order
-from stagereg.checkpoint.load.findings import Findings, Looked, condition_of, together
-from stagereg.checkpoint.load.matching import MatchedFiles
+from stagereg.checkpoint.load.findings import MergedScan, ScanResult, condition_of, together
 from stagereg.checkpoint.load.name_map import NameMap
-from stagereg.checkpoint.load.near_files import NearFiles
-from stagereg.checkpoint.load.plain_dcp import is_plain_dcp
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
-from stagereg.checkpoint.load.shared_read import SharedRead, shared_index
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
-from stagereg.checkpoint.tiers.inventory import NearStep
-from stagereg.checkpoint.tiers.near import NearCopies
-from stagereg.errors import CheckpointError, DamagedError, kind_of, listed, reason
-from stagereg.machine import is_on_network, machine_name
+from stagereg.errors import CheckpointError, CorruptCheckpointError, kind_of, listed, reason
+from stagereg.extensions.buckets.shared_read import SharedRead, shared_index
+from stagereg.extensions.interop.matching import MatchedFiles
+from stagereg.extensions.interop.plain_dcp import is_plain_dcp
+from stagereg.extensions.recovery.crashes import CrashCounter, RestoreRecord, is_in_order
+from stagereg.extensions.tiers.files import TierFiles
+from stagereg.extensions.tiers.inventory import TierStep
+from stagereg.extensions.tiers.near import LocalTier
 from stagereg.stagers.guard import announce_write
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class RestoreRequest:
     counter: CrashCounter  # of the crashes after checkpoints of this run's directory
     rename: Mapping[str, str]  # saved names, and the names here
     allow_missing: Sequence[str]  # names of entries and parameters that stay as they are if they were not saved
-    near: NearCopies | None = None  # the tier of the run
+    near: LocalTier | None = None  # the tier of the run
     touched: list[str] = field(default_factory=list)  # the paths of checkpoints that have got into objects in part
     twins: dict[str, list[int]] = field(default_factory=dict)  # of :func:`.lowest_twins`, as it was before the restore
 
@@ -119,7 +119,7 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
 
     def answer(
         seen: list[_Seen],
-    ) -> list[tuple[list[Condition], _Machines, RestoreRecord | None, dict[str, list[int]]]]:
+    ) -> list[tuple[list[VerificationResult], _Machines, RestoreRecord | None, dict[str, list[int]]]]:
         asked.counter.take_note([each.note for each in seen])
         listed = choosing.without_quarantined(store, resume, asked.counter, seen[0].listed, steps)
         listed = choosing.without_inexact(listed, resume) if asked.exact else listed
@@ -131,7 +131,7 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
     asked.twins.update(twins)
     if resume == "auto":
         choosing.warn_of_damaged([each for each in listed if each.damages], ranks)
-    passed: list[Condition] = []
+    passed: list[VerificationResult] = []
     for condition in listed:
         candidate = condition.checkpoint
         if candidate is not None:
@@ -161,7 +161,7 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
 class _Seen(NamedTuple):
     """What rank 0 has listed, the note of crashes, whether all machines see the files, and how a rank is seeded."""
 
-    listed: list[Condition]
+    listed: list[VerificationResult]
     note: RestoreRecord | None
     machine: str
     shared: bool
@@ -200,7 +200,7 @@ class _Attempt:
         self._loading = _Loading(chosen, asked, self._once)
         self._failure: Exception | None = None  # of this rank; not raised before all know whether files are damaged
 
-    def run(self) -> Condition:
+    def run(self) -> VerificationResult:
         """Restore the checkpoint, or return what is wrong with its files. Collective. Raises: ``CheckpointError``."""
         with ExitStack() as opened:
             found, condition = self._exchange(partial(self._prepare, opened, self._shared_index()))
@@ -210,7 +210,7 @@ class _Attempt:
             if self._once and not failed:
                 damages = self._read_once()
                 if damages:
-                    return Condition(self._chosen.path, self._chosen.manifest, damages)
+                    return VerificationResult(self._chosen.path, self._chosen.manifest, damages)
                 failed = self._failure is not None
             if failed:
                 # What could not be read may be damaged: then it is passed over, and is no error.
@@ -219,28 +219,28 @@ class _Attempt:
                     return condition
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
             self._assign()
-        return Condition(self._chosen.path, self._chosen.manifest)
+        return VerificationResult(self._chosen.path, self._chosen.manifest)
 
     def _assign(self) -> None:
         seeded = self._ranks.run_on_all(self._failing, self._loading.assign)
         if self._ranks.rank == 0:
             choosing.warn_of_inexact(self._chosen, seeded, self._asked.state)
 
-    def _exchange(self, look: Callable[[], Looked]) -> tuple[Findings, Condition]:
-        def answer(looked: list[Looked]) -> list[Findings]:
+    def _exchange(self, look: Callable[[], ScanResult]) -> tuple[MergedScan, VerificationResult]:
+        def answer(looked: list[ScanResult]) -> list[MergedScan]:
             return [together(self._chosen, self._machines.ranks, looked)] * self._ranks.size
 
         found = self._ranks.round_trip(self._failing, look, answer, self._ranks.limit)
         return found, condition_of(self._store, self._chosen, self._ranks, found)
 
-    def _check(self) -> Looked:
+    def _check(self) -> ScanResult:
         """Read this rank's share of the files that the ranks of its machine see."""
         [own] = [machine for machine in self._machines.ranks if self._ranks.rank in machine]
         parts = share_of_rank(self._chosen.manifest.files, own.index(self._ranks.rank), len(own))
-        return Looked(self._store.contents(self._chosen.path, parts))
+        return ScanResult(self._store.contents(self._chosen.path, parts))
 
-    def _prepare(self, opened: ExitStack, index: bytes | None) -> Looked:
-        looked = self._check() if self._checks else Looked({})
+    def _prepare(self, opened: ExitStack, index: bytes | None) -> ScanResult:
+        looked = self._check() if self._checks else ScanResult({})
         try:
             if self._failure is None:
                 self._loading.prepare(opened, index)
@@ -249,7 +249,7 @@ class _Attempt:
         loading = self._loading
         left = {name: [*rest] for name, rest in loading.left.items()}
         missing, unused = loading.names.all_missing(), loading.names.unused
-        return Looked(looked.marks, self._failure is None, left, missing, unused)
+        return ScanResult(looked.marks, self._failure is None, left, missing, unused)
 
     def _shared_index(self) -> bytes | None:
         try:
@@ -258,7 +258,7 @@ class _Attempt:
             self._failure = error
             return None
 
-    def _take_rests(self, found: Findings) -> bool:
+    def _take_rests(self, found: MergedScan) -> bool:
         """Have objects take what no rank takes, if there is something; whether that fails on some rank."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
@@ -285,28 +285,28 @@ class _NearAttempt(_Attempt):
     """That of a step in the tier: each rank gets what it needs, checked, from the nearest machine that has it."""
 
     def __init__(
-        self, near: NearCopies, step: NearStep, chosen: Checkpoint, machines: _Machines, asked: RestoreRequest
+        self, near: LocalTier, step: TierStep, chosen: Checkpoint, machines: _Machines, asked: RestoreRequest
     ) -> None:
         super().__init__(asked.store, chosen, machines, asked)
         self._near, self._step = near, step
         self._once = self._checks = False
         self._loading = _Loading(chosen, asked, once=False)
 
-    def run(self) -> Condition:
+    def run(self) -> VerificationResult:
         """Restore it, or return why no machine has all of it as it was staged. Collective. Raises as others."""
         with ExitStack() as opened:
             reader = opened.enter_context(self._near.reading(self._step))
-            self._loading.open_files = lambda: NearFiles(self._chosen.path, reader)
+            self._loading.open_files = lambda: TierFiles(self._chosen.path, reader)
             found, _ = self._exchange(partial(self._prepare, opened, None))
             if found.failed or self._take_rests(found):
-                own = str(self._failure) if isinstance(self._failure, DamagedError) else ""
+                own = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
                 texts = self._ranks.run_on_all(self._failing, lambda: own)
                 if damages := {f"rank {rank}": text for rank, text in enumerate(texts) if text}:
-                    return Condition(self._chosen.path, self._chosen.manifest, damages)
+                    return VerificationResult(self._chosen.path, self._chosen.manifest, damages)
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
             self._assign()
             self._near.restored(self._step, self._ranks.run_on_all(self._failing, lambda: reader.found))
-        return Condition(self._chosen.path, self._chosen.manifest)
+        return VerificationResult(self._chosen.path, self._chosen.manifest)
 
 
 def _raise(failure: Exception | None) -> None:
@@ -357,7 +357,7 @@ class _Loading:
             raise CheckpointError(f"it does not have {listed(sorted(lacking))}")
         self._read()
 
-    def take_rests(self, found: Findings) -> None:
+    def take_rests(self, found: MergedScan) -> None:
         """Take what is left of entries on all ranks as well, where an object may want it."""
         if found.unused:
             raise CheckpointError(self.names.no_such())

@@ -13,12 +13,12 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import stagereg.checkpoint.ranks.comparing as comparing
-import stagereg.checkpoint.ranks.shares as shares
+import stagereg.extensions.replicas.comparing as comparing
+import stagereg.extensions.replicas.shares as shares
 from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
-from stagereg.checkpoint.ranks.comparing import alike, digest
 from stagereg.checkpoint.state.optimizer_forms import groups_of
-from stagereg.errors import CheckpointError, DisagreementError, name_ranks
+from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
+from stagereg.extensions.replicas.comparing import alike, digest
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
 """Those that ranks have, each by the name of its entry and its digest."""
@@ -66,7 +66,7 @@ class RankEntries:
         return {name: self.structures[name] for name in asked}
 
 
-class Merging:
+class EntryMerger:
     """On rank 0: puts together what the ranks have in one save.
 
     Args:
@@ -176,7 +176,7 @@ def _merge(
             tree["attributes"] = _merge(path, one["attributes"], ranks, other["attributes"], [], differing)
         return tree
     if _has_leaf(one) or _has_leaf(other):
-        raise DisagreementError(
+        raise RankMismatchError(
             f"Ranks have different kinds of values under the name {path!r}. What belongs to one rank is marked so: "
             "stagereg.per_rank(value)."
         )
@@ -254,7 +254,7 @@ def _may_differ(path: str, is_real: bool) -> bool:
 def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
     wrong = [path for path, is_real in differing if not _may_differ(path.removeprefix(f"{name}."), is_real)]
     if wrong:
-        raise DisagreementError(
+        raise RankMismatchError(
             f"{wrong[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
             "groups of parameters and options; or, if each rank trains a model of its own, save them under different "
             "names."
@@ -263,7 +263,7 @@ def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
     for first, group in _groups(tree).items():
         for param in group["value"]["params"]:
             if group_of.setdefault(param, first) != first:
-                raise DisagreementError(
+                raise RankMismatchError(
                     f"Ranks have {param!r} of {name!r} in different groups of parameters, those of "
                     f"{group_of[param]!r} and of {first!r}: make the same groups on all ranks."
                 )

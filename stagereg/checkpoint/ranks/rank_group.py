@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, DisagreementError, StageregError, kind_of, name_ranks, reason
+from stagereg.errors import CheckpointError, RankMismatchError, StageregError, kind_of, name_ranks, reason
 from stagereg.join.broken import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
@@ -63,7 +63,7 @@ def _listed(errors: Mapping[int, BaseException]) -> str:
     for rank, error in errors.items():
         alike.setdefault(reason(error), []).append(rank)
     # Who has found that ranks disagree is not the one at fault.
-    blameless = {reason(error) for error in errors.values() if isinstance(error, DisagreementError)}
+    blameless = {reason(error) for error in errors.values() if isinstance(error, RankMismatchError)}
     texts = [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
     return "; ".join(texts[:_SHOWN] + more)

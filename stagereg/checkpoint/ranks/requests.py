@@ -3,7 +3,7 @@
 So a rank that has left its loop, and shadows the steps of the others, can do the same at the same step. And a rank that
 has passed over something is found, in place of the others' waiting for it: all ranks run the same collectives, and
 enter the same joins, in the same order, so one that has come to more of them than another had when it made an entry
-will never come to that entry. The end of a run is the last of these: :class:`Ending`.
+will never come to that entry. The end of a run is the last of these: :class:`ShutdownBarrier`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, DisagreementError, name_ranks
+from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 from stagereg.join.broken import collectives_of
 from stagereg.kernel.channel import resources_of, wait_for_keys
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _LONG_S = 5.0  # after which a rank that waits for others says so
 _GONE = b"gone"  # of a rank that has left by an error
 _ADVICE = (
@@ -33,7 +33,7 @@ _ADVICE = (
 )
 
 
-class Requests:
+class OperationLog:
     """This rank's end of the list, in the store of the process group.
 
     Args:
@@ -88,7 +88,7 @@ def position_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else collectives_of(group) + resources_of(group).counts["join"]
 
 
-class Ending:
+class ShutdownBarrier:
     """The end of a run, to which all ranks come: each says so, and waits for the others, so they save the last step.
 
     A rank that waits here takes part in nothing that others still train with. So one that has come to more collectives
@@ -127,17 +127,17 @@ class Ending:
         self._store.compare_set("first", "", f"{rank} {position_in(group)} {_text(step)}")
         self._store.set(str(rank), _text(step))
         started, warned = time.monotonic(), False
-        while not wait_for_keys(self._store, ranks, _LOOK_S):
+        while not wait_for_keys(self._store, ranks, _POLL_INTERVAL_S):
             meanwhile()
             if self._store.check(["beyond"]):
-                raise DisagreementError(self._store.get("beyond").decode())
+                raise RankMismatchError(self._store.get("beyond").decode())
             waited = time.monotonic() - started
             if (waited > _LONG_S and not warned) or waited > limit_s:
                 came = [int(each) for each in ranks if self._store.check([each])]
                 missing = name_ranks([each for each in range(len(ranks)) if each not in came])
                 text = f"{name_ranks(came)} came to the end{_text(step)}, {missing} did not. {_ADVICE}"
                 if waited > limit_s:
-                    raise DisagreementError(text)
+                    raise RankMismatchError(text)
                 if rank == came[0]:
                     _log.warning("stagereg: %s", text)
                 warned = True

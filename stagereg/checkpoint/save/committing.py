@@ -31,15 +31,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+import stagereg.base.record as record
 import stagereg.checkpoint.state.rng as rng
-import stagereg.record as record
+from stagereg.base.retry import within
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import expect_readable, make_index, tables
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.format.wrappers import inner_tensors
-from stagereg.checkpoint.ranks.comparing import Compared, EntryContents, compare, content_digests, expect_alike
-from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, Merging, RankEntries, Sent, groups_in
-from stagereg.checkpoint.ranks.shares import SAMPLES, ShareBook, Shares, cut, shares
+from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, EntryMerger, RankEntries, Sent, groups_in
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
@@ -47,8 +46,9 @@ from stagereg.checkpoint.save.structure import expect_same_structure
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.digests import Written, digests_of
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.retry import within
-from stagereg.errors import CheckpointError, DisagreementError, NotSavedInTimeError, name_ranks
+from stagereg.errors import CheckpointError, RankMismatchError, SaveTimeoutError, name_ranks
+from stagereg.extensions.replicas.comparing import Compared, EntryContents, compare, content_digests, expect_alike
+from stagereg.extensions.replicas.shares import SAMPLES, ReplicaShards, Shares, cut, shares
 
 WAITING_FOR_OTHERS = "waiting for the others"  # what a rank that has done its part is doing
 
@@ -74,7 +74,7 @@ class _Prepared(NamedTuple):
 class _RankFiles(NamedTuple):
     """What a rank sends when it has written its files."""
 
-    marks: dict[str, FileMark]
+    marks: dict[str, FileDigest]
     structures: Sent
     digests: dict[Written, int]  # of what it gave to the storage, if that is read back
 
@@ -211,7 +211,7 @@ class _Work:
         """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
         save = self._save
         save.copy.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
-        found = cast("ShareBook", save.sharing.book).cut(save.sharing.number, copy)
+        found = cast("ReplicaShards", save.sharing.book).cut(save.sharing.number, copy)
         save.sharing.compares = found is None
         copy, save.sharing.shares = found or (copy, None)
         return copy
@@ -269,17 +269,17 @@ class _Work:
         if len(set(steps)) > 1:
             for step in steps:
                 self._to.discard(step)
-            raise DisagreementError(f"The ranks saved different steps at the same time: {steps}.")
+            raise RankMismatchError(f"The ranks saved different steps at the same time: {steps}.")
         _expect_all_up_to_date(prepared)
         if len({each.shares_of for each in prepared}) > 1:
-            raise DisagreementError(
+            raise RankMismatchError(
                 "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
                 "again: one of the next two saves compares all values."
             )
         sharing = self._save.sharing
         if prepared[0].shares_of == _COMPARING:
             names = (name for [each] in lasting or () for held in each.values() for name in held)
-            cast("ShareBook", sharing.book).note_compared(sharing.number, names)
+            cast("ReplicaShards", sharing.book).note_compared(sharing.number, names)
             return compare([each.contents for each in prepared], [names for [names] in lasting or ()])
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
@@ -289,7 +289,7 @@ class _Work:
             sharing.book.expect_not_compared(sharing.shares.found_in, new)
         expect_alike({rank: prepared[rank].differing for rank in self._order})
         have, before = [each.digests for each in prepared], self._to.last.entries
-        self._merging = Merging(have, self._order, self._follows, before, self._ranks.numbers)
+        self._merging = EntryMerger(have, self._order, self._follows, before, self._ranks.numbers)
         asked = self._merging.ask_ranks()
         if lasting is None:
             return [(None, each) for each in asked]
@@ -347,7 +347,7 @@ class _Work:
         save, to = self._save, self._to
         save.at = "committing"
         if save.abandoned:
-            raise NotSavedInTimeError("it took too long and was given up")
+            raise SaveTimeoutError("it took too long and was given up")
         state = self._merging.put_together([each.structures for each in written])
         if lasting is None:
             again = to.finish(self._path, None, [])
@@ -377,7 +377,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
     missed = [rank for rank, each in enumerate(prepared) if not each.called]
     if missed:
         others = [rank for rank in range(len(prepared)) if rank not in missed]
-        raise DisagreementError(
+        raise RankMismatchError(
             f"{name_ranks(others)} called save(step {step}), {name_ranks(missed)} did not: call save and maybe_save on "
             "all ranks, with an empty batch too, and not under `if rank == 0`."
         )
@@ -391,7 +391,7 @@ def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
         taken = [each.taken.get(name, 0) for each in prepared]
         if len(set(taken)) > 1:
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"{name!r} is not the same on all ranks: it has taken {counts} steps. Ranks that have left the loop "
                 "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
                 "in Join([model, optimizer])."

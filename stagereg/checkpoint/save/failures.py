@@ -1,7 +1,7 @@
 """What has become of saves that failed: kept until a call raises it, or logged where it happens.
 
-A failure that no call raises is reported by the end of the job or process (:mod:`stagereg.shutdown`). Where failures
-are warnings, the end reports only that the last save has failed.
+A failure that no call raises is reported by the end of the job or process (:mod:`stagereg.base.shutdown`). Where
+failures are warnings, the end reports only that the last save has failed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-import stagereg.shutdown as shutdown
-from stagereg.crash_report import describe_after
+import stagereg.base.shutdown as shutdown
+from stagereg.base.crash_report import describe_after
 from stagereg.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

@@ -21,14 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-import stagereg.record as record
+import stagereg.base.record as record
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Readable, TensorResult
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.ranks.shares import ShareBook, Shares
 from stagereg.checkpoint.ranks.unchanged import Exchange
-from stagereg.checkpoint.save.logged_metrics import LoggedMetrics
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.save.structure import Outline
@@ -39,6 +37,8 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
+from stagereg.extensions.replicas.shares import ReplicaShards, Shares
+from stagereg.extensions.retention.logged_metrics import LoggedMetrics
 from stagereg.launch.command_line import command_key
 from stagereg.stagers.async_stager import UnconfirmedCopy
 
@@ -100,18 +100,20 @@ class Target(ABC):
         """Raise ``OSError`` if it is known that so many bytes of each rank do not fit."""
 
     @abstractmethod
-    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
+    def finish(
+        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
+    ) -> Mapping[str, FileDigest]:
         """Write what the storage writes last; ``None`` if that is as in the save before. On rank 0.
 
         Returns the marks that the storage does not have.
         """
 
     @abstractmethod
-    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
+    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
         """Return size and checksum of each file that this rank has written."""
 
     @abstractmethod
-    def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
+    def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
         """Make a checkpoint of what all ranks have written. On rank 0."""
 
     def complete(self, step: int) -> None:  # noqa: B027  # usually nothing is
@@ -167,26 +169,28 @@ class SaveTarget(Target):
                 raise CheckpointError(f"{path} was there before this save, and was not touched. Save again.")
         self._is_new = True
 
-    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> Mapping[str, FileMark]:
+    def finish(
+        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
+    ) -> Mapping[str, FileDigest]:
         if metadata is None:
             return {METADATA: self.store.put(path, METADATA, self.last.finished)}
         self.storage.finish(metadata, results)
         self.last.finished = (self.storage.finished if isinstance(self.storage, Storage) else None) or b""
         return {}
 
-    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileMark]:
+    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
         """Return those that the storage has taken; other files are flushed and read.
 
         What no rank has named, such as metadata, is rank 0's to mark.
         """
-        known: Mapping[str, FileMark] = self.storage.marks if isinstance(self.storage, Storage) else {}
+        known: Mapping[str, FileDigest] = self.storage.marks if isinstance(self.storage, Storage) else {}
         if all(isinstance(each, (ArchiveResult, TensorResult)) for each in results):
             names = {each.storage_data.relative_path for each in results}
         else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
             names = {name for name in self.store.backend.list(path) if name.startswith(f"__{self.ranks.rank}_")}
         return {**known, **{name: self.store.mark(path, name) for name in sorted(names - known.keys())}}
 
-    def commit(self, step: int, path: str, files: dict[str, FileMark], index: bytes) -> None:
+    def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
         store = self.store
         files[INDEX] = store.put(path, INDEX, index)
         there = store.backend.list(path, [METADATA])  # and what else the storage has written, such as torch's index
@@ -194,7 +198,7 @@ class SaveTarget(Target):
         failpoint("marked")
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
 
-    def manifest(self, step: int, files: dict[str, FileMark]) -> Manifest:
+    def manifest(self, step: int, files: dict[str, FileDigest]) -> Manifest:
         metrics = self.metrics.of_step(step)
         return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=metrics, command=command_key())
 
@@ -286,7 +290,7 @@ def _as_save_error() -> Iterator[None]:
 class Sharing:
     """What one save has to know of what several ranks have alike."""
 
-    book: ShareBook | None = None  # that decides which shares of it are written
+    book: ReplicaShards | None = None  # that decides which shares of it are written
     number: int = 0  # of the save, among those of this run
     compares: bool = False  # whether ranks compare what they have; known when its turn has come
     buffers: Collection[str] | None = None  # if this rank can take part in that: tensors in which they may differ

@@ -23,20 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import stagereg.record as record
-import stagereg.shutdown as shutdown
+import stagereg.base.record as record
+import stagereg.base.shutdown as shutdown
 from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, Target
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.scheduling import give_way
 from stagereg.checkpoint.store.advice import advice, causes
-from stagereg.errors import CheckpointError, NotSavedInTimeError, WrittenWhileSavedError, kind_of, reason
+from stagereg.errors import CheckpointError, SaveTimeoutError, WrittenWhileSavedError, kind_of, reason
 
 _log = logging.getLogger(__name__)
 
 _MOST_UNDER_WAY = 2
-_LOOK_S = 0.05  # how often one looks whether a save takes too long
+_POLL_INTERVAL_S = 0.05  # how often one looks whether a save takes too long
 _IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
 
 
@@ -143,20 +143,20 @@ class SaveThread:
         """Wait until fewer than ``most`` saves of this thread have not ended; False if one of them takes too long."""
         self.retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
-            first.over.wait(_LOOK_S)
+            first.over.wait(_POLL_INTERVAL_S)
         return first is None or not first.late
 
     def finish(self) -> bool:
         """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
         while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return ended
 
     def ends_by(self, until: float) -> bool:
         """Wait until all saves of this thread have ended, well or not; False if they have not at ``until``."""
         while self._first() is not None and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return self._first() is None
 
     @property
@@ -216,7 +216,7 @@ class SaveThread:
         ranks, seconds = self.target.ranks, self.timeout_s
         who = "it" if ranks.group is None else f"rank {ranks.rank}"
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
-        return NotSavedInTimeError(
+        return SaveTimeoutError(
             f"Step {save.step} was not saved: it has taken longer than {limit} ({who} is at: {save.at}). Does the "
             f"storage hang? Until this ends, no other save begins. {self.describe_newest()}"
         )

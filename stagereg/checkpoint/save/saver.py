@@ -18,26 +18,26 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import stagereg.base.output as output
+import stagereg.base.record as record
+import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.state.entries as entries
-import stagereg.checkpoint.state.first_save as first_save
 import stagereg.checkpoint.state.module_state as module_state
-import stagereg.output as output
-import stagereg.record as record
-import stagereg.shutdown as shutdown
+import stagereg.extensions.diagnostics.first_save as first_save
+from stagereg.base.crash_report import summarize_exception
+from stagereg.base.option_text import option
 from stagereg.checkpoint.format.manifest import MOST
-from stagereg.checkpoint.ranks.preemption_consensus import PreemptionConsensus
-from stagereg.checkpoint.ranks.shares import ShareBook
-from stagereg.checkpoint.save.forgotten import ForgottenObjects, GivenSteps
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.structure import outline
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable, state_dicts
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
-from stagereg.crash_report import summarize_exception
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, listed, reason
-from stagereg.option_text import option
+from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
+from stagereg.extensions.preemption.consensus import PreemptionConsensus
+from stagereg.extensions.replicas.shares import ReplicaShards
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Saver:
         target: SaveTarget,
         stager: AsyncStager,
         background: SaveThread,
-        replicas: ShareBook,
+        replicas: ReplicaShards,
         cast: bool,
         stores: bool,
     ) -> None:

@@ -19,9 +19,9 @@ from statistics import median
 
 import torch.distributed as dist
 
-import stagereg.checkpoint.save.interval as interval
-import stagereg.launch.phases as phases
-import stagereg.record as record
+import stagereg.base.record as record
+import stagereg.extensions.goodput.phases as phases
+import stagereg.extensions.planning.interval as interval
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)

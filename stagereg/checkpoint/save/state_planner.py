@@ -34,9 +34,9 @@ import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.format.wrappers import wraps
-from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.state.entries import chunks_of, local_part
-from stagereg.errors import CheckpointError, DisagreementError
+from stagereg.errors import CheckpointError, RankMismatchError
+from stagereg.extensions.replicas.comparing import Part
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -125,7 +125,7 @@ class StatePlanner(DefaultSavePlanner):
             for item in items:
                 name, data, is_shard = item.index.fqn, item.tensor_data, item.type is WriteItemType.SHARD
                 if name in found and not (is_shard and name in sharded):
-                    raise DisagreementError(f"Under the name {name!r} ranks have different kinds of values.")
+                    raise RankMismatchError(f"Under the name {name!r} ranks have different kinds of values.")
                 if data is None:
                     found[name] = BytesStorageMetadata()
                 elif name in found:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 
 from stagereg.checkpoint.format.encoding import Leaf
-from stagereg.errors import CheckpointError, NothingSavedError, listed
+from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
@@ -175,14 +175,14 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``NothingSavedError`` if groups are of another kind of optimizer, as far as their options tell."""
+    """Raise ``MissingEntryError`` if groups are of another kind of optimizer, as far as their options tell."""
     there, here = _options_of(saved), _options_of(optimizer.param_groups)
     more, own = there.keys() - here.keys(), here.keys() - there.keys()
     if not (more and own):  # options that one side alone has more are those of another version of torch
         more = own = {_DECOUPLED} if {there.get(_DECOUPLED), here.get(_DECOUPLED)} == {True, False} else set()
     if more:
         kind = type(optimizer).__name__
-        raise NothingSavedError(
+        raise MissingEntryError(
             f"it is the state of another kind of optimizer than {kind}: it has {_described(there, more)}; {kind} has "
             f"{_described(here, own)}"
         )

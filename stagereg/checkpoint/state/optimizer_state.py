@@ -46,7 +46,7 @@ from stagereg.checkpoint.state.optimizer_forms import (
     is_numbered,
     refuse_another_kind,
 )
-from stagereg.errors import CheckpointError, NothingSavedError, listed
+from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def select(
         may_miss: the parameters that keep the state that the program has for them, if they were not saved.
 
     Raises:
-        NothingSavedError: it is the state of another kind of optimizer, as far as its options tell; or one for all
+        MissingEntryError: it is the state of another kind of optimizer, as far as its options tell; or one for all
             parameters together, and some are missing.
         CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; some part
             that belongs to no parameter fits nothing here.
@@ -268,7 +268,7 @@ def select(
     if missing := absent if names.flat is not None else [name for name in absent if name not in may_miss]:
         raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
     if absent and isinstance(optimizer, torch.optim.LBFGS):
-        raise NothingSavedError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
+        raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
     refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others are of other optimizers
     _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)

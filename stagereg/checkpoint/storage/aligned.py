@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from mmap import MADV_HUGEPAGE
 from typing import Any
 
+from stagereg.base.forks import private_memory
+from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import joined
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.object_store import ObjectStore
-from stagereg.forks import private_memory
-from stagereg.small_files import open_regular
+from stagereg.extensions.buckets.object_store import ObjectStore
 
 PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
 BLOCK_BYTES = 4 << 20  # bytes of a file that have a CRC-32 of their own; the last block may be shorter
@@ -207,7 +207,7 @@ class AlignedFile:
             data = data[end:]
         self.write(data)
 
-    def finish(self) -> FileMark:
+    def finish(self) -> FileDigest:
         """Wait until all is written, make it durable and return the mark of the file."""
         self._submit_buffer()
         self._writes.join()
@@ -216,7 +216,7 @@ class AlignedFile:
         self._whole = True
         failpoint("flushed")
         return joined(
-            FileMark(min(BLOCK_BYTES, self._begin - number * BLOCK_BYTES), crc)
+            FileDigest(min(BLOCK_BYTES, self._begin - number * BLOCK_BYTES), crc)
             for number, crc in enumerate(self.blocks)
         )
 

@@ -24,17 +24,17 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 import stagereg.checkpoint.format.torch_metadata as torch_metadata
+from stagereg.base.retry import retrying
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.open_store import is_url
-from stagereg.checkpoint.store.retry import retrying
 from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.object_store import ObjectStore
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -66,7 +66,7 @@ class FileStorage(Storage):
         self._direct = direct
         self._buffer_bytes = buffer_bytes
         self._buffers: list[memoryview] = []  # kept, since new memory holds the interpreter's lock when it is touched
-        self._marks: dict[str, FileMark] = {}
+        self._marks: dict[str, FileDigest] = {}
         self.blocks: dict[str, tuple[int, ...]] = {}
         self._metadata = b""
         self.path = ""
@@ -88,7 +88,7 @@ class FileStorage(Storage):
         return self._metadata if is_own else None
 
     @property
-    def marks(self) -> Mapping[str, FileMark]:
+    def marks(self) -> Mapping[str, FileDigest]:
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import stagereg.registry as registry
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.base.installed import DISTRIBUTION
+from stagereg.base.option_text import choice
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, StageregError
-from stagereg.installed import DISTRIBUTION
-from stagereg.option_text import choice
 
 _OURS = f"@{DISTRIBUTION}"
 
@@ -71,7 +71,7 @@ class Storage(StorageWriter):
         return None
 
     @property
-    def marks(self) -> Mapping[str, FileMark]:
+    def marks(self) -> Mapping[str, FileDigest]:
         """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
 
         By name inside the directory, from the bytes as they were written. The checkpointer reads every other file once

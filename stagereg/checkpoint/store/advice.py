@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stagereg.option_text import option
+from stagereg.base.option_text import option
 
 _FULL = (
     "The disk of {root} is full: free some space, or keep fewer checkpoints ({keep}); there must be room for "

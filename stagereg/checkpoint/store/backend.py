@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from stagereg.checkpoint.format.damage import WHOLE, Condition
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.store.lock import Owner, StoreLock
 
 
@@ -41,7 +41,7 @@ class Backend(Protocol):
     def read(self, path: str) -> bytes:
         """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a file."""
 
-    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
+    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         """Read a file to its end, or a part of it, and return the mark of that; ``flush``: first have it stored."""
 
     def holder(self) -> Owner | None:
@@ -72,10 +72,10 @@ class Backend(Protocol):
     def link(self, checkpoint: Checkpoint) -> str:
         """Link a checkpoint under its plain name too, in one step; return that path, or nothing if it is taken."""
 
-    def hide(self, each: Condition) -> str:
+    def hide(self, each: VerificationResult) -> str:
         """Hide a checkpoint in one step, and return its path now, to be discarded or given to :meth:`bring_back`."""
 
-    def bring_back(self, each: Condition, hidden: str) -> None:
+    def bring_back(self, each: VerificationResult, hidden: str) -> None:
         """Undo :meth:`hide` of a checkpoint with a manifest, in one step."""
 
     def discard(self, path: str) -> None:

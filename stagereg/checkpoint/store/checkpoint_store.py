@@ -14,14 +14,15 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import stagereg.checkpoint.store.conditions as conditions
-import stagereg.checkpoint.store.torch_directories as torch_directories
+import stagereg.extensions.interop.torch_directories as torch_directories
+from stagereg.base.small_files import UnfitFileError, warn_skipped
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.damage import WHOLE, Condition, Found, Unclear, damage_of, differences
+from stagereg.checkpoint.format.damage import WHOLE, Found, InaccessibleFile, VerificationResult, damage_of, differences
 from stagereg.checkpoint.format.manifest import (
     LATEST,
     MANIFEST,
     Checkpoint,
-    FileMark,
+    FileDigest,
     Manifest,
     now,
     step_name,
@@ -34,7 +35,6 @@ from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.checkpoint.store.retention import Retention
 from stagereg.errors import CheckpointError
-from stagereg.small_files import UnfitFileError, warn_skipped
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class CheckpointStore:
 
     # -- reading
 
-    def checkpoints(self) -> tuple[list[Checkpoint], list[Condition]]:
+    def checkpoints(self) -> tuple[list[Checkpoint], list[VerificationResult]]:
         """Return the complete checkpoints, newest first, and the other step directories, the highest step first.
 
         Complete by manifest and sizes; no content is read. :meth:`leftovers` and :meth:`of_torch` are in neither list.
@@ -66,11 +66,11 @@ class CheckpointStore:
         damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
         return conditions.complete(found), damaged
 
-    def of_torch(self, every: bool = False) -> list[Condition]:
+    def of_torch(self, every: bool = False) -> list[VerificationResult]:
         """Return the step directories that torch wrote, by sizes; with ``every`` those of any name."""
         return conditions.of_torch(self.backend, every)
 
-    def look(self, path: str, content: bool = False) -> Condition:
+    def look(self, path: str, content: bool = False) -> VerificationResult:
         """Return the condition of one checkpoint, also of torch. Of one that is deleted meanwhile, no manifest is left.
 
         Args:
@@ -176,13 +176,13 @@ class CheckpointStore:
         name = f"{step_name(step)}.{token}"
         return f"{self.root}/{name}" if self.backend.in_place else f"{self.root}/.{name}.tmp"
 
-    def put(self, written: str, name: str, data: bytes) -> FileMark:
+    def put(self, written: str, name: str, data: bytes) -> FileDigest:
         """Write one file into the directory ``written``, have it safely stored, and return its mark."""
         self.backend.write(f"{written}/{name}", data)
         self._put = {written: [*self._put.get(written, ()), name]}
-        return FileMark(len(data), crc32(data))
+        return FileDigest(len(data), crc32(data))
 
-    def mark(self, written: str, name: str) -> FileMark:
+    def mark(self, written: str, name: str) -> FileDigest:
         """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
         return self.backend.mark(f"{written}/{name}", flush=True)
 
@@ -214,7 +214,7 @@ class CheckpointStore:
         manifest = dataclasses.replace(manifest, serial=1 + last, time=now())
         manifest.expect_readable(written)
         there = conditions.sizes(self.backend, written, manifest.files)
-        lost = Condition(written, manifest, differences(manifest, there))
+        lost = VerificationResult(written, manifest, differences(manifest, there))
         if lost.damages:
             raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
         self.retention.check()
@@ -253,8 +253,8 @@ class CheckpointStore:
         if not wrong:
             there = self.contents(made.path, dict.fromkeys(marks, WHOLE))
             wrong = differences(dataclasses.replace(made.manifest, files=marks), there)
-        text = str(Condition(made.path, None, wrong))
-        if not all(isinstance(what, Unclear) for what in wrong.values()):
+        text = str(VerificationResult(made.path, None, wrong))
+        if not all(isinstance(what, InaccessibleFile) for what in wrong.values()):
             self.retention.distrusted.add(made.path)
             raise CheckpointError(
                 f"{made.path} is not what was written: {text}. The disk or the store has lost it, so no older "
@@ -271,6 +271,6 @@ class CheckpointStore:
             _log.warning("stagereg: not every step in %s has its plain name: %s", self.root, error)
 
 
-def _last_serial(found: Sequence[Checkpoint | Condition]) -> int:
+def _last_serial(found: Sequence[Checkpoint | VerificationResult]) -> int:
     """Return the serial of the checkpoint committed last, damaged or not."""
     return max((each.manifest.serial for each in found if each.manifest is not None), default=0)

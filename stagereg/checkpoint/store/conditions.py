@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-import stagereg.checkpoint.store.torch_directories as torch_directories
-from stagereg.checkpoint.format.damage import Condition, Unclear, damage_of, differences
+import stagereg.extensions.interop.torch_directories as torch_directories
+from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult, damage_of, differences
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Manifest, step_of
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.errors import MALFORMED
@@ -18,12 +18,12 @@ _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 _MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some hundred bytes
 
 
-def look(backend: Backend, path: str) -> Condition:
+def look(backend: Backend, path: str) -> VerificationResult:
     """Return the condition of the checkpoint that ``path`` means, by its manifest and the sizes; also of torch."""
     try:
         return _settled(lambda: [_look(backend, backend.resolve(path))])[0]
     except OSError as error:
-        return Condition(path, None, {MANIFEST: Unclear(f"cannot be looked at ({error})")})
+        return VerificationResult(path, None, {MANIFEST: InaccessibleFile(f"cannot be looked at ({error})")})
 
 
 def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, int | str]:
@@ -32,12 +32,12 @@ def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, i
     return {name: "no regular file" if size is None else size for name, size in there}
 
 
-def conditions(backend: Backend) -> list[Condition]:
+def conditions(backend: Backend) -> list[VerificationResult]:
     """Return the conditions of all step directories but those of :func:`leftovers` and :func:`of_torch`."""
     return [each for each in _steps(backend) if not _is_begun(backend, each) and not each.writer]
 
 
-def of_torch(backend: Backend, every: bool = False) -> list[Condition]:
+def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
     """Return the step directories that torch wrote, with ``every`` those of any name (:mod:`.torch_directories`)."""
     there = backend.list(backend.root).items()
     names = [name for name, size in there if size is None and not name.startswith(".")]
@@ -52,15 +52,15 @@ def leftovers(backend: Backend) -> list[str]:
     return sorted(f"{backend.root}/{name}" for name in backend.list(backend.root) if _LEFTOVER.fullmatch(name))
 
 
-def complete(found: list[Condition]) -> list[Checkpoint]:
+def complete(found: list[VerificationResult]) -> list[Checkpoint]:
     """Return the complete ones, the one committed last first; of one under two names its plain one."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
     those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
     return [*{each.key: each for each in those}.values()][::-1]
 
 
-def _steps(backend: Backend) -> list[Condition]:
-    def look_at_all() -> list[Condition]:
+def _steps(backend: Backend) -> list[VerificationResult]:
+    def look_at_all() -> list[VerificationResult]:
         there = backend.list(backend.root).items()
         names = {name for name, size in there if size is None and step_of(name) is not None}
         newest = backend.resolve(f"{backend.root}/{LATEST}").rpartition("/")[2] if backend.in_place else ""
@@ -71,12 +71,12 @@ def _steps(backend: Backend) -> list[Condition]:
     return _settled(look_at_all)
 
 
-def _is_begun(backend: Backend, each: Condition) -> bool:
+def _is_begun(backend: Backend, each: VerificationResult) -> bool:
     """Whether a directory has no manifest yet; a name without a token is not ours, and its owner may want it."""
     return backend.in_place and each.damages == {MANIFEST: "missing"} and "." in each.name
 
 
-def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
+def _settled(look: Callable[[], list[VerificationResult]]) -> list[VerificationResult]:
     """Look until what is damaged stays so: a run may have deleted it meanwhile, or moved ``latest``."""
     found = look()
     while any(each.damages for each in found) and (again := look()) != found:
@@ -84,19 +84,19 @@ def _settled(look: Callable[[], list[Condition]]) -> list[Condition]:
     return found
 
 
-def _look(backend: Backend, path: str, reads_torch: bool = True) -> Condition:
+def _look(backend: Backend, path: str, reads_torch: bool = True) -> VerificationResult:
     try:
         there = sizes(backend, path, [MANIFEST])
     except OSError as error:
-        there = {MANIFEST: Unclear(f"cannot be looked at ({error})")}
+        there = {MANIFEST: InaccessibleFile(f"cannot be looked at ({error})")}
     if torch_directories.is_of_torch(path, there):
-        unread = Condition(path, None, {}, torch_directories.TORCH)
+        unread = VerificationResult(path, None, {}, torch_directories.TORCH)
         return torch_directories.look(backend, path, there) if reads_torch else unread
     found = _manifest(backend, path, there.get(MANIFEST, "missing"))
     if isinstance(found, str):
-        return Condition(path, None, {MANIFEST: found})
+        return VerificationResult(path, None, {MANIFEST: found})
     wrong = differences(found, there)
-    return Condition(path, found, wrong and differences(found, sizes(backend, path, found.files)))
+    return VerificationResult(path, found, wrong and differences(found, sizes(backend, path, found.files)))
 
 
 def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:

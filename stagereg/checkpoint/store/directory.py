@@ -12,7 +12,8 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 
-from stagereg.checkpoint.format.damage import WHOLE, Condition, damage_of
+from stagereg.base.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
+from stagereg.checkpoint.format.damage import WHOLE, VerificationResult, damage_of
 from stagereg.checkpoint.format.manifest import (
     FOLLOWED,
     KEPT,
@@ -22,7 +23,7 @@ from stagereg.checkpoint.format.manifest import (
     RUN,
     SWEEP_JOB,
     Checkpoint,
-    FileMark,
+    FileDigest,
     Manifest,
     new_token,
     plain_name,
@@ -31,7 +32,6 @@ from stagereg.checkpoint.format.manifest import (
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
-from stagereg.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
 
 _MOST_BYTES = 1 << 30  # bound for files in the directory of a checkpoint
 _NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
@@ -60,7 +60,7 @@ class Directory:
     def read(self, path: str) -> bytes:
         return read_small(path, MOST_BYTES if os.path.dirname(path) == self.root else _MOST_BYTES)
 
-    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileMark:
+    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         if flush:
             sync(path)
         return mark_file(path, part)
@@ -134,13 +134,13 @@ class Directory:
         failpoint("named")
         return plain
 
-    def hide(self, each: Condition) -> str:
+    def hide(self, each: VerificationResult) -> str:
         hidden = self._hidden(each.name)
         os.rename(each.path, hidden)
         failpoint("hidden")
         return hidden
 
-    def bring_back(self, each: Condition, hidden: str) -> None:
+    def bring_back(self, each: VerificationResult, hidden: str) -> None:
         os.rename(hidden, each.path)
 
     def discard(self, path: str) -> None:

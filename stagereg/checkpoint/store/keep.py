@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from stagereg.base.crash_report import summarize_exception
+from stagereg.base.option_text import option
+from stagereg.base.sizes import ByteSize
+from stagereg.base.spec import check
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
-from stagereg.option_text import option
 from stagereg.registry import register
-from stagereg.sizes import ByteSize
-from stagereg.spec import check
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from stagereg.base.small_files import open_regular, temporary, temporary_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.errors import ConfigError
-from stagereg.small_files import open_regular, temporary, temporary_of
 
 FILE_URL = "file://"
 _THREADS = min(4, os.cpu_count() or 1)
@@ -31,7 +31,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(expanded).absolute()
 
 
-def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileMark:
+def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
     """Read a regular file, or a part of it, once, on a few threads, and return size and checksum."""
     with open(path, "rb", buffering=0, opener=open_regular) as file:
         end = min(part.stop, os.fstat(file.fileno()).st_size)
@@ -47,12 +47,12 @@ def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileMark:
             return joined(marks)
 
 
-def _mark_piece(descriptor: int, piece: range) -> FileMark:
+def _mark_piece(descriptor: int, piece: range) -> FileDigest:
     block = memoryview(bytearray(min(_BLOCK_BYTES, len(piece))))
     at, crc = piece.start, 0
     while at < piece.stop and (count := os.preadv(descriptor, [block[: piece.stop - at]], at)):
         at, crc = at + count, crc32(block[:count], crc)
-    return FileMark(at - piece.start, crc)
+    return FileDigest(at - piece.start, crc)
 
 
 def exchange(beside: Path, path: Path) -> Path:

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 
-from stagereg.checkpoint.format.damage import Condition
+from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, plain_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
-from stagereg.checkpoint.store.other_formats import expect_no_other_format
-from stagereg.errors import CheckpointError, DamagedError, listed
+from stagereg.errors import CheckpointError, CorruptCheckpointError, listed
+from stagereg.extensions.interop.other_formats import expect_no_other_format
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Located:
     """A store with its checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
 
     store: CheckpointStore
-    conditions: Sequence[Condition]
+    conditions: Sequence[VerificationResult]
     one: bool
 
 
@@ -59,17 +59,19 @@ def nothing_in(target: str) -> str:
     return f"There is no checkpoint in {target}. Name the directory that has them."
 
 
-def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
+def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationResult]:
     """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
     own = [each for each in conditions if not each.writer]
     own.sort(key=lambda each: -each.manifest.serial if each.manifest else -inf)
     return with_those_of_torch(own, [each for each in conditions if each.writer])
 
 
-def with_those_of_torch(own: Sequence[Condition], of_torch: Sequence[Condition]) -> list[Condition]:
+def with_those_of_torch(
+    own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]
+) -> list[VerificationResult]:
     """Insert directories that torch wrote into a list, the newest first: by the time of writing, then by step."""
 
-    def age(each: Condition) -> tuple[float, float]:
+    def age(each: VerificationResult) -> tuple[float, float]:
         return (inf, inf) if each.manifest is None else (each.manifest.time, each.manifest.step)
 
     found = [*own]
@@ -79,23 +81,23 @@ def with_those_of_torch(own: Sequence[Condition], of_torch: Sequence[Condition])
     return found
 
 
-def conditions(store: CheckpointStore) -> list[Condition]:
+def conditions(store: CheckpointStore) -> list[VerificationResult]:
     """Return what each checkpoint of a store is like by manifest and sizes, the highest step first."""
     complete, damaged = store.checkpoints()
     return sorted(
-        [*(Condition(one.path, one.manifest) for one in complete), *damaged],
+        [*(VerificationResult(one.path, one.manifest) for one in complete), *damaged],
         key=lambda each: -1 if each.step is None else each.step,
         reverse=True,
     )
 
 
-def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Condition, list[Condition]]:
+def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
     """Return the newest good checkpoint, and the newer ones, which are not good; ``verify`` reads all content.
 
     ``reading`` is entered with the lease that keeps the checkpoint. Raises: ``CheckpointError``, ``ConfigError``.
     """
     found = located(target)
-    passed: list[Condition] = []
+    passed: list[VerificationResult] = []
     for each in newest_first(found.conditions):
         condition = each
         if not each.damages:
@@ -108,7 +110,7 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[Condition, li
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
         return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
     every = "\n".join(f"{each.path}: {each}" for each in passed)
-    raise DamagedError(f"There is no good checkpoint in {target}:\n{every}")
+    raise CorruptCheckpointError(f"There is no good checkpoint in {target}:\n{every}")
 
 
 def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:

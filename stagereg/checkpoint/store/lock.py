@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stagereg.base.option_text import option
+from stagereg.base.small_files import open_or_make
 from stagereg.errors import CheckpointError
-from stagereg.option_text import option
-from stagereg.small_files import open_or_make
 
 LOCK = ".lock"
-PATIENCE_S = 3.0  # seconds to wait for an owner that is just ending
+LOCK_TIMEOUT_S = 3.0  # seconds to wait for an owner that is just ending
 
 _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16
@@ -95,7 +95,7 @@ class StoreLock:
     _look_s = 0.05
     _process = 0  # who holds it; a forked child has the object too, and holds nothing
 
-    def __init__(self, root: str | os.PathLike[str], patience: float = PATIENCE_S) -> None:
+    def __init__(self, root: str | os.PathLike[str], patience: float = LOCK_TIMEOUT_S) -> None:
         self.root, self._key, mine = os.fspath(root), _key(root), Owner.ourselves()
         self._path, self._descriptor = f"{self.root}/{LOCK}", -1
         if _held.setdefault(self._key, mine) is not mine:

@@ -18,7 +18,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
     """Return the store of a path or URL; touches neither disk nor network. Raises: ``ConfigError``."""
     if isinstance(dir, str) and is_url(dir):
-        from stagereg.checkpoint.store.bucket import Bucket
+        from stagereg.extensions.buckets.bucket import Bucket
 
         return CheckpointStore(Bucket(dir))
     return CheckpointStore(Directory(local_path(dir)))

@@ -13,10 +13,10 @@ import logging
 import time
 from collections.abc import Generator
 
+from stagereg.base.small_files import UnfitFileError, temporary_of, warn_skipped
 from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.store.backend import Backend
-from stagereg.checkpoint.store.lease import LEASE_S, Lease, LeaseRecord
-from stagereg.small_files import UnfitFileError, temporary_of, warn_skipped
+from stagereg.extensions.buckets.lease import LEASE_S, Lease, LeaseRecord
 
 _PREFIX = ".reading."
 

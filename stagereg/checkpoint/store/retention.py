@@ -12,7 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Collection
 
-from stagereg.checkpoint.format.damage import Condition
+from stagereg.base.option_text import option
+from stagereg.base.small_files import UnfitFileError, warn_skipped
+from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import KEPT, LATEST, MANIFEST, METADATA, Checkpoint, plain_name
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.conditions import complete, conditions
@@ -21,8 +23,6 @@ from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.errors import nearest
-from stagereg.option_text import option
-from stagereg.small_files import UnfitFileError, warn_skipped
 
 _FILES = {MANIFEST, METADATA, "index.json"}  # one of these is in each checkpoint
 
@@ -48,7 +48,7 @@ class Retention:
         self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
         self._explains = True  # whether there is a file that says so, or may be
         self._again: set[int] = set()  # steps that this run has saved where they were already
-        self._hidden: list[tuple[Condition, str]] = []  # and where; not known yet whether they are read
+        self._hidden: list[tuple[VerificationResult, str]] = []  # and where; not known yet whether they are read
         self._out_of_sight: list[str] = []
         self._warned: set[str] = set()
 
@@ -64,14 +64,16 @@ class Retention:
             pass
         return {}
 
-    def retire(self, before: list[Condition], made: Checkpoint, keep: Keep | GuardedRule) -> list[Condition]:
+    def retire(
+        self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
+    ) -> list[VerificationResult]:
         """Take out of sight what is not to be kept now that ``made`` is there beside ``before``; return what stays."""
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
-        return [*self._remove(before, old), Condition(made.path, made.manifest)]
+        return [*self._remove(before, old), VerificationResult(made.path, made.manifest)]
 
-    def use_plain_names(self, there: list[Condition]) -> dict[str, str]:
+    def use_plain_names(self, there: list[VerificationResult]) -> dict[str, str]:
         """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
 
         At each moment ``latest``, and each reader, finds a whole checkpoint. Writes why each is kept.
@@ -89,7 +91,7 @@ class Retention:
                 if self.pointed() == each.name:
                     self._backend.point(plain_name(each.name))
                     failpoint("repointed")
-                named.append(Condition(each.path, each.manifest))
+                named.append(VerificationResult(each.path, each.manifest))
                 plain[each.path] = path
         self._remove(named, plain)
         self._why = {plain.get(path, path): text for path, text in self._why.items()}
@@ -113,12 +115,12 @@ class Retention:
         """Return the name of the directory that ``latest`` points to, itself where it points to none."""
         return self._backend.resolve(f"{self._backend.root}/{LATEST}").rpartition("/")[2]
 
-    def trusted(self, found: list[Condition]) -> list[Checkpoint]:
+    def trusted(self, found: list[VerificationResult]) -> list[Checkpoint]:
         """Return the complete ones but those that are distrusted, the one committed last first."""
         return [each for each in complete(found) if each.path not in self.distrusted]
 
     def _choose(
-        self, before: list[Condition], made: Checkpoint, keep: Keep | GuardedRule
+        self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> tuple[dict[str, str], Collection[str]]:
         """Return why checkpoints are kept, and the paths of the others, also of steps that were saved again."""
         step = made.manifest.step
@@ -133,7 +135,7 @@ class Retention:
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 
-    def _remove(self, before: list[Condition], old: Collection[str]) -> list[Condition]:
+    def _remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
         """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``."""
         if not old:
             return before
@@ -153,7 +155,7 @@ class Retention:
                 _log.warning(text, each.path, each.step)
         return [each for each in before if each.path not in gone]
 
-    def _is_ours(self, each: Condition) -> bool:
+    def _is_ours(self, each: VerificationResult) -> bool:
         """Whether a directory has, or had, a checkpoint; a user may have given another one such a name."""
         there = {MANIFEST} if each.manifest is not None else self._backend.list(each.path).keys()
         if there and not _FILES & there:
@@ -212,11 +214,11 @@ class Retention:
             _log.warning("stagereg: %s", text)
 
 
-def _replaced(found: list[Condition], by: list[Checkpoint]) -> set[str]:
+def _replaced(found: list[VerificationResult], by: list[Checkpoint]) -> set[str]:
     """Return the paths of those of which ``by``, the newest first, has a later one of the same step."""
     last: dict[int | None, Checkpoint] = {each.manifest.step: each for each in reversed(by)}
 
-    def is_older(each: Condition, than: Checkpoint) -> bool:
+    def is_older(each: VerificationResult, than: Checkpoint) -> bool:
         if each.manifest is None:  # a name has a token where the plain one was taken
             return each.name == plain_name(than.name)
         return each.path != than.path and each.manifest.order <= than.manifest.order

@@ -18,11 +18,11 @@ from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from stagereg.base.option_text import option
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.session import JoinSession
-from stagereg.option_text import option
 from stagereg.registry import register
 from stagereg.stagers.guard import announce_write
 

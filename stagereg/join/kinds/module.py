@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from stagereg.base.option_text import option
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.tracked import TrackedJoinable
-from stagereg.option_text import option
 from stagereg.registry import register
 
 

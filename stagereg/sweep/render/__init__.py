@@ -11,7 +11,7 @@ from pathlib import Path
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
-from stagereg.output import warn
+from stagereg.base.output import warn
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.result import write_whole
 

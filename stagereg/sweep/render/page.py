@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import stagereg.sweep.render.tables as tables_of
+from stagereg.base.number_text import shown
+from stagereg.base.small_files import read_small
 from stagereg.errors import printable
-from stagereg.number_text import shown
-from stagereg.small_files import read_small
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.files import YAML_BYTES

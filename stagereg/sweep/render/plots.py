@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stagereg.base.number_text import parameter_text
 from stagereg.errors import printable
-from stagereg.number_text import parameter_text
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric
 from stagereg.sweep.render.tables import AGAIN, ALL_TIE, MOST_ROWS, RANGES, first_line, shortened, shown_cells

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import stagereg.output as output
+import stagereg.base.output as output
+from stagereg.base.number_text import column_texts, counted, parameter_text, shown
 from stagereg.errors import printable
-from stagereg.number_text import column_texts, counted, parameter_text, shown
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
 from stagereg.sweep.comparison import Comparison, ComparisonRow

@@ -17,7 +17,7 @@ import stagereg.checkpoint.store.local_files as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share_of_rank
-from stagereg.checkpoint.format.manifest import FileMark, Manifest
+from stagereg.checkpoint.format.manifest import FileDigest, Manifest
 from stagereg.checkpoint.options import Leave, Replicas, Restore
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.checkpoint.store.open_store import open_store
@@ -34,7 +34,7 @@ def test_the_checksum_of_parts_is_that_of_the_whole(first: bytes, second: bytes)
 
 @given(FILES, st.integers(1, 7))
 def test_shares_have_every_byte_once_and_are_balanced(files: dict[str, bytes], size: int) -> None:
-    marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
+    marks = {name: FileDigest(len(content), zlib.crc32(content)) for name, content in files.items()}
     shares = [share_of_rank(marks, rank, size) for rank in range(size)]
     parts = [[(name, files[name][part.start : part.stop]) for name, part in each.items()] for each in shares]
     for name, content in files.items():
@@ -42,7 +42,7 @@ def test_shares_have_every_byte_once_and_are_balanced(files: dict[str, bytes], s
         assert sum(name in each for each in shares) >= 1, "an empty file is looked at too"
     nbytes = [sum(len(part) + 1 for _, part in each) for each in parts]
     assert max(nbytes) - min(nbytes) <= len(files) + 1
-    found = [{name: FileMark(len(part), zlib.crc32(part)) for name, part in each} for each in parts]
+    found = [{name: FileDigest(len(part), zlib.crc32(part)) for name, part in each} for each in parts]
     assert marks_of_shares(found) == marks
 
 
@@ -54,7 +54,7 @@ def test_any_damage_is_found_in_shares(tmp_path: Path, monkeypatch: pytest.Monke
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     manifest = Manifest(1, size, 1, {name: mark_file(tmp_path / name) for name in files})
-    assert manifest.files == {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
+    assert manifest.files == {name: FileDigest(len(content), zlib.crc32(content)) for name, content in files.items()}
 
     def damages() -> dict[str, str]:
         store = open_store(tmp_path)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagereg.checkpoint.format.manifest import FileMark, Manifest, step_name, step_of
+from stagereg.checkpoint.format.manifest import FileDigest, Manifest, step_name, step_of
 
 PLAIN = st.text(
     st.characters(categories=["L", "N", "P", "S"], exclude_characters="/\\"), min_size=1, max_size=20
 ).filter(lambda name: name not in (".", "..", "manifest.json"))
-MARKS = st.builds(FileMark, st.integers(0, 2**50), st.integers(0, 2**32 - 1))
+MARKS = st.builds(FileDigest, st.integers(0, 2**50), st.integers(0, 2**32 - 1))
 MANIFESTS = st.builds(
     Manifest,
     st.integers(0, 10**12),
@@ -28,7 +28,7 @@ MANIFESTS = st.builds(
     st.integers(0, 2**36),
     st.dictionaries(PLAIN, st.floats(), max_size=4),
 )
-ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark(12, 13)}, "direct", 14)
+ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileDigest(10, 11), ".metadata": FileDigest(12, 13)}, "direct", 14)
 
 
 @given(MANIFESTS)
@@ -71,7 +71,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_name_that_is_no_plain_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no plain name"):
-        Manifest.loads(Manifest(1, 1, 1, {name: FileMark(0, 0)}).dumps())
+        Manifest.loads(Manifest(1, 1, 1, {name: FileDigest(0, 0)}).dumps())
 
 
 WRONG: list[tuple[str, Any]] = [

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import stagereg.checkpoint.format.torch_metadata as reader
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
+from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.stagers.blocking import BlockingAsyncStager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

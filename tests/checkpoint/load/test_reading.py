@@ -21,7 +21,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, decode, encode
 from stagereg.checkpoint.format.index import INDEX
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError
@@ -60,7 +60,7 @@ def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.
     files = {"x": bytes(content), INDEX: json.dumps(index).encode()}
     for name, text in files.items():
         (root / name).write_bytes(text)
-    marks = {name: FileMark(len(text), crc32(text)) for name, text in files.items()}
+    marks = {name: FileDigest(len(text), crc32(text)) for name, text in files.items()}
     with CheckpointFiles.of(Checkpoint(str(root), Manifest(1, 1, 1, marks)), build("storage", "dcp")) as files_read:
         leaf = files_read.structure("x")
         files_read.read([leaf])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.option_text as option_text
+import stagereg.base.option_text as option_text
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.data import ResumableSampler

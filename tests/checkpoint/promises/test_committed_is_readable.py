@@ -18,15 +18,15 @@ import stagereg
 import stagereg.checkpoint.format.manifest as manifest
 import stagereg.checkpoint.save.committing as committing
 import stagereg.checkpoint.store.conditions as conditions
-from stagereg.checkpoint.format.damage import Condition, Unclear
+from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.encoding import Encoded, encode
 from stagereg.checkpoint.format.index import Index, Readable, expect_readable
-from stagereg.checkpoint.format.manifest import FileMark, Manifest
+from stagereg.checkpoint.format.manifest import FileDigest, Manifest
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.bucket import Bucket
 from tests.support.states import build
 
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_cannot_be_read_back_at_this_moment_stays_and_so_do_ol
 
         def failing(backend: Any, path: str) -> Any:
             return (
-                Condition(path, None, {"manifest.json": Unclear("timed out")})
+                VerificationResult(path, None, {"manifest.json": InaccessibleFile("timed out")})
                 if "2" in path[-9:]
                 else look(backend, path)
             )
@@ -247,8 +247,8 @@ def test_a_checkpoint_that_cannot_be_read_back_at_this_moment_stays_and_so_do_ol
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"files": {"x" * 256: FileMark(1, 1)}},
-        {"files": {"a\nb": FileMark(1, 1)}},
+        {"files": {"x" * 256: FileDigest(1, 1)}},
+        {"files": {"a\nb": FileDigest(1, 1)}},
         {"step": 1 << 63},
         {"time": -1},
         {"metrics": {"m" * 300: 1.0}},

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.store.directory as local
-from stagereg import record
+from stagereg.base import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.load.reading import CheckpointFiles
@@ -25,8 +25,8 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
+from ...extensions.recovery.test_crashes import save
 from ...support.faulty_storage import flip
-from ..load.test_crashes import save
 
 DATA = "__0_0.distcp"
 

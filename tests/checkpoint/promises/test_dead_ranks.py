@@ -20,10 +20,10 @@ import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.testing.ranks as harness
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.load.restoring import _Loading
-from stagereg.checkpoint.load.shared_read import SharedRead
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.shared_read import SharedRead
 from stagereg.testing import RankFailure, run_ranks
 
 SECONDS = 30.0

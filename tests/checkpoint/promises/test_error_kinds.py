@@ -50,8 +50,8 @@ def test_damage_disagreement_and_use_after_the_end_have_classes_of_their_own(tmp
     one, other = run_ranks(kinds, 2, args=(str(tmp_path),))
     assert one == other
     assert one == {
-        "rank 1 alone does not save": "DisagreementError",
+        "rank 1 alone does not save": "RankMismatchError",
         "closed": "ClosedError",
-        "damaged": "DamagedError",
-        "damaged, opened": "DamagedError",
+        "damaged": "CorruptCheckpointError",
+        "damaged, opened": "CorruptCheckpointError",
     }

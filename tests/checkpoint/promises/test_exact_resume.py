@@ -16,20 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stagereg import record
+from stagereg.base import record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.load.seeding import Seeding, lowest_twins, seeds_of
 from stagereg.checkpoint.options import Leave, Restore
 from stagereg.checkpoint.state import rng
 from stagereg.checkpoint.state.entries import per_rank, rng_name
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.errors import CheckpointError, DamagedError
+from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.testing import run_ranks
 
+from ...extensions.recovery.test_crashes import save, state_of
 from ...support.faulty_storage import flip
 from ...support.programs import SAVING, Program
-from ..load.test_crashes import save, state_of
 
 SCRIPT = """
 import json, os, random, signal
@@ -222,7 +222,7 @@ def test_of_damaged_and_inexact_checkpoints_each_is_called_what_it_is(
 def test_an_inexact_checkpoint_that_the_user_names_is_refused(root: Path, resume: str) -> None:
     with pytest.raises(CheckpointError, match=r"not exact: .*/step-00000030 was saved without a failed rank") as told:
         restore(root, resume=resume)
-    assert not isinstance(told.value, DamagedError)
+    assert not isinstance(told.value, CorruptCheckpointError)
     for advice in ('resume="auto"', "restore=Restore(exact=False)"):
         assert advice in str(told.value)
     assert restore(root, Restore(exact=False), resume=resume) == 30
@@ -232,11 +232,11 @@ def test_inexact_checkpoints_alone_are_an_error_and_nothing_starts_from_scratch(
     make_inexact(root, 10, 20)
     with pytest.raises(CheckpointError, match="none of them is exact") as told:
         restore(root)
-    assert not isinstance(told.value, DamagedError)
+    assert not isinstance(told.value, CorruptCheckpointError)
     assert "To resume from the newest that is not exact, give restore=Restore(exact=False)." in str(told.value)
     assert 'resume="never"' in str(told.value)
     (root / "step-00000010/__0_0.distcp").unlink()
-    with pytest.raises(DamagedError, match="none of them is good") as told:
+    with pytest.raises(CorruptCheckpointError, match="none of them is good") as told:
         restore(root)
     assert "restore=Restore(exact=False)" in str(told.value)
 
@@ -297,7 +297,7 @@ def states_of(number: int) -> dict[str, torch.Tensor]:
 
 def seed(alike: list[int], rank: int, saved: dict[int, int], step: int = 3, size: int = 3) -> dict[str, bytes]:
     """Return the generators of a failed rank after a restore; ``saved`` has the seed of each saved state, by rank."""
-    manifest = Manifest(step, size, 1, {"a": FileMark(0, 0)}, lost={str(rank): ["random numbers"]})
+    manifest = Manifest(step, size, 1, {"a": FileDigest(0, 0)}, lost={str(rank): ["random numbers"]})
     seeding = Seeding(manifest, dict.fromkeys(rng.seeds(), alike), rank, size)
     sources = seeding.sources({rng_name(each) for each in saved})
     seeding.apply({}, {}, {each: states_of(saved[each]) for each in sources})

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.opening import open_checkpoint
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
+from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
 
@@ -225,7 +225,7 @@ def test_an_interrupt_while_staging_commits_nothing(tmp_path: Path) -> None:
 
 UNREAD_FAILURE = """
 import sys
-import stagereg.shutdown as ending
+import stagereg.base.shutdown as ending
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 

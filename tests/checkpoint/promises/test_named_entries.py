@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
-import stagereg.checkpoint.state.first_save as first_save
+import stagereg.extensions.diagnostics.first_save as first_save
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg import record
+from stagereg.base import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave
 from stagereg.errors import CheckpointError, StagingError

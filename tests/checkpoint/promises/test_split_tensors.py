@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.checkpoint.format.split_tensors import carry, is_split
-from stagereg.checkpoint.save.whole_step import _Notes
 from stagereg.errors import CheckpointError
+from stagereg.extensions.recovery.step_snapshot import _Notes
 from stagereg.testing import run_ranks
 from tests.checkpoint.state.test_optimizer_carries import error_of
 from tests.checkpoint.state.test_optimizer_carries import restore as restore_state

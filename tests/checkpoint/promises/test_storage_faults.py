@@ -25,11 +25,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stagereg.shutdown as ending
+import stagereg.base.shutdown as ending
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.errors import CheckpointError, NotSavedInTimeError
+from stagereg.errors import CheckpointError, SaveTimeoutError
 from stagereg.testing import run_ranks
 
 from ...benchmarks.faults import FAULTS
@@ -94,7 +94,7 @@ def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> N
     stage = checkpointer._stager.stage
     checkpointer._stager.stage = lambda state: staged.append(1) or stage(state)  # type: ignore[method-assign,func-returns-value]
     checkpointer.save(1, {"x": 1})
-    with pytest.raises(NotSavedInTimeError, match=r"taken longer than 0\.1 s \(it is at: writing its files\)"):
+    with pytest.raises(SaveTimeoutError, match=r"taken longer than 0\.1 s \(it is at: writing its files\)"):
         checkpointer.wait()
     for step in range(2, 50):
         with pytest.raises(CheckpointError, match=f"Step {step} was not saved: an earlier save hangs"):

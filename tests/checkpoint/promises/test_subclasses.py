@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import stagereg
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
-from stagereg.checkpoint.load.export import TensorOptions, export
 from stagereg.errors import CheckpointError, StageregError
+from stagereg.extensions.interop.export import TensorOptions, export
 from stagereg.testing import run_ranks
 from tests.checkpoint.state.test_optimizer_carries import error_of, restore, save
 from tests.support.states import KINDS as STAGERS

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stagereg.checkpoint.format.encoding import Encoded, encode
-from stagereg.checkpoint.ranks.comparing import compare, content_digests, contents, digest, expect_alike
-from stagereg.checkpoint.ranks.merging import Merging, RankEntries, groups_in
-from stagereg.errors import CheckpointError, DisagreementError
+from stagereg.checkpoint.ranks.merging import EntryMerger, RankEntries, groups_in
+from stagereg.errors import CheckpointError, RankMismatchError
+from stagereg.extensions.replicas.comparing import compare, content_digests, contents, digest, expect_alike
 
 OPTIONS = {"betas": (0.9, 0.95), "fused": True, "params": [f"stages.0.{i}.weight" for i in range(50)]}
 
@@ -30,7 +30,7 @@ def exchanged(before: Any, after: Any, change: Any = lambda sent: sent) -> tuple
     """Return what one rank has sent of a state, and the text that rank 0 makes of it."""
     own = RankEntries({"optimizer": after}, None)
     there = {(name, digest(each)): each for name, each in structures(before).items()}
-    merging = Merging([own.digests()], [0], (), there)
+    merging = EntryMerger([own.digests()], [0], (), there)
     [asked] = merging.ask_ranks()
     sent = change(own.structures_for(asked))
     return sent.get("optimizer"), merging.put_together([sent])["optimizer"].text
@@ -74,7 +74,7 @@ def test_what_does_not_make_up_the_structure_is_refused() -> None:
 
 def test_of_ranks_that_have_the_same_the_first_is_asked() -> None:
     every = [RankEntries({"optimizer": optimizer(lr)}, None).digests() for lr in (0.5, 0.25, 0.5)]
-    merging = Merging(every, [2, 0, 1], (), {})
+    merging = EntryMerger(every, [2, 0, 1], (), {})
     assert [sorted(each) for each in merging.ask_ranks()] == [[], ["optimizer"], ["optimizer"]]
 
 
@@ -96,5 +96,5 @@ def test_what_differs_in_dtype_shape_or_bytes_is_refused(other: torch.Tensor, ki
     tables = {
         rank: [each[kind] for kind in one.differing] for rank, (each, one) in enumerate(zip(ranks, told, strict=True))
     }
-    with pytest.raises(DisagreementError, match=rf"'model.weight' is not the same on ranks 0, 1 \({kind}\)"):
+    with pytest.raises(RankMismatchError, match=rf"'model.weight' is not the same on ranks 0, 1 \({kind}\)"):
         expect_alike(tables)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.checkpoint.ranks.preemption_consensus as preemption_consensus
+import stagereg.extensions.preemption.consensus as preemption_consensus
 from stagereg import Checkpointer
 from stagereg.errors import Preempted, StageregError
 from stagereg.testing import run_ranks

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.save.save_thread as module
-import stagereg.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget

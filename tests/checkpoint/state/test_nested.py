@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.state.nested import Spreader
-from stagereg.errors import CheckpointError, DamagedError
+from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.testing.ranks import run_ranks
 
 Pair = namedtuple("Pair", "left right")
@@ -53,7 +53,7 @@ def restore(path: Path, state: Any, **more: Any) -> Any:
 def refused(act: Callable[[], object]) -> str:
     with pytest.raises(CheckpointError) as error:
         act()
-    assert not isinstance(error.value, DamagedError)
+    assert not isinstance(error.value, CorruptCheckpointError)
     return str(error.value)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint.format import checksum
-from stagereg.checkpoint.format.manifest import FileMark
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile, make_buffers
 from stagereg.checkpoint.store.local_files import mark_file
 
@@ -64,7 +64,7 @@ def test_the_file_has_the_bytes_in_order_and_a_right_mark(
             expected += data
         mark = file.finish()
     assert path.read_bytes() == expected
-    assert mark == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
+    assert mark == mark_file(path) == FileDigest(len(expected), zlib.crc32(expected))
 
 
 def write_some(path: Path) -> DiskFile:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from stagereg.checkpoint.format.manifest import Checkpoint, Manifest, new_token
 from stagereg.checkpoint.store.backend import Backend
-from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.located import path_of
 from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.bucket import Bucket
 from tests.support.memory_backend import MemoryBackend
 
 KINDS = ("directory", "bucket", "memory")

@@ -22,14 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
 from stagereg import cli
+from stagereg.base.sizes import ByteSize
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.format.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError
-from stagereg.sizes import ByteSize
 from stagereg.testing.ranks import run_ranks
 
 VALUES = st.one_of(st.none(), st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
@@ -55,7 +55,7 @@ def directories(draw: st.DrawFn) -> tuple[list[Checkpoint], dict[str, float]]:
 
 
 def checkpoint(step: int, serial: int, nbytes: int = 10) -> Checkpoint:
-    return Checkpoint(f"/runs/step-{step}.{serial}", Manifest(step, 1, serial, {"a": FileMark(nbytes, 0)}))
+    return Checkpoint(f"/runs/step-{step}.{serial}", Manifest(step, 1, serial, {"a": FileDigest(nbytes, 0)}))
 
 
 def logged(values: Mapping[str, float]) -> dict[str, dict[str, float]]:

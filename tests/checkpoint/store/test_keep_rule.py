@@ -16,7 +16,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError
-from stagereg.on_commit.copy_to import CopyTo
+from stagereg.extensions.callbacks.copy_to import CopyTo
 from stagereg.testing.ranks import run_ranks
 
 from .test_keep import composed, steps, train

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import stagereg.machine as machine
+import stagereg.base.machine as machine
 
 TABLE = """\
 /dev/sda / ext4 rw 0 0

@@ -10,10 +10,10 @@ import pytest
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.store.bucket import Bucket
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.extensions.buckets.bucket import Bucket
 from stagereg.registry import build
 
 

@@ -18,9 +18,9 @@ from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.options import Leave
-from stagereg.checkpoint.save.on_commit import CommittedCheckpoint
-from stagereg.checkpoint.save.on_commit_calls import _Caller
 from stagereg.checkpoint.store.open_store import open_store
+from stagereg.extensions.callbacks.calls import _Caller
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 
 from ...support.watching import watching
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import stagereg.base.small_files as small_files
 import stagereg.checkpoint.store.directory as directory
-import stagereg.small_files as small_files
+from stagereg.base.small_files import UnfitFileError, temporary
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, RUN, Manifest, new_token
 from stagereg.checkpoint.storage.aligned import DiskFile
@@ -23,7 +24,6 @@ from stagereg.checkpoint.store.lock import LOCK, StoreLock
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
-from stagereg.small_files import UnfitFileError, temporary
 
 from ...support.planted import KINDS, MINE, ends, plant
 

@@ -123,7 +123,7 @@ def test_a_table_fits_its_line_or_names_what_it_leaves_out(
     lines = printed(made, capsys)
     assert not any("Not shown" in line for line in lines)
     assert max(map(len, lines)) <= 120
-    monkeypatch.setattr("stagereg.output.line_width", lambda: 70)
+    monkeypatch.setattr("stagereg.base.output.line_width", lambda: 70)
     lines = printed(replace(made, ranking=metric("loss"), warnings=("A word " * 30,)), capsys)
     assert max(map(len, lines)) <= 70
     text = " ".join("\n".join(lines).split())

@@ -1,0 +1,98 @@
+"""Describes crashed processes and exceptions (signal or error, innermost user frame) for error messages.
+
+It reads what the standard library's ``faulthandler`` and ``traceback`` have written. Starting, watching and ending
+processes is left to its callers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+import traceback
+from pathlib import Path
+
+from stagereg.errors import StageregError
+
+_LINES = 30  # lines of an exception's own text; more would push everything else off a screen
+
+_PACKAGES = ("site-packages", "dist-packages")
+_NOT_SAVED = re.compile(r"Step (\d+) was not saved")
+_STEP = re.compile(r"^Step \d+|step-\d{8}(\.[0-9a-f]+\.tmp)?")
+"""What differs between the messages of two saves that failed for one reason: the step, and names of its files."""
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, ``"SIGSEGV"``; those that have none, as most real-time ones, are called by their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def innermost_frame(dump: str) -> str:
+    """Where a plugin was when ``faulthandler`` wrote ``dump``, ``"stage (mine.py:7)"``; empty without a stack.
+
+    The running thread comes first. Frames of Python, torch, pytest and stagereg are passed over for their callers.
+    """
+    frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
+    frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
+    own = [frame for frame in frames if not _is_foreign(frame[0])]
+    return next((f"{function} ({file}:{line})" for file, line, function in own or frames), "")
+
+
+def summarize_exception(error: BaseException, *but: str) -> str:
+    """An exception and where it came from, ``"ValueError: no licence (mine.py:7)"``; not from the files ``but``."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
+    place = place_of(error, *but)
+    return f"{text} ({place})" if place else text
+
+
+def place_of(error: BaseException, *but: str) -> str:
+    """Return where an exception came from, ``"mine.py:7"``, not from the files ``but``; empty without a place."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
+    own = [frame for frame in frames if not _is_foreign(frame.filename)]
+    # The text of a syntax error names the file already.
+    here = own or [f for f in frames if not f.filename.startswith("<") and not isinstance(error, SyntaxError)]
+    return f"{here[-1].filename}:{here[-1].lineno}" if here else ""
+
+
+def summarize(text: str) -> str:
+    """How a rank ended, in a line, of its text in ``RankFailure.failed``: its error; or the signal and where it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
+    if "before it returned" not in lines[0]:
+        return lines[-1]  # of a traceback
+    uncaught = [line for line in lines[1:] if line.startswith("what():")]
+    errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
+    summary = ": ".join([lines[0], *(uncaught or errors)[-1:]])
+    frame = innermost_frame(text)
+    return f"{summary}, in {frame}" if frame else summary
+
+
+def format_error(error: BaseException) -> str:
+    """An error as the user reads it: the message of the project's own errors, the traceback of all others."""
+    if isinstance(error, StageregError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
+        return str(error)
+    trace = error.__traceback__
+    launch = Path(__file__).parents[1] / "launch"
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == launch:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def describe_after(error: BaseException, known: BaseException | None) -> str:
+    """Return the message of an error; one line if the user has the message of ``known``, which differs in its step."""
+    text, before = str(error), "" if known is None else str(known)
+    step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
+    if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):
+        return text
+    return f"{step[0]}, for the same reason as step {other[1]}."
+
+
+def _is_foreign(file: str) -> bool:
+    packages = next((part for part in _PACKAGES if f"/{part}/" in file), "")
+    standard = file.startswith(("<", sysconfig.get_path("stdlib"))) and not packages
+    theirs = any(f"/{packages}/{name}/" in file for name in ("torch", "_pytest", "pluggy"))
+    return standard or theirs or file.startswith(f"{Path(__file__).parents[1]}/")

@@ -1,0 +1,269 @@
+"""Records a run's events: JSON lines in its own directory, from which all figures about it are made later.
+
+Each rank writes one file, one object a line, with ``"event"``, ``"t"`` (:func:`now`) and ``"run"``, the name of the
+attempt: programs that share a directory, one after the other or at the same time, are told apart by it. A line is one
+unbuffered write, so a killed process loses at most one line. NaN and infinity are written as null. A step takes about
+70 bytes and a few microseconds. Without a recorder events are dropped, and no failure of the recording stops training.
+A forked child records nothing. :mod:`stagereg.sweep.run` reads the events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import numbers
+import operator
+import os
+import platform
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat
+
+from stagereg.base.machine import memory
+from stagereg.base.small_files import open_regular
+from stagereg.errors import ConfigError, Preempted, Stopped
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1  # written by `start`; a reader refuses a format newer than it knows
+FILES = "metrics*.jsonl"
+"""Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
+
+_EPOCH_S = time.time() - time.perf_counter()
+
+
+class _Recorder:
+    def __init__(self, path: Path, run: str) -> None:
+        self.path, self.run = path, run
+        # Reentrant, since a signal handler that emits an event may interrupt an emission.
+        self._lock = threading.RLock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        size = os.fstat(self._file).st_size
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def write(self, line: bytes) -> None:
+        try:
+            with self._lock:
+                if self._file is None:
+                    return
+                if self._torn:  # what a killed process has left must not swallow this line
+                    line, self._torn = b"\n" + line, False
+                if os.write(self._file, line) < len(line):
+                    raise OSError("no space was left for a whole line")
+        except OSError as error:
+            self.close()
+            _warn(self.path, error)
+
+    def close(self) -> None:
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+
+
+# Global because the code that emits events, on any thread, knows no run: a process records one at a time.
+_recorder: _Recorder | None = None
+
+
+class LogListener(Protocol):
+    """What is given all that users log, whether this process records or not."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step. On the thread that logs; must neither raise nor wait."""
+
+
+_LATEST = ("resumed", "step", "stall")
+latest: dict[str, Mapping[str, Any]] = {}
+"""The latest events of this process that show whether it has taken a step, also where it records nothing. Global as the
+recorder is; a sweep whose jobs run in one process clears it."""
+# Global as the recorder is.
+_listeners: weakref.WeakSet[LogListener] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    global _recorder
+    _recorder = None
+
+
+os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_listeners.clear)
+
+
+@contextlib.contextmanager
+def recording(directory: Path, rank: int, world_size: int, run: str = "", **facts: Any) -> Iterator[None]:
+    """Record the events of this process for the time of a ``with`` block, and how the block ends.
+
+    Errors of the block pass through; there are none of the recording itself. A process has one recording at a time:
+    inside another one this does nothing, and events go to the outer one. ``run`` names the attempt
+    (:func:`attempt_of`); by default the first one of a new run. ``facts`` go into the ``start`` event.
+    """
+    global _recorder
+    path = Path(directory) / file_name(rank)
+    try:
+        if _recorder is not None:
+            raise OSError(f"this process records in {_recorder.path}")
+        mine = _recorder = _Recorder(path, run or attempt_of(new_run(), 0))
+    except OSError as error:
+        _warn(path, error)
+        yield
+        return
+    began = time.perf_counter()
+    ending: dict[str, Any] = {"status": "completed"}
+    try:
+        emit("start", rank=rank, world_size=world_size, **_about_process(), **facts)
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            ending = {"status": "failed", "error": _in_one_line(error)}
+        if isinstance(error, Preempted):
+            ending = {"status": "preempted", "error": str(error)}
+        raise
+    finally:
+        if _recorder is mine:
+            peak_rss = 0  # unknown
+            with contextlib.suppress(OSError, LookupError):
+                # `ru_maxrss` would count what the parent had, too, when it started this process (`exec_mmap` of Linux).
+                peak_rss = memory("VmHWM")
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss)
+            _forget()
+            mine.close()
+
+
+def emit(event: str, /, **fields: Any) -> None:
+    """Record an event if this process records; any thread, never raises. What JSON cannot have is written as text."""
+    if event in _LATEST and (event != "resumed" or not latest):
+        latest[event] = fields
+    recorder = _recorder
+    if recorder is not None:
+        recorder.write(_line({"event": event} | fields | {"event": event, "t": now(), "run": recorder.run}))
+
+
+def new_run() -> str:
+    """Return a name for a run that no other run in the same directory has."""
+    return os.urandom(3).hex()
+
+
+def attempt_of(run: str, number: int | str) -> str:
+    """Return the name of an attempt, which each event of the attempt has as ``"run"``."""
+    return f"{run}.{number}"
+
+
+def run_of(attempt: str) -> str:
+    """Return the run that an attempt belongs to."""
+    return attempt.partition(".")[0]
+
+
+def now() -> float:
+    """Seconds since the epoch that never go back; the same on all ranks of a machine within what its clock drifts."""
+    return _EPOCH_S + time.perf_counter()
+
+
+def log(step: int, **values: SupportsFloat) -> None:
+    """Record numbers of your own for a training step; ``loss`` and ``samples`` are taken up by ``stagereg report``.
+
+    A tensor on an accelerator is waited for, so log every so often rather than at each step. A checkpoint has the
+    values that rank 0 logs for its step before :class:`stagereg.Checkpointer` saves it, also where nothing records; a
+    value that is logged later is not part of the checkpoint.
+
+    Args:
+        step: the training step, as given to ``Checkpointer.maybe_save``.
+        **values: real numbers or tensors of no dimension; NaN and infinity are recorded as null. ``samples`` is how
+            many samples this rank has seen in this step, ``loss`` the loss of this step.
+
+    Raises:
+        ConfigError: ``step`` is no whole number, or a value no real one.
+    """
+    try:
+        whole = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"stagereg.log: step={step!r} is no whole number") from None
+    found = {name: _real(name, value) for name, value in values.items()}
+    emit("log", step=whole, values=found)
+    for listener in list(_listeners):
+        listener.add(whole, found)
+
+
+def listen(listener: LogListener) -> None:
+    """Give ``listener`` what is logged from now on, for as long as the object exists: this keeps no reference."""
+    _listeners.add(listener)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a record in bytes, which is 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file in the run's directory."""
+    return f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl"
+
+
+def _about_process() -> dict[str, Any]:
+    from stagereg._version import __version__
+
+    found: dict[str, Any] = {"format": FORMAT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    found |= {"pid": os.getpid(), "host": platform.node(), "stagereg": __version__}
+    for distribution in ("torch", "hydra-core"):
+        found[distribution] = None
+        with contextlib.suppress(Exception):  # not installed, or its metadata is unreadable
+            found[distribution] = importlib.metadata.version(distribution)
+    return found | {"python": platform.python_version()}
+
+
+def _real(name: str, value: Any) -> float:
+    shape = getattr(value, "shape", None)
+    if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
+        with contextlib.suppress(Exception):  # of a class that is not ours
+            return float(value.detach() if hasattr(value, "detach") else value)
+    shown = f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
+    raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {shown}")
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    try:
+        text = _encode(fields)
+    except Exception:  # of a value; then each field is looked at by itself
+        text = _encode({str(name): plain(value) for name, value in fields.items()})
+    return text.encode("ascii") + b"\n"
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON can have it: NaN and infinity as null; ``None`` if JSON cannot hold it at all."""
+    try:
+        return json.loads(json.dumps(value, default=_number_or_text, skipkeys=True), parse_constant=lambda name: None)
+    except Exception:  # the value contains itself, or a class of the user raises
+        return None
+
+
+def _number_or_text(value: Any) -> int | float | str:
+    for number in (operator.index, float):
+        if not isinstance(value, (bytes, bytearray)):
+            with contextlib.suppress(Exception):
+                return number(value)
+    return str(value)
+
+
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_number_or_text).encode
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"left by sys.exit({error.code!r})" + (f": {error}" if isinstance(error, Stopped) else "")
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # of a class whose text fails
+        lines = []
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def _warn(path: Path, error: OSError) -> None:
+    _log.warning("stagereg: nothing more is recorded in %s (%s); training goes on", path, error)

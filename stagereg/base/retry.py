@@ -1,0 +1,150 @@
+"""Retries for requests that a network may lose.
+
+A transient error is retried after waits that double from half a second to a minute, each shortened at random by up to
+half ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). Other errors are raised at once. A series ends after the
+last trial, or at the deadline of :func:`within`; it warns once. :func:`answered` is for a call that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TRIALS = 10  # how often something is tried in all, some three minutes long
+
+FIRST_S = 0.5
+LONGEST_S = 60.0
+
+# Transient errors: HTTP statuses; S3's codes whose status does not show it; and parts of the names of exceptions, since
+# the clients of object stores have no common base for network errors.
+_PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
+_PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
+_PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
+_PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
+# What does not, and the errors that packages raise without a number.
+_FINAL = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
+_ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
+
+_log = logging.getLogger(__name__)
+_thread = threading.local()  # the deadline of the call under way on each thread
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Generator[None, None, None]:
+    """Bound all retries of this thread: none begins later than ``seconds`` from now, or than an outer bound."""
+    before = until()
+    _thread.until = min(before, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _thread.until = before
+
+
+def until() -> float:
+    """Return when this thread's trials end, as ``time.monotonic`` counts in all processes of a machine."""
+    found: float = getattr(_thread, "until", math.inf)
+    return found
+
+
+def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+    """Return the result of ``act`` within ``seconds``, or raise ``TimeoutError``; ``give_back`` gets a late one."""
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def late(ended: Future[T]) -> None:
+        if ended.exception() is None:
+            give_back(ended.result())
+
+    threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
+    try:
+        if not wait([answer], min(seconds, threading.TIMEOUT_MAX)).done:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
+        return answer.result()
+    except BaseException:
+        answer.add_done_callback(late)
+        raise
+
+
+def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
+    """Return the result of ``act``, which must be harmless to repeat, tried again as long as that may help.
+
+    ``doing`` and ``url`` are for messages. Raises: ``OSError`` naming ``url``; errors of the program as they are.
+    """
+    trial = 1
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            pause = min(FIRST_S * 2 ** (trial - 1), LONGEST_S) * random.uniform(0.5, 1.0)
+            passing = is_transient(error)
+            if trial == TRIALS or time.monotonic() + pause > until() or not passing:
+                a_stores = isinstance(error, OSError) or passing or http_error_of(error)[1] is not None
+                if not a_stores and not _is_denied(error):
+                    raise  # a mistake in a program
+                raise _as_os_error(error, f"{doing}, tried {trial} times" if trial > 1 else doing, url) from error
+            if trial == 1:
+                _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
+        time.sleep(pause)
+        trial += 1
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another trial may go better than the one that ended with ``error``."""
+    code, status = http_error_of(error)
+    if _is_denied(error):
+        return False
+    if status is not None:
+        return code in _PASSING_CODES or status in _PASSING_STATUS
+    if isinstance(error, OSError):
+        return not isinstance(error, _FINAL) and error.errno not in _FINAL_ERRNO
+    return any(part in kind.__name__ for part in _PASSING_NAMES for kind in type(error).__mro__)
+
+
+def http_error_of(error: BaseException) -> tuple[str | None, int | None]:
+    """Return the store's code and the HTTP status of an error, as botocore, gcsfs, azure or aiohttp keep them."""
+    for each in (error, error.__cause__):
+        response: Any = getattr(each, "response", None)
+        if isinstance(response, dict):
+            return response.get("Error", {}).get("Code"), response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        for name in ("status_code", "status", "code"):
+            status = getattr(each, name, None)
+            if isinstance(status, int) and 400 <= status < 600:
+                return None, status
+    return None, None
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Whether the store, or its package, takes the credentials for nothing, or for too little."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    by_name = any(part in name for part in ("Credential", "GoogleAuthError") for name in names)
+    by_gcsfs = type(error) is OSError and str(error).startswith("Forbidden: ")  # its 403 has no number
+    return by_name or by_gcsfs or http_error_of(error)[1] in (401, 403)
+
+
+def _as_os_error(error: Exception, more: str, url: str) -> OSError:
+    """Return an error of the operating system in the place of one that a store or its package has raised."""
+    denied = _is_denied(error)
+    number = error.errno if isinstance(error, OSError) else None
+    known = (each for kind, each in _ERRNO.items() if isinstance(error, kind))
+    return OSError(number or next(known, errno.EACCES if denied else errno.EIO), f"{_text(error)} ({more})", url)
+
+
+def _text(error: BaseException) -> str:
+    text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"

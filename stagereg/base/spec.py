@@ -1,0 +1,227 @@
+"""What a component of each kind has to have and may have, held against a class or an object without importing torch.
+
+The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
+``checkpoint.save.on_commit``, ``checkpoint.store.keep``. Their shape is here, as the registry checks it: names, call
+signatures, attributes. A plugin's author meets it as an error that shows the line to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from stagereg.errors import ConfigError, RegistryError, nearest
+
+_F = TypeVar("_F", bound=Callable[..., None])
+_MISSING = object()
+_NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
+
+HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
+"""What Hydra gives a meaning in a node of a config: never options."""
+
+REQUIRED = {
+    "stager": [
+        "def stage(self, state_dict)",
+        "def synchronize_staging(self) -> None",
+        "def close(self) -> None",
+        "should_synchronize_after_execute: bool = True",
+    ],
+    "join_hook": ["def main_hook(self) -> None", "def post_hook(self, is_last_joiner: bool) -> None"],
+    "joinable": [
+        "def join_hook(self, **kwargs) -> JoinHook",
+        "@property\n    def join_device(self) -> torch.device",
+        "@property\n    def join_process_group(self)",
+    ],
+    "storage": [
+        "def reset(self, checkpoint_id=None) -> None",
+        "def set_up_storage_writer(self, is_coordinator) -> None",
+        "def prepare_local_plan(self, plan) -> SavePlan",
+        "def prepare_global_plan(self, plans) -> list[SavePlan]",
+        "def write_data(self, plan, planner) -> Future[list[WriteResult]]",
+        "def finish(self, metadata, results) -> None",
+        "def storage_meta(self) -> StorageMeta | None",
+        "def reader(self, path) -> StorageReader",
+    ],
+    "on_commit": ["def committed(self, checkpoint) -> None"],
+    "keep": ["def kept(self, checkpoints, metrics) -> dict[str, str]"],
+    "tier": ["def prepare(self) -> str", "def lacking(self, nbytes: int) -> str", "durable: bool = True"],
+    "join": [],
+    "checkpoint": [],
+}
+"""The members of each kind's protocol, as the line that defines each, which messages show."""
+
+OPTIONAL = {
+    "stager": [
+        "def expect_release(self) -> None",
+        "def release(self, staged) -> None",
+        "def watch(self, optimizer) -> None",
+    ],
+    "join_hook": ["def before_step(self) -> None", "def on_exhausted(self) -> None"],
+    "joinable": [
+        "def attach(self, session) -> None",
+        "def detach(self) -> None",
+        "def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool",
+        "@property\n    def has_unfinished_step(self) -> bool",
+        "has_no_collectives: bool = True",
+        "announces_itself: bool = True",
+        "reduces_gradients: bool = True",
+    ],
+    "storage": [
+        "@property\n    def marks(self) -> Mapping[str, FileDigest]",
+        "wraps: Storage | None = None",
+        "@property\n    def finished(self) -> bytes | None",
+        "remote: bool = False",
+    ],
+}
+"""The members of each kind's protocol that a component may lack."""
+
+_BASES = {
+    "join_hook": "stagereg.join.joinable.JoinHook",
+    "joinable": "stagereg.join.joinable.Joinable",
+    "storage": "stagereg.checkpoint.storage.protocol.Storage",
+    "tier": "stagereg.extensions.tiers.tier.Tier",
+}
+_ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
+
+
+def with_article(kind: str) -> str:
+    """Return a kind with its article: ``"an on_commit"``."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def check_component(kind: str, name: str, component: object) -> None:
+    """As :func:`check`, of a class, or the class that a factory function promises; an error if it is neither.
+
+    Refuses a parameter that no config can set, as Hydra has another use for its name.
+    """
+    with contextlib.suppress(TypeError, ValueError):  # one written in C may have no signature
+        names = inspect.signature(cast("Any", component)).parameters
+        if taken := [each for each in names if each in (*HYDRA_KEYS, "defaults")]:
+            who = f"{getattr(component, '__module__', '')}.{getattr(component, '__qualname__', component)}"
+            raise RegistryError(
+                f"{who} cannot be the {kind} {name!r}:\n  its parameter {taken[0]!r} cannot be an option, as Hydra "
+                "reads that key of a config itself. Give the parameter another name."
+            )
+    if isinstance(component, type):
+        check(kind, name, component)
+    elif not callable(component):
+        raise RegistryError(f"{kind}/{name} is {component!r}: register a class or a function that returns one.")
+    elif (promised := _promised_class(component)) is not None:
+        check(kind, name, promised)
+
+
+def check(kind: str, name: str, subject: object) -> None:
+    """Hold a class or a finished object against the spec of ``kind``; the error shows the lines to write."""
+    cls = subject if isinstance(subject, type) else type(subject)
+    optional = OPTIONAL.get(kind, [])
+    found = {line: _problem(line, subject, line in optional) for line in (*REQUIRED[kind], *optional)}
+    problems = [f"{problem}. Write:\n    {line}" for line, problem in found.items() if problem]
+    base = _BASES.get(kind, "builtins.object")
+    if base not in [f"{c.__module__}.{c.__qualname__}" for c in cls.mro()]:
+        unused = [name for name in map(_name, optional) if hasattr(cls, name)]
+        problems += [f"{name!r} is only used of a subclass of {base}. Derive from that." for name in unused]
+    misspelt = _misspelt(kind, cls, set(map(_name, found)))
+    if lines := "".join(f"\n  {problem}" for problem in (*problems, *misspelt)):
+        raise RegistryError(f"{cls.__module__}.{cls.__qualname__} cannot be the {kind} {name!r}:{lines}")
+
+
+def refuse_unknown(what: str, given: Collection[str], component: Callable[..., Any]) -> None:
+    """Refuse argument names that ``component`` (``what``) does not take, with the nearest one that it does."""
+    parameters = inspect.signature(component).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for unknown in (key for key in given if key not in takes):
+        value = repr(given[unknown]) if isinstance(given, Mapping) else "..."
+        near = instead(unknown, component, value) or nearest(unknown, takes)
+        raise ConfigError(f"{what} takes no {unknown!r}.{near} It takes: {', '.join(takes) or 'nothing'}")
+
+
+def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | None:
+    """Return where ``component`` takes an option in a group: the parameter and its dataclass, by name."""
+    for each in inspect.signature(component).parameters.values():
+        if dataclasses.is_dataclass(each.default) and name in [one.name for one in dataclasses.fields(each.default)]:
+            return each.name, type(each.default).__name__
+    return None
+
+
+def instead(name: str, component: Callable[..., Any], value: str) -> str:
+    """Return how an option is written that ``component`` takes in a group; empty where none of its groups has it."""
+    found = find_group(name, component)
+    return f" It is {found[0]}.{name}: {found[0]}={found[1]}({name}={value})." if found else ""
+
+
+def suggests_arguments(init: _F) -> _F:
+    """Have a constructor refuse argument names that it does not take as :func:`refuse_unknown` does."""
+
+    @functools.wraps(init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        refuse_unknown(init.__qualname__.partition(".")[0], kwargs, functools.partial(init, *args[:1]))
+        init(*args, **kwargs)
+
+    return cast("_F", checked)
+
+
+def _name(definition: str) -> str:
+    return re.findall(r"(\w+)[(:]", definition)[0]
+
+
+def _problem(definition: str, subject: object, optional: bool) -> str:
+    cls, name = subject if isinstance(subject, type) else type(subject), _name(definition)
+    raw = inspect.getattr_static(subject, name, _MISSING)
+    if optional and raw is _MISSING:
+        return ""
+    abstract = getattr(raw, "__isabstractmethod__", False)
+    called = re.match(r"def \w+\(self(.*?)\)", definition)
+    if called is None:
+        annotated = {each for c in cls.mro() for each in inspect.get_annotations(c)}
+        there = raw is not _MISSING or (name in annotated if subject is cls else hasattr(subject, name))
+        if isinstance(raw, types.FunctionType):
+            return f"attribute {name!r} is a method"
+        return "" if there and not abstract else f"attribute {name!r} is missing"
+    method, owner = getattr(subject, name, None), next((c for c in cls.mro() if name in vars(c)), None)
+    if not callable(method) or abstract or (name in _ABSTRACT and getattr(owner, "_is_protocol", False)):
+        return f"method {name!r} is missing"
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # written in C: only the call itself shows it
+        return ""
+    # Seen on its class, a method still has its ``self`` to fill.
+    unbound = subject is cls and not isinstance(raw, (staticmethod, classmethod))
+    try:
+        signature.bind(*(["self"] if unbound else []), *re.findall(r", (\w+)", called[1]))
+    except TypeError as error:
+        return f"method {name}{signature} does not fit: {error}"
+    if "**" in definition and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return f"method {name}{signature} does not fit: it must take any keyword arguments"
+    return ""
+
+
+def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
+    """A line for each public name that its author wrote and that looks like a member which the class lacks."""
+    package = cls.__module__.partition(".")[0]  # what a base of another package has is not its author's to rename
+    written = {name for c in cls.mro() if c.__module__.partition(".")[0] == package for name in vars(c)}
+    for name in sorted(written - members):
+        lacking = [member for member in members - written if member[0] == name[0]]
+        if (near := difflib.get_close_matches(name, lacking, n=1, cutoff=_NEAR)) and not name.startswith("_"):
+            what = f"{name!r} is no member of {with_article(kind)}"
+            yield f"{what}. Did you mean {near[0]!r}? Write that, or another name."
+
+
+def _promised_class(factory: Callable[..., Any]) -> type | None:
+    """The concrete class in a factory's return annotation; ``None`` when the annotation does not show it."""
+    try:
+        promised = typing.get_type_hints(factory).get("return")
+    except Exception:  # an annotation for type checkers only, whose names do not exist when running
+        return None
+    if not isinstance(promised, type) or inspect.isabstract(promised) or getattr(promised, "_is_protocol", False):
+        return None
+    return promised if promised not in (Any, object, type(None)) else None

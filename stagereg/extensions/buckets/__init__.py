@@ -1,0 +1,1 @@
+"""Buckets: checkpoints in object stores, their leases, and reading each byte once for all ranks."""

@@ -1,0 +1,123 @@
+"""A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
+
+A store cannot rename, so each directory keeps the token of its save, and ``latest`` is an object with such a name. A
+checkpoint that is deleted loses its manifest first. Only directories ``step-00000100.<token>`` below ``root`` are
+deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+
+from stagereg.base.retry import within
+from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileDigest, Manifest, file_mark, step_of
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.lock import Owner, StoreLock
+from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.lease import StoreLease, leaseholder
+from stagereg.extensions.buckets.object_store import ObjectStore
+
+_BEST_EFFORT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Bucket:
+    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
+
+    in_place = True
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self.objects = ObjectStore(root)
+        self._committed = ""
+
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
+        listed = self.objects.listing(path)
+        named = {name: self.objects.size(f"{path}/{name}") for name in files if name not in listed}
+        return {**listed, **{name: size for name, size in named.items() if size is not None}}
+
+    def resolve(self, path: str) -> str:
+        folder, _, name = path.rstrip("/").rpartition("/")
+        if name == LATEST:
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+                there = self.read(f"{folder}/{name}").decode().strip()
+                name = name if step_of(there) is None else there
+        return f"{folder}/{name}"
+
+    def read(self, path: str) -> bytes:
+        return self.objects.get(path)
+
+    def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
+        with self.objects.open(path) as stream:
+            stream.seek(part.start)
+            return file_mark(stream, len(part))
+
+    def holder(self) -> Owner | None:
+        return leaseholder(self.objects, self.root)
+
+    def lock(self) -> StoreLock:
+        self.objects.make_directory(self.root)
+        return StoreLease(self.objects, self.root)
+
+    def write(self, path: str, data: bytes) -> None:
+        self.objects.put(path, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.write(f"{self.root}/{name}", data) if data else self.delete(f"{self.root}/{name}")
+
+    def delete(self, path: str) -> None:
+        self.objects.delete(path)
+
+    def commit(self, written: str, manifest: Manifest) -> str:
+        self.write(f"{written}/{MANIFEST}", manifest.dumps().encode())
+        self._committed = written
+        return written
+
+    def point(self, name: str) -> None:
+        self.replace(LATEST, name.encode())
+
+    def link(self, checkpoint: Checkpoint) -> str:
+        return ""
+
+    def hide(self, each: VerificationResult) -> str:
+        self._hide(each.path)
+        return each.path
+
+    def bring_back(self, each: VerificationResult, hidden: str) -> None:
+        assert each.manifest is not None
+        self.write(f"{hidden}/{MANIFEST}", each.manifest.dumps().encode())
+
+    def discard(self, path: str) -> None:
+        if path == self._committed:  # another rank may have died since, and those before it may be deleted
+            return
+        try:
+            with within(_BEST_EFFORT_S):
+                self._hide(path)
+                self.objects.delete_below(path)
+        except OSError as error:
+            _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
+
+    def tidy(self) -> Sequence[str]:
+        try:
+            with within(_BEST_EFFORT_S):
+                return self.objects.abort_uploads(self.root, lambda name: step_of(name.partition("/")[0]) is not None)
+        except Exception as error:
+            _log.warning(
+                "stagereg: parts of uploads that killed runs have left in %s are not cleared away, and are paid for; a "
+                "lifecycle rule of the bucket does it (AbortIncompleteMultipartUpload): %s",
+                self.root,
+                error,
+            )
+            return []
+
+    def _hide(self, path: str) -> None:
+        """Make a checkpoint none: its manifest goes first."""
+        folder, _, name = path.rpartition("/")
+        if folder != self.root or step_of(name) is None:
+            raise CheckpointError(f"{path} is no checkpoint in {self.root}; nothing was deleted.")
+        self.delete(f"{path}/{MANIFEST}")
+        failpoint("hidden")

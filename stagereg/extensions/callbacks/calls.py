@@ -1,0 +1,183 @@
+"""Calls the ``on_commit`` components of a checkpointer for each checkpoint that is complete; on rank 0.
+
+Each component has a thread of its own, so nothing waits for it (docs/checkpoints.md). A call is made on a further
+thread, since a thread that hangs cannot be ended. What a call raises, ``SystemExit`` included, and whatever else goes
+wrong is logged and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+
+import stagereg.base.record as record
+import stagereg.base.shutdown as shutdown
+from stagereg.base.crash_report import summarize_exception
+from stagereg.base.option_text import option
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.save.pending_save import SaveTarget
+from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.store.located import path_of
+from stagereg.checkpoint.store.open_store import path_or_url
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit
+from stagereg.extensions.preemption.consensus import PreemptionConsensus
+
+_log = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.05
+_DELETED = (
+    "is not called, since the checkpoint is deleted already: it is too slow for so many checkpoints; keep more of them "
+    "({keep}), or save less often"
+)
+
+
+class CommitCalls:
+    """The calls of all components, by the names that messages have for them, for the saves of ``background``."""
+
+    def __init__(
+        self,
+        components: Mapping[str, OnCommit],
+        target: SaveTarget,
+        background: SaveThread,
+        preemption: PreemptionConsensus | None,
+    ) -> None:
+        self._target, self._background, self._preemption = target, background, preemption
+        self._callers = [_Caller(name, each, target, background) for name, each in components.items()]
+        self._process, self._leaving = os.getpid(), False
+        if components:
+            background.listeners.append(self._committed)
+            shutdown.wait_for(self)
+
+    def _committed(self, step: int) -> None:
+        """Have every component called for a checkpoint; on the thread that saves."""
+        if self._leaving:
+            _log.warning("stagereg: on_commit is not called for step %d: the run is preempted", step)
+            return
+        for caller in self._callers:
+            caller.add(self._target.committed)
+
+    def leave(self) -> None:
+        """Begin no more calls, and wait for none: the run is preempted."""
+        self._leaving = True
+        for caller in self._callers:
+            caller.give_up("the run is preempted")
+
+    def finish(self) -> bool:
+        """Wait for the last save and all calls, as long as one may take; False if a preempted run leaves a thread."""
+        if os.getpid() != self._process or not self._callers:
+            return True
+        self._background.finish()
+        until = time.monotonic() + self._background.timeout_s
+        while any(caller.busy for caller in self._callers):
+            is_signalled = self._preemption is not None and any(self._preemption.signal_flags())
+            if time.monotonic() > until or is_signalled:
+                for caller in self._callers:
+                    caller.give_up("the run ends")
+            time.sleep(_POLL_INTERVAL_S)
+        return not (self._leaving and any(caller.calling for caller in self._callers))
+
+    def close(self) -> None:
+        self.finish()
+        for caller in self._callers:
+            caller.add(None)
+
+
+class _Caller:
+    def __init__(self, name: str, component: OnCommit, target: SaveTarget, background: SaveThread) -> None:
+        self.limit_s = background.timeout_s  # of a call
+        self._stopped = ""  # why no further call begins
+        self._name, self._component = name, component
+        self._store, self._background, self._stats = target.store, background, background.stats
+        self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
+        self._added = self._done = 0
+        self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
+        self._thread.start()  # now, since a process that ends starts none any more
+        self._call: threading.Thread | None = None
+        self._called_for = -1  # the step
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a checkpoint for which its call has not ended, and is still waited for."""
+        return self._done < self._added and not self._stopped
+
+    @property
+    def calling(self) -> bool:
+        """Whether a call has not returned, given up or not."""
+        return self._call is not None and self._call.is_alive()
+
+    def add(self, checkpoint: Checkpoint | None) -> None:
+        """Call the component for a checkpoint after those before it; ``None`` ends the thread."""
+        if checkpoint is not None:
+            self._added += 1
+        self._queue.put(checkpoint)
+
+    def give_up(self, why: str) -> None:
+        """Begin no further call, and wait for none."""
+        if self.busy:
+            self._fail(self._called_for, f"is given up, since {why}: it has not returned, or not begun")
+        self._stopped = why
+
+    # -- on the thread
+
+    def _work(self) -> None:
+        while (checkpoint := self._queue.get()) is not None:
+            try:
+                self._take(checkpoint)
+            except Exception as error:  # of the store, for one
+                self._fail(checkpoint.manifest.step, f"was not called: {error}")
+            self._done += 1
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        step = checkpoint.manifest.step
+        if self._stopped:
+            return
+        if self.calling:
+            self._fail(step, f"is not called: its call for step {self._called_for} has still not returned")
+            return
+        failures: list[BaseException | str] = []
+        self._called_for, began = step, record.now()
+        self._call = threading.Thread(target=self._run, args=(checkpoint, failures), daemon=True)
+        try:
+            self._call.start()
+            self._call.join(self.limit_s)
+        except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more; the end waits no longer
+            self._run(checkpoint, failures)
+        failure = failures[0] if failures else None
+        if isinstance(failure, str):  # it was not called
+            self._fail(step, failure)
+            return
+        self._stats.on_commit_calls += 1
+        record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
+        if self.calling:
+            limit = f"{self.limit_s:g} s ({option('checkpoint.failure.timeout')})"
+            self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
+        elif failure is not None:
+            self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
+        if path_of(self._store, checkpoint) is None:
+            if self._background.newest == step:
+                good = self._store.checkpoints()[0]
+                self._background.newest = good[0].manifest.step if good else None
+            newest = self._background.describe_newest()
+            self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
+
+    def _run(self, checkpoint: Checkpoint, failures: list[BaseException | str]) -> None:
+        store, manifest = self._store, checkpoint.manifest
+        try:
+            while (path := path_of(store, checkpoint)) is not None:
+                with store.readers.reading(path):
+                    if path_of(store, checkpoint) == path:  # else it has got its plain name just before
+                        given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, manifest.metrics)
+                        self._component.committed(given)
+                        return
+            failures.append(_DELETED.format(keep=option("checkpoint.keep")))
+        except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
+            failures.append(error)
+
+    def _fail(self, step: int, what: str, error: BaseException | None = None) -> None:
+        self._stats.on_commit_failures += 1
+        _log.error("stagereg: on_commit %s %s (step %d). Training goes on.", self._name, what, step)
+        _log.debug("A call of on_commit failed.", exc_info=error)

@@ -1,0 +1,133 @@
+"""``on_commit=copy_to``: has each complete checkpoint in another store too, a directory or a URL.
+
+The bytes of each file are compared with the manifest on their way, and once more as they lie in the other store. What
+is copied in part is as hidden there as a save under way is here, and the copy is committed as a save is. A copy goes on
+where a killed one has ended: a file that has its mark there is not copied again. Checkpoints that are missing there,
+since a run was killed or the store was out of reach, are copied with the next one, the oldest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from itertools import takewhile
+from typing import IO
+
+from stagereg.base.retry import retrying
+from stagereg.base.small_files import open_regular
+from stagereg.checkpoint.format.damage import WHOLE
+from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, FileDigest, Manifest
+from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.keep import Keep, KeepRule
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.object_store import ObjectStore
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
+from stagereg.registry import register
+
+_BLOCK_BYTES = 1 << 23
+
+
+@register("on_commit", "copy_to")
+class CopyTo:
+    """Copies each complete checkpoint to another store, and verifies the copy.
+
+    Only one run at a time may write there. A checkpoint is not deleted while it is copied.
+
+    Args:
+        dir: where the copies go, a path or a URL; a directory of checkpoints like any other, to restore from.
+        keep: how many of the newest stay there, or which of all: :class:`stagereg.Keep`, or a component of
+            the kind ``keep``.
+
+    Raises:
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+    """
+
+    def __init__(self, dir: str, keep: int | Keep | KeepRule = Keep()) -> None:  # noqa: B008  # it cannot change
+        self.dir, self.keep = dir, Keep.of(keep)
+        open_store(dir)
+
+    def committed(self, checkpoint: CommittedCheckpoint) -> None:
+        """Copy what the other store does not have yet.
+
+        Raises:
+            CheckpointError: a file is not what its manifest says, here or there, and its checkpoint was not copied; or
+                another run writes there. ``OSError``: a store cannot be read or written.
+        """
+        source, target = open_parent_store(checkpoint.path), open_store(self.dir)
+        failed: list[CheckpointError] = []
+        with target.lock():
+            there = [_identity(one.manifest) for one in target.checkpoints()[0]]
+            missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
+            wanted = self.keep.kept(missing, {one.path: one.manifest.metrics for one in missing})
+            copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
+            target.sweep(but=copies.values())
+            target.retention.spared.clear()
+            for one in reversed([one for one in missing if one.path in wanted]):
+                with source.readers.reading(one.path):
+                    if source.look(one.path).manifest != one.manifest:
+                        continue  # deleted meanwhile
+                    try:
+                        self._copy(one, source, target, copies[one.path])
+                    except CheckpointError as error:  # of this one; those after it may be good
+                        failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _copy(self, one: Checkpoint, source: CheckpointStore, target: CheckpointStore, place: str) -> None:
+        manifest = one.manifest
+        if is_url(place):
+            ObjectStore(place).make_directory(place)
+        else:
+            _make(place, manifest)
+        for name, found in target.contents(place, dict.fromkeys(manifest.files, WHOLE)).items():
+            if found != manifest.files[name]:
+                _copy_file(f"{one.path}/{name}", f"{place}/{name}", manifest.files[name])
+                _expect(manifest.files[name], target.mark(place, name), f"{place}/{name}")
+        target.publish(place, manifest, self.keep)
+        target.retention.clear()
+
+
+def _identity(manifest: Manifest) -> tuple[object, ...]:
+    """What a checkpoint and its copy have in common, and no other checkpoint has."""
+    return manifest.step, manifest.world_size, manifest.storage, tuple(sorted(manifest.files.items()))
+
+
+def _place(one: Checkpoint, target: CheckpointStore) -> str:
+    return target.temporary(one.manifest.step, hashlib.sha256(one.manifest.dumps().encode()).hexdigest()[:12])
+
+
+def _make(place: str, manifest: Manifest) -> None:
+    """Make the directory of a copy, or take the one that a killed copy has left, and nothing else."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place)
+    if os.path.islink(place):
+        raise CheckpointError(f"{place} is a link, and nothing was copied to it: delete the link.")
+    with os.scandir(place) as entries:
+        for each in entries:
+            if not each.is_file(follow_symlinks=False) or each.name not in (*manifest.files, MANIFEST):
+                raise CheckpointError(f"{place} has {each.name}, which is no part of a copy: move {place} away.")
+    with contextlib.suppress(FileNotFoundError):  # it is written last
+        os.unlink(f"{place}/{MANIFEST}")
+
+
+def _copy_file(source: str, target: str, mark: FileDigest) -> None:
+    def copy() -> None:
+        to = Upload(target) if is_url(target) else DiskFile(target, direct=False)
+        with _opened(source) as stream, AlignedFile(to, make_buffers(_BLOCK_BYTES)) as file:
+            while block := stream.read(_BLOCK_BYTES):
+                file.write(block)
+            _expect(mark, file.finish(), source)
+
+    retrying("copying", target, copy) if is_url(target) or is_url(source) else copy()
+
+
+def _opened(path: str) -> IO[bytes]:
+    return ObjectStore(path).open(path) if is_url(path) else open(open_regular(path), "rb")
+
+
+def _expect(mark: FileDigest, found: FileDigest, path: str) -> None:
+    if found != mark:
+        raise CheckpointError(f"{path} is not what its manifest says ({found}, not {mark}); this was not copied.")

@@ -1,0 +1,63 @@
+"""``command``: a shell command for each complete checkpoint.
+
+A config can choose it only where the program allows it by name, ``stagereg.instantiate(cfg.checkpoint,
+allow=["on_commit/command"])``: else whoever writes a config could run anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+
+from stagereg.checkpoint.format.manifest import metrics_to_json
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
+from stagereg.registry import register
+
+
+@register("on_commit", "command")
+class ShellCommand:
+    """Runs a shell command, with ``$STAGEREG_STEP``, ``$STAGEREG_CHECKPOINT`` and ``$STAGEREG_METRICS`` (JSON) set.
+
+    The checkpoint is its directory, or its URL. The command is run by ``/bin/sh``, reads nothing, and prints where the
+    run does. An exit code that is not 0 is a failure. A config can name it only where the program allows that.
+
+    Args:
+        command: the command.
+        timeout: after this long it is killed, with what it has started.
+    """
+
+    def __init__(self, command: str, timeout: datetime.timedelta = datetime.timedelta(minutes=20)) -> None:
+        if not isinstance(command, str) or not command.strip():
+            raise ConfigError(f"on_commit/command: command must be the text of a command, not {command!r:.100}")
+        self.command, self.timeout = command, timeout
+
+    def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
+        """Run it and wait for its end.
+
+        Raises:
+            CheckpointError: it failed, or was killed.
+        """
+        told = {
+            "STAGEREG_STEP": str(checkpoint.step),
+            "STAGEREG_CHECKPOINT": str(checkpoint.path),
+            "STAGEREG_METRICS": json.dumps(metrics_to_json(checkpoint.metrics)),
+        }
+        # A group of its own, so that it can be killed with its children.
+        process = subprocess.Popen(
+            self.command, shell=True, env={**os.environ, **told}, stdin=subprocess.DEVNULL, process_group=0
+        )
+        try:
+            code = process.wait(self.timeout.total_seconds())
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            limit = f"{self.timeout.total_seconds():g} s"
+            raise CheckpointError(f"{self.command!r:.100} was killed: it took longer than {limit} (timeout)") from None
+        if code:
+            raise CheckpointError(f"{self.command!r:.100} ended with exit code {code}")

@@ -1,0 +1,1 @@
+"""Diagnostics: looks for probable mistakes in what a program saves."""

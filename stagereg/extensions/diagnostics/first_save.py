@@ -1,0 +1,168 @@
+"""Checks of the first saves of a run. They log a warning if a resume would not bring the run back.
+
+A stager that changes dtypes makes checkpoints that the objects refuse. An optimizer of parameters that are
+not in the state trains what no save has. A number in the state, as in ``state = {"samples": samples}``, keeps its first
+value while the program counts on. The next run would be the first to find these. A check that fails is skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_state as optimizer_state
+from stagereg.base.option_text import option
+from stagereg.checkpoint.format.encoding import leaves
+from stagereg.checkpoint.state.entries import TensorKind, memory_of
+from stagereg.data import is_stateful
+from stagereg.errors import listed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_LOOKS = 10  # saves; a counter has changed by then
+_SEEN = 2  # values of the variable other than the one in the state
+
+
+def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
+    """Have a check that raises return None, with a debug log: the save reports what is wrong with an entry."""
+
+    @functools.wraps(check)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return check(*args, **kwargs)
+        except Exception:
+            _log.debug("stagereg: skipped the check %s, which raised an error.", check.__qualname__, exc_info=True)
+            return None
+
+    return run
+
+
+@only_looks
+def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
+    """Return of each tensor of an object, by its dotted name, its kind, and whether the copy may have another dtype.
+
+    Of ``state`` the entries ``captured`` are staged.
+    """
+    found: dict[str, tuple[TensorKind, bool]] = {}
+    for name, value in state.items():
+        converts = cast or bool(optimizer_state.optimizers_of(value))  # which torch gives the parameters' dtypes
+        if name in captured and (converts or module_state.modules_of(value) or is_stateful(value)):
+            tensors = ((path, x) for path, x in leaves(captured[name], name) if isinstance(x, torch.Tensor))
+            found |= {path: (TensorKind.of(x), converts) for path, x in tensors}
+    return found
+
+
+@only_looks
+def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
+    """Log which tensors have another dtype in a copy, whose structure is that of the state. Any thread."""
+    every = (pair for name, value in copy.items() for pair in leaves(value, name))
+    there = {path: TensorKind.of(x) for path, x in every if isinstance(x, torch.Tensor) and path in kinds}
+    other = {path: kind for path, kind in there.items() if not kind.fits(*kinds[path])}
+    if not other:
+        return
+    if all(each.fits(kinds[path][0], True) for path, each in other.items()):
+        cast = option("checkpoint.restore.cast", True)
+        what = f"If smaller checkpoints are meant, {cast} has restore() convert them; else take"
+    else:
+        what = "Take"
+    _log.warning(
+        "stagereg: stage() of %s makes %d tensor%s of another dtype, which restore() does not take: %s. "
+        "%s another stager, such as 'overlapped'.",
+        stager,
+        len(other),
+        "s" * (len(other) > 1),
+        listed([f"{path} ({each} in place of {kinds[path][0]})" for path, each in other.items()], 3),
+        what,
+    )
+
+
+@only_looks
+def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
+    """Log which optimizers train parameters that are nowhere in the state."""
+    optimizers = {name: each for name, value in state.items() if (each := optimizer_state.optimizers_of(value))}
+    others = {name: value for name, value in state.items() if name not in optimizers and name in captured}
+    known: set[Any] = set()
+    for name, value in others.items():
+        tensors = [x for _, x in leaves(captured[name], name) if isinstance(x, torch.Tensor)]
+        modules = module_state.modules_of(value)
+        if tensors and not modules and is_stateful(value):
+            return  # it may have copies of them
+        known.update(*(module.parameters() for module in modules), map(memory_of, tensors))
+    known.discard(0)  # of empty ones
+    for name, each in optimizers.items() if known else ():
+        trained = [x for one in each for x in optimizer_state.parameters_of(one) if x.requires_grad and memory_of(x)]
+        if foreign := [x for x in trained if x not in known and memory_of(x) not in known]:
+            _log.warning(
+                "stagereg: %d of the %d parameters that %r trains are nowhere in the state: they are not saved, and a "
+                "resumed run starts with new ones. Put their module into the state, too. If they should be those of "
+                "the model there, make the optimizer anew, of model.parameters(), after the model was replaced or "
+                "wrapped, as by fully_shard.",
+                len(foreign),
+                len(trained),
+                name,
+            )
+
+
+class StaleNumbers:
+    """The numbers that a state had in the saves so far, and the values that variables of their names had.
+
+    A dict that is given to save after save and has the same number in it may hold a constant. It does not if the
+    caller has a variable of the same name whose value changes meanwhile. Nothing else tells the two apart.
+    """
+
+    def __init__(self) -> None:
+        self._state = 0  # which dict it was; by its address, since a reference would keep all objects in it alive
+        self._seen: dict[str, tuple[float, set[float]]] = {}
+        self._left = _LOOKS
+
+    @only_looks
+    def look(self, state: Mapping[str, Any]) -> None:
+        """Log those that do not follow their variables, once. On the thread of the program, below its call of save."""
+        if not self._left:
+            return
+        self._left -= 1
+        if id(state) != self._state:
+            numbers = {name: value for name, value in state.items() if type(value) in (int, float)}
+            self._state, self._seen = id(state), {name: (value, set()) for name, value in numbers.items()}
+        self._seen = {name: each for name, each in self._seen.items() if state.get(name) == each[0]}
+        for name, value in _variables(self._seen).items():
+            saved, others = self._seen[name]
+            others |= {value} - {saved}
+            if len(others) == _SEEN:
+                self._left = 0
+                _log.warning(
+                    "stagereg: %r in the state is %r in each checkpoint so far, and the variable %s of the program is "
+                    "%r by now. A number in the state stays what it was when the dict was made: write state[%r] = %s "
+                    "before each save, or make a new dict for it.",
+                    *(name, saved, name, value, name, name),
+                )
+
+
+def _variables(names: Iterable[str]) -> dict[str, float]:
+    """Return those variables of the program which are numbers."""
+    found = search_program(lambda space: {name: space[name] for name in names if name in space})
+    return {name: value for name, value in found.items() if type(value) in (int, float)}
+
+
+def search_program(find: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what ``find`` returns of the variables of the function that calls the package, its module's among them."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stagereg."):
+        frame = frame.f_back
+    own: Any = frame.f_locals
+    found = find(ChainMap(own, frame.f_globals))
+    # Until Python 3.12 this is a dict that the frame keeps, and with it all tensors; the program may have it, too.
+    if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) <= 3:
+        own.clear()
+    return found

@@ -1,0 +1,1 @@
+"""Interop: checkpoints of plain torch, safetensors files, and reading a checkpoint outside a run."""

@@ -1,0 +1,235 @@
+"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for readers of safetensors.
+
+One process without a process group writes the files; sharded tensors become whole. A ``.pt`` holds everything, and so
+does the memory of the process for a while. A ``.safetensors`` holds tensors only, and is written tensor by tensor
+(layout: huggingface.co/docs/safetensors, "Format"); several files get an index, as transformers reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import torch
+
+import stagereg.checkpoint.format.encoding as encoding
+from stagereg.checkpoint.format.damage import refusing
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.manifest import new_token
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.store.advice import causes
+from stagereg.errors import CheckpointError, reason
+from stagereg.extensions.interop.opened import OpenCheckpoint, tensors_of
+from stagereg.extensions.interop.safetensors import DTYPES, METADATA, head
+from stagereg.kernel.memory import view_of
+
+SAFETENSORS = ".safetensors"
+SUFFIXES = (".pt", ".pth", SAFETENSORS)  # what a file may be called
+_INDEX = ".index.json"
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # an eight-bit one has scales beside it
+_Kinds: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
+_Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
+
+
+class TensorOptions(NamedTuple):
+    """How tensors get into a ``.safetensors``."""
+
+    dtype: torch.dtype | None = None  # of floating-point tensors of 16 bits or more; ``None`` for what they have
+    # how many bytes of tensors a file may have, if there may be several; a tensor is not divided
+    file_bytes: int | None = None
+
+
+class Exported(NamedTuple):
+    """The result of :func:`export`."""
+
+    names: list[str]  # of the state, those of which something is in the files
+    left_out: list[str]  # dotted names of what such a file cannot hold
+    files: list[Path]  # what was written; the last one is what to open
+
+
+def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
+    """Write a checkpoint, or ``only`` one entry of it under its own names, to the file ``out``, or to several.
+
+    The suffix, one of :data:`SUFFIXES`, is the format; ``options`` are for a ``.safetensors``. ``replace``: existing
+    files may be replaced. Do not use ``checkpoint`` afterwards. Raises: ``CheckpointError``, ``OSError``.
+    """
+    parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
+    if out.suffix != SAFETENSORS:
+        known: dict[int, tuple[Any, Any]] = {}
+        with refusing(checkpoint.path):
+            checkpoint.files.read([leaf for structure in parts.values() for leaf in encoding.marks(structure)])
+            state = {name: _without_numpy(encoding.fill(structure), known) for name, structure in parts.items()}
+        _write({out: partial(_write_pt, state if only is None else state[only])}, [out], replace)
+        return Exported(sorted(state), [], [out])
+    prefix = "" if only is None else f"{only}."
+    part_of = {name: part for part, structure in parts.items() for name, _ in encoding.leaves(structure, part)}
+    tensors = tensors_of(parts)
+    others = sorted(name.removeprefix(prefix) for name in part_of.keys() - tensors.keys())
+    leaves = {name.removeprefix(prefix): leaf for name, leaf in tensors.items()}
+    if not leaves:
+        raise CheckpointError(
+            f"There is no tensor {'in it' if only is None else f'in {only!r}'}; a .pt has other values."
+        )
+    contents = _tensor_files(checkpoint, leaves, out, options)
+    _write(contents, _family(out), replace)
+    return Exported(sorted({part_of[name] for name in tensors}), others, [*contents])
+
+
+def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
+    """Fill files beside their paths and flush them; when all are on the disk, rename them one after the other.
+
+    A single file is replaced in one step. Before several, all of ``former`` is deleted, so no new file ever stands
+    beside an old one that it does not belong to.
+    """
+    _expect_free(former, replace)
+    beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}
+    try:
+        for out, write in contents.items():
+            with beside[out].open("xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        _expect_free(former, replace)
+        for path in former:
+            if [path] != [*contents]:
+                path.unlink(missing_ok=True)
+        for out, path in beside.items():
+            path.replace(out)
+    finally:
+        for path in beside.values():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _expect_free(paths: Iterable[Path], replace: bool) -> None:
+    for there in filter(os.path.lexists, paths):
+        if there.is_dir() and not there.is_symlink():
+            raise CheckpointError(f"{there} is a directory, and must be a file: choose another path.")
+        if not replace:
+            raise CheckpointError(f"{there} is there already; --force replaces it.")
+
+
+# -- safetensors
+
+
+def _tensor_files(
+    checkpoint: OpenCheckpoint, leaves: Mapping[str, Leaf], out: Path, options: TensorOptions
+) -> _Contents:
+    kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
+    for name, (dtype, _) in kinds.items():
+        if dtype not in DTYPES or name == METADATA:
+            raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
+        if leaves[name].stored.is_subclass:
+            raise CheckpointError(f"safetensors cannot hold {name!r}, a tensor that wraps others; write a .pt")
+    about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
+    divided = _divided(kinds, options.file_bytes)
+    paths = [out] if len(divided) == 1 else [_numbered(out, i, len(divided)) for i in range(1, len(divided) + 1)]
+    by_path = dict(zip(paths, divided, strict=True))
+    contents: _Contents = {
+        path: partial(_write_tensors, checkpoint.files, leaves, each, about) for path, each in by_path.items()
+    }
+    if len(divided) > 1:
+        contents[out.with_name(out.name + _INDEX)] = partial(_write_index, by_path)
+    return contents
+
+
+def _dtype(leaf: Leaf, wanted: torch.dtype | None) -> torch.dtype:
+    own: torch.dtype = leaf.stored.dtype
+    return wanted if wanted is not None and own in _CAST else own
+
+
+def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
+    """Divide tensors, in their order, among files of at most ``most`` bytes; a larger tensor has one of its own."""
+    divided: list[_Kinds] = [{}]
+    size = 0
+    for name, (dtype, shape) in kinds.items():
+        nbytes = shape.numel() * dtype.itemsize
+        if most is not None and divided[-1] and size + nbytes > most:
+            divided.append({})
+            size = 0
+        divided[-1][name] = dtype, shape
+        size += nbytes
+    return divided
+
+
+def _numbered(out: Path, number: int, count: int) -> Path:
+    """Return the path of one of several files, named as transformers and huggingface_hub name them."""
+    return out.with_name(f"{out.stem}-{number:05}-of-{count:05}{SAFETENSORS}")
+
+
+def _family(out: Path) -> list[Path]:
+    """Return the paths of what stands for ``out``: the index, the file itself, and those of several that are there."""
+    pattern = re.escape(out.stem) + r"-\d{5}-of-\d{5}" + re.escape(SAFETENSORS)
+    several = sorted(path for path in out.parent.iterdir() if re.fullmatch(pattern, path.name))
+    return [out.with_name(out.name + _INDEX), out, *several]
+
+
+def _write_tensors(
+    files: CheckpointFiles, leaves: Mapping[str, Leaf], kinds: _Kinds, about: Mapping[str, str], file: IO[bytes]
+) -> None:
+    # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    file.write(head({name: kinds[name] for name in order}, about))
+    for name in order:
+        leaf = leaves[name]
+        with refusing(f"{name!r:.100} of {files.path}"):
+            files.read([leaf])
+        if leaf.value.numel():
+            file.write(view_of(_cast(name, leaf.value, kinds[name][0]).contiguous()))
+        leaf.value = None
+
+
+def _cast(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = x.to(dtype)
+    # In two steps: isinf takes memory.
+    if cast is not x and bool(cast.isinf().any()) and bool((cast.isinf() & ~x.isinf()).any()):
+        raise CheckpointError(f"{name!r:.100} has values that are too large for {dtype}; use another dtype.")
+    return cast
+
+
+def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
+    total = sum(shape.numel() * dtype.itemsize for kinds in divided.values() for dtype, shape in kinds.values())
+    names = {name: path.name for path, kinds in divided.items() for name in kinds}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
+    file.write(f"{text}\n".encode())
+
+
+def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """Return a structure, changed in place, with Python's numbers for NumPy's, which ``weights_only`` refuses.
+
+    ``known`` has containers by their ids, each with its result: what was read may have one in many places.
+    """
+    if not isinstance(value, (dict, list, tuple, set, frozenset)):
+        return value.item() if type(value).__module__ == "numpy" else value
+    if id(value) not in known:
+        made = value
+        known[id(value)] = value, made
+        if isinstance(value, (dict, list)):
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[key] = _without_numpy(item, known)
+        elif type(value) in (tuple, set, frozenset):
+            made = type(value)(_without_numpy(item, known) for item in value)
+        known[id(value)] = value, made
+    return known[id(value)][1]
+
+
+def _write_pt(state: Any, file: IO[bytes]) -> None:
+    """Write what ``torch.load(weights_only=True)`` takes, which is tried. Raises: ``CheckpointError``, ``OSError``."""
+    try:
+        torch.save(state, file)
+    except Exception as error:  # also of torch's archive, which could not be ended after what the file has raised
+        failed = next((each for each in causes(error) if isinstance(each, OSError)), None)
+        text = f"torch.save cannot write it ({reason(error)}); a .safetensors has the tensors alone."
+        raise failed or CheckpointError(text) from (None if failed else error)
+    file.flush()
+    try:
+        torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        text = f"torch.load(weights_only=True) would refuse it ({reason(error)}); a .safetensors has the tensors alone."
+        raise CheckpointError(text) from error

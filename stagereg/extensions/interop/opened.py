@@ -1,0 +1,156 @@
+"""A checkpoint as a mapping of names to tensors, for evaluation and surgery; :mod:`.opening` opens it.
+
+One process without a process group reads a checkpoint of any number of ranks. Opening reads the manifest and the index;
+a tensor is read, or mapped from a local file, when it is accessed. Names are those of ``stagereg convert``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+import stagereg.checkpoint.format.encoding as encoding
+import stagereg.checkpoint.load.placing as placing
+import stagereg.checkpoint.state.entries as entries
+from stagereg.checkpoint.format.damage import VerificationResult, refusing
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.manifest import Manifest
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.errors import CheckpointError, ClosedError, listed, nearest
+from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp
+from stagereg.extensions.interop.torch_directories import DCP_WRITER
+
+_log = logging.getLogger(__name__)
+
+
+class OpenCheckpoint(Mapping[str, torch.Tensor]):
+    """The content of a checkpoint, read when it is accessed; a context manager. One thread at a time.
+
+    ``checkpoint["model.0.weight"]`` is the tensor with that dotted name, whole and on the CPU. Writing to it never
+    changes the checkpoint; a mapped tensor shares its memory with later accesses of the same name. Tensors stay after
+    :meth:`close`.
+
+    Attributes:
+        path: the directory of the checkpoint, a path or a URL.
+        manifest: its manifest; ``None`` if plain torch wrote the directory.
+        verified: whether the content of every file was compared with its checksum.
+        entries: the names that the state had.
+        files: the files that the tensors are read from.
+        structures: the entries by name, with a :class:`.Leaf` for each tensor and object, which are not read.
+    """
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        structures: Mapping[str, Any],
+        manifest: Manifest | None,
+        verified: bool,
+        reading: ExitStack,
+    ) -> None:
+        self.path, self.manifest, self.verified = files.path, manifest, verified
+        self.entries = tuple(structures)
+        self.files, self.structures = files, structures
+        self._tensors, self._reading = tensors_of(structures), reading
+        self._closed = False
+
+    @property
+    def step(self) -> int | None:
+        """The training step, by the manifest."""
+        return None if self.manifest is None else self.manifest.step
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            more = f" entry({name!r}) returns it." if name in self.structures else nearest(name, self._tensors)
+            raise KeyError(f"{self.path} has no tensor {name!r:.100}.{more}")
+        found: torch.Tensor = self._read(self._tensors[name])
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def entry(self, name: str, rank: int | None = None) -> Any:
+        """Return what was saved under a name of the state: a plain value, or a state dict, its tensors as in ``self``.
+
+        Args:
+            name: one of ``entries``; with ``rank`` also what :func:`stagereg.per_rank` has marked.
+            rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
+
+        Raises:
+            CheckpointError: there is no such name, or it cannot be read.
+        """
+        with refusing(f"{name!r:.100} of {self.path}"):
+            structure = copy.deepcopy(self.structure(name, rank))
+            for leaf in encoding.marks(structure):
+                leaf.value = self._read(leaf)
+            return encoding.fill(structure)
+
+    def structure(self, name: str, rank: int | None = None) -> Any:
+        """Return the structure of an entry, as :meth:`entry`. Raises: ``CheckpointError`` if there is no such name."""
+        own = name if rank is None else entries.rank_name(name, rank)
+        if own in self.structures:
+            return self.structures[own]
+        if name not in self.structures:
+            known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
+            raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
+        return self.structures[name] if self.manifest is None else placing.entry_structure(self.files, name, rank)
+
+    def close(self) -> None:
+        """Close the files. Nothing can be read any more."""
+        self._closed = True
+        self.files.close()
+        self._reading.close()
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<checkpoint {self.path}{step}: {listed(self.entries)}>"
+
+    def _read(self, leaf: Leaf) -> Any:
+        if self._closed:
+            raise ClosedError(f"{self.path} was closed; open it again.")
+        with refusing(f"{leaf.name!r:.100} of {self.path}"):
+            if (found := self.files.mapped(leaf.stored)) is not None:
+                return found
+            wanted = Leaf(leaf.name, leaf.stored)
+            self.files.read([wanted])
+        return wanted.value
+
+
+def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
+    """Open a checkpoint that was found to be good; takes over what is in ``reading``. Raises: ``CheckpointError``."""
+    if chosen.writer:
+        if is_url(chosen.path):
+            raise CheckpointError(f"torch wrote {chosen.path}, which is read from a local directory only: copy it.")
+        files, structures = open_plain_dcp(chosen.path)
+        verified = verify and chosen.writer == DCP_WRITER
+        return OpenCheckpoint(files, by_name(files, structures), None, verified, reading.pop_all())
+    assert chosen.checkpoint is not None
+    try:
+        files = CheckpointFiles.of(chosen.checkpoint, DcpStorage())
+    except OSError as error:
+        more = "If a run has just deleted it, there is a newer one: try again."
+        raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
+    return OpenCheckpoint(files, placing.entry_structures(files), chosen.manifest, verify, reading.pop_all())
+
+
+def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:
+    every = (each for name, structure in structures.items() for each in encoding.leaves(structure, name))
+    return {name: leaf for name, leaf in every if type(leaf) is Leaf and leaf.stored.dtype is not None}

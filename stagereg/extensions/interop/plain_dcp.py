@@ -1,0 +1,163 @@
+"""Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
+
+torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` is read by
+:mod:`~stagereg.checkpoint.format.torch_metadata`, and values by :mod:`~stagereg.checkpoint.format.pickled`. As in
+torch, integer keys have become text, and empty containers are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint.metadata as torch_metadata
+from torch.distributed.checkpoint._traverse import set_element
+
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
+from stagereg.base.small_files import read_small
+from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
+from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
+from stagereg.checkpoint.format.manifest import MANIFEST, METADATA
+from stagereg.checkpoint.format.pickled import QUANTIZED
+from stagereg.checkpoint.format.torch_metadata import METADATA_BYTES, loads
+from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.errors import CheckpointError, reason
+
+_EMPTY = 10_000  # items of lists of which nothing is saved
+_LONGEST_OPTION = 1 << 20  # values and characters that are shown of an option of a group
+
+
+def is_plain_dcp(path: str) -> bool:
+    """Whether it is a local directory that plain torch wrote, and not a checkpoint of this project."""
+    folder = Path(path).expanduser()
+    return (folder / METADATA).is_file() and not any((folder / name).exists() for name in (INDEX, MANIFEST))
+
+
+def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
+    """Return the files of a directory, and the unread structure of its state. Raises: ``CheckpointError``."""
+    folder = Path(path).expanduser()
+    try:
+        metadata = loads(read_small(os.path.realpath(folder / METADATA), METADATA_BYTES))
+        places = _quantized_as_objects(metadata).items()
+        results = [ArchiveResult(each, info.length, _located(folder, info)) for each, info in places]
+        content = tables(metadata, [results], _pickled(metadata))
+        sizes = {name: os.stat(name).st_size for name in content["files"]}
+        files = CheckpointFiles(path, Index({**content, "state": {}}, sizes))
+        ways = {name: (metadata.planner_data or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
+        _expect_apart(ways)
+        state: dict[str, Any] = {}
+        for name, way in ways.items():
+            set_element(state, way, Leaf(name, files.index.find(name)))
+    except Exception as error:
+        raise CheckpointError(f"{path} was not read: {reason(error)[:400]}") from error
+    return files, state
+
+
+def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
+    """Raise ``ValueError`` for two in one place, and for many more containers, or items of lists, than are saved."""
+    inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
+    for name, way in ways.items():
+        if len(way) > DEEPEST:
+            raise ValueError(f"{name!r:.100} is said to be in more than {DEEPEST} containers inside each other")
+        for at, key in enumerate(way):
+            inside[way[:at]].update([key] if type(key) is int else ())
+        if len(inside) > 8 * len(ways) + _EMPTY:
+            raise ValueError("its values are said to be in more containers than there can be")
+    if len({*ways.values()}) < len(ways) or any(way in inside for way in ways.values()):
+        raise ValueError("two of its values are said to be in one place")
+    if sum(max(keys) + 1 - len(keys) for keys in inside.values() if keys) > len(ways) + _EMPTY:
+        raise ValueError("its values are said to be in lists with more items than there are")
+
+
+def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return structures with the states of optimizers as torch has them, by the names of parameters.
+
+    Reads the options of groups: flattened parameters with the same options are one group. Raises: as ``files.read``.
+    """
+    found = {}
+    for name, value in structures.items():
+        if not isinstance(value, dict):
+            found[name] = value
+        elif any(key.split(".")[0] == "param_groups" for key in value):
+            dotted = {".".join(map(str, path)): leaf for path, leaf in walk(value)}
+            options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
+            if not options:  # no groups, of which an empty list was saved
+                found[name] = value
+                continue
+            files.read([*options.values()])
+            plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
+            for key, option in plain.items():
+                _expect_short_option(key, option)
+            saved = optimizer_forms.of_dotted({**dotted, **plain})
+            found[name] = _with_all(optimizer_forms.as_torchs(saved), value)
+        else:
+            found[name] = by_name(files, value)
+    return found
+
+
+def _expect_short_option(key: str, option: Any) -> None:
+    """Raise ``CheckpointError`` for a value that would take much memory to show, as what is in it many times does."""
+    left, length = [option], 0
+    while left:
+        value = left.pop()
+        length += len(value) if isinstance(value, (str, bytes, bytearray)) else 1
+        if isinstance(value, (dict, list, tuple, set)):
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+        if length + len(left) > _LONGEST_OPTION:
+            raise CheckpointError(f"the option {key:.100} of an optimizer is too large to be one.")
+
+
+def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with all that is of no parameter in the state dict of an optimizer that is not flattened."""
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, dict) or groups is None:
+        return {**saved}
+    known = {param for group in saved["param_groups"] for param in group["params"]}
+    own = {key: each for key, each in state.items() if key not in known}
+    return {**value, **saved, "state": {**saved["state"], **own}}
+
+
+def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
+    """Make quantized tensors objects in the metadata, since archives have their scales, and return all places."""
+    quantized = {
+        name: torch_metadata.BytesStorageMetadata()
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, torch_metadata.TensorStorageMetadata)
+        and entry.properties.dtype in QUANTIZED
+        and len(entry.chunks) == 1
+    }
+    metadata.state_dict_metadata.update(quantized)
+    places = metadata.storage_data.items()
+    return {replace(index, offset=None) if index.fqn in quantized else index: info for index, info in places}
+
+
+def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
+    """Return the names of objects, and of tensors whose archives are too short for the elements: these wrap others."""
+    lengths: Counter[str] = Counter()
+    for index, info in metadata.storage_data.items():
+        lengths[index.fqn] += info.length
+    return {
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if not isinstance(entry, torch_metadata.TensorStorageMetadata)
+        or lengths[name] <= entry.size.numel() * entry.properties.dtype.itemsize
+    }
+
+
+def _located(folder: Path, info: Any) -> Any:
+    """Return where something lies, with the real path of the file, which the one in the directory may be a link to."""
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
+    return replace(info, relative_path=_real_path(folder, info.relative_path))
+
+
+@cache
+def _real_path(folder: Path, name: str) -> str:
+    if Path(name).name != name:
+        raise CheckpointError(f"it names {name[:100]!r}, which is no file of the directory.")
+    return str((folder / name).resolve())

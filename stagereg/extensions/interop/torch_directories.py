@@ -1,0 +1,99 @@
+"""Directories that ``torch.distributed.checkpoint`` wrote, with :class:`stagereg.DcpWriter` or torch's own writer.
+
+They have no manifest, and no run counts, replaces or deletes them. ``DcpWriter`` writes size and checksum of each file.
+torch's own writer writes no checksums: its ``.metadata`` names the files, and the byte at which each ends at the least.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+from stagereg.checkpoint.format.damage import VerificationResult, damage_of, differences
+from stagereg.checkpoint.format.manifest import (
+    CHECKSUMS,
+    LATEST_TIME,
+    MANIFEST,
+    METADATA,
+    FileDigest,
+    Manifest,
+    plain_name,
+    step_of,
+    step_within,
+)
+from stagereg.checkpoint.format.unpickler import expect_metadata
+from stagereg.checkpoint.store.backend import Backend
+from stagereg.errors import MALFORMED
+
+DCP_WRITER, TORCH = "DcpWriter", "torch"
+_INDEX = "index.json"  # as `format.index` has it, which imports torch
+_MOST_BYTES = 1 << 30  # a longer file is not read
+
+
+def is_of_torch(path: str, names: Collection[str]) -> bool:
+    """Whether torch wrote a directory with these files. A name with a token is of a ``Checkpointer`` that writes it."""
+    name = path.rpartition("/")[2]
+    has_token = step_of(name) is not None and name != plain_name(name)
+    return not has_token and not {MANIFEST, _INDEX} & {*names} and bool({METADATA, CHECKSUMS} & {*names})
+
+
+def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
+    """Return the condition of such a directory, of which a listing says ``there``.
+
+    If ``.metadata`` or the checksums cannot be read, the manifest of the condition has no files.
+    """
+    step = step_within(path.rpartition("/")[2]) or 0
+    name = CHECKSUMS if CHECKSUMS in there else METADATA
+    writer, storage = (DCP_WRITER, "dcp") if name == CHECKSUMS else (TORCH, "torch_dcp")
+    manifest, wrong = Manifest(step, 0, 0, {}, storage, _modified(f"{path}/{name}")), {}
+    try:
+        content = _read(backend, path, name, there[name])
+        if writer == DCP_WRITER:
+            manifest = Manifest.loads(content)
+            wrong = differences(manifest, there)
+        else:
+            manifest, wrong = _of_torch(manifest, content, path, there)
+    except OSError as error:
+        wrong = {name: damage_of(error)}
+    except MALFORMED as error:
+        wrong = {name: f"damaged ({error})"}
+    return VerificationResult(path, manifest, wrong, writer)
+
+
+def _of_torch(
+    manifest: Manifest, content: bytes, path: str, there: Mapping[str, int | str]
+) -> tuple[Manifest, dict[str, str]]:
+    """Return the manifest with the files as they are, and what is wrong with them."""
+    expect_metadata(content)
+    from stagereg.checkpoint.format.torch_metadata import file_sizes  # imports torch
+
+    least = {METADATA: len(content), **file_sizes(content)}
+    found = {name: _followed(f"{path}/{name}", there[name]) for name in least if name in there}
+    for name, size in least.items():
+        seen = found.get(name)
+        manifest.files[name] = FileDigest(max(size, seen) if isinstance(seen, int) else size, 0)
+    return manifest, differences(manifest, found)
+
+
+def _read(backend: Backend, path: str, name: str, there: int | str) -> bytes:
+    if isinstance(there, str):
+        raise ValueError(there)
+    if there > _MOST_BYTES:
+        raise ValueError(f"it has {there:,} bytes")
+    return backend.read(f"{path}/{name}")
+
+
+def _followed(path: str, there: int | str) -> int | str:
+    """Return the size of the file that a link leads to: torch reads through links, and so does a restore."""
+    try:
+        return os.stat(path).st_size if os.path.islink(path) else there
+    except OSError as error:
+        return damage_of(error)
+
+
+def _modified(path: str) -> int:
+    """Return when a local file was written, in whole seconds since the epoch; 0 if that is unknown."""
+    try:
+        return min(max(0, int(os.stat(path).st_mtime)), LATEST_TIME)
+    except OSError:
+        return 0

@@ -1,0 +1,186 @@
+"""All ranks exit at the same step when any of them was signalled: :class:`PreemptionConsensus` agrees on that step.
+
+About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
+one call and read in the next, so no rank waits for it while the ranks go in step. How many calls lie between two
+exchanges follows from the slowest rank's time of a step, which is exchanged along; so all ranks begin and read in the
+same calls, and learn of a signal at the same step, the one to save and exit at. What each rank has computed in a step
+goes along too, so that rank 0 can name those that the others wait for (:mod:`.stragglers`). A rank that has left its
+loop, in a join, takes part by :class:`.OperationLog`; of an exchange that a rank is missing from the wait
+is bounded, and it is the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import stagereg.base.record as record
+import stagereg.base.shutdown as shutdown
+import stagereg.extensions.recovery.rank_failure as loss
+from stagereg.base.option_text import option
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.ranks.requests import OperationLog
+from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
+from stagereg.extensions.preemption.signals import SIGNALS, PreemptionHandler
+from stagereg.extensions.preemption.stragglers import BusyClock, Stragglers
+from stagereg.join.broken import is_lost_connection
+from stagereg.launch.rank import torchrun_note
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0  # from one exchange to the next
+_MOST_CALLS = 64  # from one exchange to the next: steps may become slower than those that were measured
+_PATIENCE_S = 60.0  # for the ranks that have not come: far more than they are apart where they train in step
+
+
+class PreemptionConsensus:
+    """Whether the ranks are to save and exit; for the training thread. Signals are handled until ``close``.
+
+    ``grace_s`` and ``describe_newest`` are for the :class:`.PreemptionHandler`.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str], requests: OperationLog
+    ) -> None:
+        self.agreed: signal.Signals | None = None  # the signal to exit for, on all ranks from the same step on
+        self._ranks = ranks  # on whose group nothing else is exchanged
+        self._requests = requests
+        self._handler = PreemptionHandler(grace_s, describe_newest)
+        self._handler.listen()
+        weakref.finalize(self, self._handler.close)
+        self._exchanging = True
+        self._asked: int | None = None
+        self._calls = 0  # since the last exchange began
+        self._next = 1
+        self._since = record.now()
+        self._busy = BusyClock()
+        self._stragglers = Stragglers(ranks.machine_of)
+        self._pending: Callable[[float], list[float]] | None = None
+
+    def signal_flags(self) -> list[float]:
+        """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
+        return [float(self._handler.received == each) for each in SIGNALS]
+
+    def _update(self, flags: Sequence[float]) -> None:
+        """Take up the flags of all ranks, added up or the greatest of each; the same on all ranks, at the same step."""
+        for number, signalled in zip(SIGNALS, flags, strict=True):
+            if signalled > 0 and self.agreed is None:
+                self.agreed = number
+                self._handler.reports = self._ranks.rank == 0
+                self._handler.start_grace(number)
+
+    def agreed_at(self, step: int) -> bool:
+        """Whether to exit after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
+        self._asked = step
+        if self.agreed is None and self._exchanging:
+            if self._ranks.size == 1:
+                self._update(self.signal_flags())
+            else:
+                self._exchange()
+        return self.agreed is not None
+
+    def agreed_before_save(self, step: int) -> bool:
+        """Likewise, of a step that is about to be saved: there are programs that never ask whether a save is due."""
+        return self.agreed is not None if step == self._asked else self.agreed_at(step)
+
+    def exit(self, step: int, directory: str, failure: Exception | None, resume: str | None) -> NoReturn:
+        """Exit with the other ranks, for which this waits as long as the handler lets it.
+
+        ``resume`` is the option of the run, ``None`` if the run has not called ``restore()``.
+
+        Raises ``Preempted`` where it is saved, and ``Stopped`` where it is not.
+        """
+        assert self.agreed is not None
+        if failure is None:
+            self._handler.set_saved()
+        if self._ranks.size > 1:
+            # A peer that leaves seconds later would take the end of this one for a failure.
+            with contextlib.suppress(CheckpointError, RuntimeError):
+                # Like an exchange in size: gloo ends a process in which two of different sizes meet.
+                self._ranks.max_async(self._sent())()
+        if failure is None:
+            exception: SystemExit = Preempted(step, directory, self.agreed)
+        else:
+            exception = Stopped(self.agreed, reason(failure))
+        shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
+        if self._ranks.rank == 0:
+            other = failure is None and resume not in (None, "auto", "latest")  # the same command would not go on
+            how = f"; to resume from there, start the run with {option('checkpoint.resume', 'auto')}" * other
+            _log.warning("stagereg: %s%s%s", exception, how, torchrun_note() if failure is None else "")
+        raise exception from failure
+
+    def follow(self) -> None:
+        """Take part in the exchanges that ranks in the loop have begun; on a rank that has left it."""
+        if self.agreed is not None or not self._exchanging:
+            return
+        try:
+            self._read_exchange()
+            while self._requests.take_next() is not None:
+                self._begin_exchange()
+                self._read_exchange()
+        except (CheckpointError, RuntimeError) as error:
+            self._give_up(error)
+
+    def loop_ended(self) -> None:
+        """Count the calls anew, which only ranks in the loop have made. On all ranks."""
+        self.follow()
+        self._calls, self._since = 0, record.now()
+
+    def look_for_missed(self) -> None:
+        """Take part in an exchange that this rank has passed over, or others would wait. On the background thread."""
+        if self._requests.take_missed() is not None:
+            self._begin_exchange()
+
+    def close(self) -> None:
+        """This rank calls no more, and handles no signals. Twice is harmless."""
+        self._exchanging = False
+        self._handler.close()
+
+    def _exchange(self) -> None:
+        self._calls += 1
+        try:
+            self._read_exchange()
+            if self.agreed is None and self._calls >= self._next:
+                self._requests.post()
+                self._begin_exchange()
+        except (CheckpointError, RuntimeError) as error:
+            self._give_up(error)
+
+    def _begin_exchange(self) -> None:
+        now = record.now()
+        busy_s, calls = self._busy.lap(), self._calls
+        sent = self._sent((now - self._since) / calls, busy_s / calls) if calls else self._sent()
+        self._since, self._calls = now, 0
+        self._pending = self._ranks.max_async(sent)
+
+    def _sent(self, step_s: float = 0.0, busy_s: float = 0.0) -> list[float]:
+        """Return what this rank gives to an exchange: the time of a step, and in a place of its own what is its own."""
+        own = [0.0] * self._ranks.size
+        own[self._ranks.rank] = busy_s
+        return [*self.signal_flags(), step_s, *own]
+
+    def _read_exchange(self) -> None:
+        """Wait for what was exchanged last, if that is still to be read."""
+        if self._pending is not None:
+            found = self._pending(_PATIENCE_S)
+            signalled, (step_s, *busy_s) = found[: len(SIGNALS)], found[len(SIGNALS) :]
+            self._pending = None
+            self._update(signalled)
+            if self._ranks.rank == 0:
+                self._stragglers.add(self._asked or 0, record.now(), step_s, busy_s)
+            self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+
+    def _give_up(self, error: Exception) -> None:
+        if loss.is_expected() and is_lost_connection(error):
+            self._exchanging = False  # a launcher's SIGTERM must not end this rank before it has saved, and ended
+            return
+        self.close()
+        _log.warning(
+            "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on SIGTERM "
+            "and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each step.",
+            str(error).partition("\n")[0],
+        )

@@ -1,0 +1,310 @@
+"""The survivors' save: when ranks are lost, those that are left save the last whole step, if they hold all of it.
+
+No collective of training is used, which is broken. Each rank that is left has its optimizers wait, and posts in the
+store of the run which step it has (:class:`.StepSnapshot`). Who sees first that all have posted decides, for all, which
+ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is one as
+any other; its manifest names the ranks that are lost, and what of them is missing. It replaces nothing.
+
+If a network is cut, each side detects the failure of the other side. Only the side that reaches the rendezvous store of
+the run saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
+until its process has ended. If a file system keeps the lock of a machine that is gone, nothing is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+import stagereg.base.record as record
+import stagereg.checkpoint.state.entries as entries
+import stagereg.extensions.recovery.rank_failure as loss
+from stagereg.base.option_text import option
+from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.manifest import FileDigest, Manifest, new_token
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.committing import write_and_commit
+from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, StagedCopy
+from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.saver import Saver
+from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
+from stagereg.errors import CheckpointError, name_ranks, reason
+from stagereg.extensions.recovery.rank_failure import RankFailure
+from stagereg.extensions.recovery.step_snapshot import StepSnapshot
+from stagereg.launch.command_line import command_key
+from stagereg.launch.rank import is_consequence
+from stagereg.registry import build
+
+_log = logging.getLogger(__name__)
+
+_SETTLE_S = 1.0  # for the step that an optimizer is at
+_POLL_INTERVAL_S = 0.05
+_ALL = Keep(newest=1 << 62)  # retains every checkpoint
+
+
+class _SurvivorReport(NamedTuple):
+    """The post of a surviving rank: its step, the kinds of its tensors, and why the step is not whole."""
+
+    rank: int
+    step: int
+    kinds: str
+    why: str
+
+
+class _SavePlan(NamedTuple):
+    """The decision for all ranks: by step, the best step first, the ranks that save; or why no step is saved."""
+
+    token: str
+    tries: list[tuple[int, list[int]]]
+    why: str
+
+
+class Survivors:
+    """This rank's part. It is to be kept as long as there is something to save."""
+
+    def __init__(self, target: SaveTarget, saver: Saver, background: SaveThread) -> None:
+        self._target, self._saver, self._background = target, saver, background
+        self._whole, self._unnoted = StepSnapshot(saver.names), ""
+        self._publish = loss.expect(self) if target.ranks.size > 1 else None
+        if self._publish is not None:
+            saver.whole = self._note
+
+    def _note(self, step: int, state: Mapping[str, Any]) -> None:
+        assert self._publish is not None
+        try:
+            if self._whole.note(step, state):
+                self._publish(f"kinds/{self._target.ranks.rank}", self._whole.kinds)
+        except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
+            _log.debug("A step was not noted.", exc_info=error)
+            self._saver.whole, self._unnoted = None, f"a step could not be noted: {reason(error)}"
+
+    def save_after_loss(self, told: RankFailure) -> str:
+        """Save with the other ranks that are left; see :class:`.SavesAfterLoss`."""
+        store, ranks = told.store, self._target.ranks
+        if ranks.size != told.world_size:
+            return ""
+        own = self._post(told)
+        decided = self._decide(told, self._gather(told, own))
+        outcome = decided.why
+        for number, (step, chosen) in enumerate(decided.tries):
+            made = _Attempt(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token)
+            if told.rank in chosen:
+                self._save(made)
+            elif told.rank == 0:  # which has had it from the beginning
+                self._target.store.lock().release()
+            saved, outcome = made.outcome()
+            if saved is not None:
+                self._background.newest = saved
+                with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
+                    self._background.raise_failure()
+                break
+        return outcome
+
+    def _post(self, told: RankFailure) -> _SurvivorReport:
+        """Have the optimizers wait, and the saves under way fail, which wait for those who are lost."""
+        until = time.monotonic() + _SETTLE_S
+        while self._whole.is_written() and time.monotonic() < until:
+            time.sleep(_POLL_INTERVAL_S)
+        why = self._whole.hold() if self._saver.whole is not None else self._unnoted
+        for thread in (self._background, self._background.ahead):
+            if thread is not None:
+                thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
+        if not self._background.ends_by(time.monotonic() + told.notice_s):
+            why = why or "a save before has not ended"
+        step = self._whole.step
+        return _SurvivorReport(told.rank, -1 if step is None else step, self._whole.kinds, why)
+
+    def _gather(self, told: RankFailure, own: _SurvivorReport) -> list[_SurvivorReport]:
+        """Return what those who are left have posted, once all of them have, or the others are likely to be lost."""
+        told.store.append("posted", json.dumps(own) + "\n")
+        ends = time.monotonic() + told.notice_s
+        while True:
+            posted = [_SurvivorReport(*json.loads(line)) for line in told.store.get("posted").splitlines()]
+            lost = told.lost()
+            missing = {*range(told.world_size)} - {each.rank for each in posted} - lost.keys()
+            if not missing or time.monotonic() > ends:
+                return sorted(each for each in posted if each.rank not in lost)
+            time.sleep(_POLL_INTERVAL_S * (1 + told.world_size // 64))
+
+    def _decide(self, told: RankFailure, posted: Sequence[_SurvivorReport]) -> _SavePlan:
+        kinds = {each.rank: each.kinds for each in posted}
+        for rank in {*range(told.world_size)} - kinds.keys():
+            key = f"kinds/{rank}"
+            kinds[rank] = json.loads(told.store.get(key)) if told.store.check([key]) else ""
+        tries: dict[int, list[int]] = {}
+        whys: dict[str, list[int]] = {}
+        for each in posted:
+            tries.setdefault(each.step, []) if not each.why else None
+            (whys.setdefault(each.why, []) if each.why else tries[each.step]).append(each.rank)
+        for step, ranks in [*tries.items()]:
+            if alone := sorted(rank for rank, each in kinds.items() if each not in {kinds[of] for of in ranks}):
+                del tries[step]
+                whys["it had tensors that those with the step have not"] = alone
+        why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
+        why = why and f"Those who are left have no whole step: {why}."
+        own = _SavePlan(new_token(), sorted(tries.items(), reverse=True), why)
+        return _SavePlan(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
+
+    def _save(self, made: _Attempt) -> None:
+        """Save with the others of a try; its outcome is published by the first of them."""
+        try:
+            state = self._saver.state or {}
+            captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
+            if made.leads:
+                _add_positions(captured, lost, state, made)
+                made.begin(self._target, tier=self._background.ahead is not None)
+            if made.begun():
+                self._write(made, captured, lost)
+        except Exception as error:
+            _log.debug("A survivors' save failed.", exc_info=error)
+            if made.leads:
+                text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
+                made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
+
+    def _write(self, made: _Attempt, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
+        copy = StagedCopy(_on_host(captured))
+        copy.settled.set()
+        target = _SurvivorsTarget(self._target, _RanksLeft(made), made, lost, self._whole)
+        save = PendingSave(made.step, target, until=made.told.until, copy=copy)
+        began, nbytes = write_and_commit(save) or (0.0, 0)
+        record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
+        if made.leads and target.committed is not None:
+            missing = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in lost.items())
+            saved = f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}"
+            made.end(f"{saved}{''.join(missing)}. {made.exact}", made.step)
+
+
+class _Attempt:
+    def __init__(self, told: RankFailure, store: Any, step: int, ranks: list[int], token: str) -> None:
+        self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
+        self.leads = told.rank == ranks[0]
+        self.exact = ""  # a sentence on how to resume exactly
+        self._lock: StoreLock | None = None
+
+    def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return what is missing of each rank that is not in it."""
+        positions = entries.positions(state)
+        marked = [name for name, x in state.items() if isinstance(x, entries.PerRank) and name not in positions]
+        lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
+        return {str(rank): ["random numbers", *marked] for rank in lost}
+
+    def begin(self, target: SaveTarget, tier: bool) -> None:
+        """Have the others begin too, once the directory is this rank's to write to.
+
+        A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
+        is waited for, as long as one that is cut off needs to end, and then it is taken from it.
+        """
+        store, told = target.store, self.told
+        while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
+            left_s = told.until - time.monotonic()
+            if left_s < told.notice_s:
+                break  # to hear who has it
+            if left_s < 2 * told.notice_s and told.is_lost(holder.process):
+                store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
+            time.sleep(_POLL_INTERVAL_S)
+        self._lock = store.lock()
+        complete, _ = target.store.checkpoints()
+        exact = next((f"step {each.manifest.step}" for each in complete if not each.manifest.lacks), None)
+        sources = [each for each in (exact, tier and "a newer step of the tier") if each]
+        instead = f"resumes from {' or '.join(sources)} instead" if sources else "has nothing to resume from"
+        exact_only = option("checkpoint.restore.exact", True)
+        self.exact = f"A resume from it is not exact; with {exact_only} the run {instead}."
+        if any(each.manifest.step == self.step for each in complete):
+            self.end(f"Step {self.step} is saved in {target.where}.", self.step)
+        self.store.set("begun", "")
+
+    def begun(self) -> bool:
+        """Wait until it has begun; whether there is something left to do."""
+        self._wait("begun", "outcome")
+        return not self.store.check(["outcome"])
+
+    def end(self, outcome: str, saved: int | None = None) -> None:
+        """Publish what has come of it, unless that is done: the step that is ``saved``; if none, let others write."""
+        if self._lock is not None and saved is None:
+            self._lock.release()
+        self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
+
+    def outcome(self) -> tuple[int | None, str]:
+        self._wait("outcome")
+        saved, text = json.loads(self.store.get("outcome"))
+        return saved, text
+
+    def _wait(self, *keys: str) -> None:
+        while not any(self.store.check([key]) for key in keys):
+            if time.monotonic() > self.told.until:
+                raise CheckpointError(f"{name_ranks(self.ranks[:1])} has not saved in time")
+            time.sleep(_POLL_INTERVAL_S)
+
+
+class _RanksLeft(RankGroup):
+    """The ranks of a try, in a group of their own."""
+
+    def __init__(self, made: _Attempt) -> None:
+        self.limit = datetime.timedelta(seconds=max(1.0, made.told.until - time.monotonic()))
+        self.numbers, self.rank, self.size = made.ranks, made.ranks.index(made.told.rank), len(made.ranks)
+        self.group, self._store, self._why = None, made.store, ""
+        if self.size > 1:
+            known, everyone = dist.distributed_c10d._world.pg_map, dist.distributed_c10d._get_default_group()
+            known[everyone] = (known[everyone][0], made.store)  # in which torch makes a group
+            self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
+
+
+class _SurvivorsTarget(SaveTarget):
+    """The store, for one save, which nothing goes out for."""
+
+    def __init__(
+        self, target: SaveTarget, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
+    ) -> None:
+        super().__init__(target.store, _ALL, target.storage, ranks, made.token)
+        self._made, self._lost, self._whole = made, lost, whole
+
+    def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileDigest]:
+        self._whole.expect_unchanged()
+        return super().marks(path, results)
+
+    def manifest(self, step: int, files: dict[str, FileDigest]) -> Manifest:
+        size, command = self._made.told.world_size, command_key()
+        return Manifest(step, size, 0, files, self._storage_name, lost=self._lost, command=command)
+
+
+def _add_positions(
+    captured: dict[str, Any], lost: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
+) -> None:
+    """Add where the ranks that are lost are in the data, as follows from where this one is."""
+    own, size = made.told.rank, made.told.world_size
+    for name in entries.positions(state):
+        follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
+        for rank, missing in lost.items():
+            found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
+            if found is None:
+                raise CheckpointError(f"where rank {rank} was in {name!r} is not known")
+            captured[entries.rank_name(name, int(rank))], sure = found
+            is_exact = sure and not isinstance(state[name], entries.PerRank)  # which ranks may be at as they like
+            missing += [] if is_exact else [f"an exact position of {name}"]
+
+
+def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
+    """Return entries in host memory: nothing writes them any more, so what is there already is not copied."""
+    devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
+    if not devices:
+        return captured
+    with contextlib.ExitStack() as stack:  # not behind what waits on a stream for those who are lost
+        for device in devices:
+            stack.enter_context(torch.Stream(device))
+        staged: dict[str, Any] = build("stager", "blocking").stage(captured)
+    return staged
+
+
+def await_saved(error: BaseException | None) -> None:
+    """Wait for the save of those who are left, if ``error`` may come of a loss."""
+    if error is not None and is_consequence(error):
+        loss.await_saved()

@@ -1,0 +1,1 @@
+"""Retention by metric: which checkpoints stay, by what was logged about them."""

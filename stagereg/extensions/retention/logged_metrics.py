@@ -1,0 +1,77 @@
+"""The metrics that rank 0 logs (:func:`stagereg.log`) about the steps that are saved.
+
+A checkpoint has the metrics that were logged for its step before ``save`` was called. A value that is logged later is
+not part of that checkpoint, and a warning names it. If the step is saved again, the new checkpoint has the value.
+
+Memory is bounded: metrics are held of the newest steps and the newest saves, at most 256 of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from stagereg.base.option_text import option
+from stagereg.checkpoint.format.manifest import is_name
+
+_log = logging.getLogger(__name__)
+
+_STEPS = 64  # steps whose metrics are held before a save, and saves whose metrics are held
+_NAMES = 256  # metrics of a step
+_LATE = (
+    "stagereg: %s of step %d was logged after that step was saved, so the checkpoint does not have this value, and "
+    "%s and on_commit do not get it. Call stagereg.log before maybe_save or save."
+)
+
+
+class LoggedMetrics:
+    """The metrics of the steps of one checkpointer. Methods may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant, since a signal handler that logs may interrupt a log
+        self._logged: dict[int, dict[str, float]] = {}  # by step, the step logged last at the end
+        self._saved: dict[int, dict[str, float]] = {}  # by step, the step saved last at the end
+        self._late: set[str] = set()  # names that a warning has named
+        self._warned = False
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step; a later value of one name replaces the earlier one."""
+        with self._lock:
+            known = self._logged.pop(step, {})
+            _hold(self._logged, step, known)
+            for name, value in values.items():
+                if is_name(name) and (name in known or len(known) < _NAMES):
+                    known[name] = value
+                elif not self._warned:
+                    self._warned = True
+                    _log.warning("stagereg: checkpoints are without the metric %.60r: %d names a step", name, _NAMES)
+            late: set[str] = set()
+            if (saved := self._saved.get(step)) is not None and len(self._late) < _NAMES:
+                changed = {name for name in known.keys() & values if repr(saved.get(name)) != repr(known[name])}
+                late = changed - self._late  # compared as texts, since NaN differs from NaN
+                self._late |= late
+        if late:
+            _log.warning(_LATE, ", ".join(sorted(late)), step, option("checkpoint.keep"))
+
+    def begin_save(self, step: int) -> None:
+        """Fix the metrics of a step, since the step is being saved."""
+        with self._lock:
+            self._saved.pop(step, None)
+            _hold(self._saved, step, dict(self._logged.get(step, {})))
+
+    def of_step(self, step: int) -> dict[str, float]:
+        with self._lock:
+            return dict(self._saved.get(step, self._logged.get(step, {})))
+
+    def forget_steps(self) -> None:
+        """Forget all steps: a restore goes back, and the steps that follow are others."""
+        with self._lock:
+            self._logged.clear()
+            self._saved.clear()
+
+
+def _hold(steps: dict[int, dict[str, float]], step: int, values: dict[str, float]) -> None:
+    steps[step] = values
+    if len(steps) > _STEPS:
+        del steps[next(iter(steps))]

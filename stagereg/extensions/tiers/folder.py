@@ -1,0 +1,246 @@
+"""The parts of one run that lie on one machine: those that its own ranks wrote, and copies of other machines'.
+
+All processes of the run on this machine use the same folder, ``<dir>/<run>``. A part is written beside and becomes
+complete with its manifest, in one step, so a process that dies leaves complete parts and what :meth:`sweep` removes.
+A save has a folder of its own, by its token: nothing is overwritten, and a process that still writes although its run
+has been started again writes where nobody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import stat
+from collections.abc import Collection, Iterator, Sequence
+
+from stagereg.base.machine import boot_id
+from stagereg.base.option_text import option
+from stagereg.base.small_files import (
+    UnfitFileError,
+    discard,
+    read_small,
+    replace_small,
+    sync,
+    temporary_of,
+    warn_skipped,
+    write_new,
+)
+from stagereg.checkpoint.format.manifest import RUN, plain_name, step_of
+from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.lock import LOCK
+from stagereg.errors import CheckpointError
+from stagereg.extensions.tiers.part import Part, SaveId, is_manifest, manifest_name
+
+_log = logging.getLogger(__name__)
+
+NOTE = RUN  # in the folder of the run, in the folder of the tier, and in the store
+BOOT = ".boot"  # notes since which boot the folder of a run is there, where files do not outlive one
+_COPIED = ".copied"
+_RECEIVED = ".received"
+_HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # a save that is being deleted
+_PRIVATE = 0o600
+_MANIFEST_BYTES = 1 << 28  # bound for the manifest of a part; a block of 4 MiB takes some ten bytes
+
+
+class MachineFolder:
+    """Those of one run. Errors are ``OSError``.
+
+    Others may be able to rename the folder, so what is read in it must be this user's, file by file.
+
+    Args:
+        root: the folder of the tier, for all runs.
+        run: the run's id.
+        durable: whether files are flushed, and so outlive a reboot; else what is from before one is void.
+    """
+
+    def __init__(self, root: str, run: str, durable: bool) -> None:
+        self.path, self._durable = f"{root}/{run}", durable
+
+    def make(self, save: SaveId | None = None) -> None:
+        """Make the folder, and that of a save, also if it was deleted while the run continues.
+
+        Raises: ``CheckpointError`` if the folder is not this user's alone.
+        """
+        make_private(self.path)
+        if not self._durable and not os.path.lexists(f"{self.path}/{BOOT}"):
+            self._replace(self.path, BOOT, boot_id())
+        if save is not None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.directory(save), 0o700)
+
+    def prepare(self) -> None:
+        """Make the folder; delete what a reboot has made void. Raises as :meth:`make`."""
+        make_private(self.path)
+        since = read_own(f"{self.path}/{BOOT}").decode(errors="replace")
+        if not self._durable and since != boot_id():
+            if since:
+                _log.warning("stagereg: %s is from before a reboot, and what was in memory then is void.", self.path)
+                os.unlink(f"{self.path}/{BOOT}")
+            self.delete((), keep=True)
+        self.make()
+
+    def directory(self, save: SaveId) -> str:
+        """Return the full path of the folder of a save; makes nothing."""
+        return f"{self.path}/{save.folder}"
+
+    def parts(self) -> list[Part]:
+        """Return the complete parts, the latest first: all files are there, and have their sizes."""
+        found = [part for name in self._saves() for part in _parts_in(f"{self.path}/{name}")]
+        return sorted(found, key=lambda each: (each.save.order, -each.rank), reverse=True)
+
+    def find(self, save: SaveId, rank: int) -> Part | None:
+        """Return the part of a rank in a save, if it is here and complete."""
+        return _complete_part(self.directory(save), manifest_name(rank))
+
+    def complete(self, part: Part, received: bool = False) -> None:
+        """Make a part complete whose files are in :meth:`directory`, each flushed if this is durable."""
+        folder = self.directory(part.save)
+        if received:
+            with contextlib.suppress(FileExistsError):
+                write_new(f"{folder}/{manifest_name(part.rank)}{_RECEIVED}", b"", _PRIVATE, flush=False)
+        self._replace(folder, manifest_name(part.rank), part.dumps())
+        if self._durable:
+            sync(self.path)
+        failpoint("part")
+
+    def note_copied(self, part: Part, machines: Sequence[str]) -> None:
+        """Note which machines have acknowledged a copy of an own part; the last call holds."""
+        self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
+
+    def delete(self, saves: Collection[str], keep: bool = False) -> None:
+        """Delete the folders of these saves, by :attr:`.SaveId.folder`; with ``keep`` all others. Raises nothing."""
+        with contextlib.suppress(OSError):
+            for name in self._saves():
+                if (name in saves) != keep:
+                    gone = f"{self.path}/.{name}.tmp"  # in one step no part of it is complete any more
+                    with contextlib.suppress(OSError):
+                        os.rename(f"{self.path}/{name}", gone)
+                    discard(gone)
+
+    def drop(self, save: SaveId, ranks: Collection[int]) -> None:
+        """Delete the parts of these ranks in a save: they are not what was staged."""
+        for part in (self.find(save, rank) for rank in ranks):
+            for name in () if part is None else (manifest_name(part.rank), *part.files):
+                discard(f"{self.directory(save)}/{name}")
+
+    def sweep(self) -> None:
+        """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
+        for name in os.listdir(self.path):
+            if _HIDDEN.fullmatch(name) or temporary_of(name) in (NOTE, BOOT):
+                discard(f"{self.path}/{name}")
+        for folder in [f"{self.path}/{name}" for name in self._saves()]:
+            parts = [*_parts_in(folder)]
+            known = {manifest_name(each.rank) + more for each in parts for more in ("", _COPIED, _RECEIVED)}
+            known |= {name for each in parts for name in each.files}
+            for name in os.listdir(folder):
+                if name not in known:
+                    discard(f"{folder}/{name}")
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
+    def remove(self) -> None:
+        """Delete all saves and notes, and the folder if nothing else is in it. For the process that holds the lock."""
+        self.delete((), keep=True)
+        for name in (LOCK, NOTE, BOOT):
+            discard(f"{self.path}/{name}")
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+    def _saves(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as found:
+            return [each.name for each in found if _is_save(each.name) and each.is_dir(follow_symlinks=False)]
+        return []
+
+    def _replace(self, folder: str, name: str, text: str) -> None:
+        replace_small(f"{folder}/{name}", text.encode(), _PRIVATE, self._durable)
+
+
+def make_private(path: str) -> None:
+    """Make a folder for this user alone, if it does not exist.
+
+    Raises:
+        CheckpointError: it exists, and is a link, another user's, or others may write to it.
+        OSError: it cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(path, mode=0o700)
+    found = os.lstat(path)
+    cure = "Delete it"
+    if not stat.S_ISDIR(found.st_mode):
+        why = "is a link, or not a folder"
+    elif found.st_uid != os.geteuid():
+        why = f"belongs to another user, {found.st_uid}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        cure = f"If you trust what is in it, run `chmod go-w {shlex.quote(path)}`"
+    else:
+        return
+    other = option("tier.dir", "PATH")
+    raise CheckpointError(f"{path} {why}, so what is in it may be forged. {cure}, or give this run another {other}.")
+
+
+def read_own(path: str) -> bytes:
+    """Return the content of a note that this user wrote; empty if there is none. Raises as :func:`.read_small`."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_small(path, owner=os.geteuid())
+    return b""
+
+
+def read_part(folder: str, name: str, owner: int | None = None) -> Part:
+    """Read the manifest of a part, which a user must own. Raises as :func:`.read_small`.
+
+    Raises: ``ValueError`` too, if it is invalid or has another save or rank.
+    """
+    part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
+    if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
+        raise ValueError("it is of another save or rank")
+    return part
+
+
+def _parts_in(folder: str) -> Iterator[Part]:
+    with contextlib.suppress(FileNotFoundError):
+        for name in filter(names_part, os.listdir(folder)):
+            if (part := _complete_part(folder, name)) is not None:
+                yield part
+
+
+def _complete_part(folder: str, name: str) -> Part | None:
+    try:
+        part = read_part(folder, name, os.geteuid())
+        for file, known in part.files.items():
+            found = os.lstat(f"{folder}/{file}")
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise ValueError(f"{file} is not a regular file of this user")
+            if found.st_size != known.nbytes:
+                raise ValueError(f"{file} has {found.st_size} of {known.nbytes} bytes")
+        return part
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
+        return None
+
+
+def _is_save(name: str) -> bool:
+    """Whether a folder has the name of a save, which has a token."""
+    return step_of(name) is not None and name != plain_name(name)
+
+
+def names_part(name: str) -> bool:
+    """Whether a file is the manifest of a part, complete or damaged."""
+    return is_manifest(name) and not name.startswith(".") and not name.endswith((_COPIED, _RECEIVED))
+
+
+def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
+    """Return what is noted of the part with this manifest: where its copies are, and whether it is one."""
+    copied = ""
+    try:
+        copied = read_small(f"{folder}/{name}{_COPIED}").decode()
+    except UnfitFileError as error:
+        warn_skipped(f"{folder}/{name}{_COPIED}", error)
+    except (OSError, ValueError):
+        pass
+    return tuple(copied.split("\n")) if copied else (), os.path.exists(f"{folder}/{name}{_RECEIVED}")

@@ -1,0 +1,268 @@
+"""What a process does for other machines with the parts on its own: it takes theirs in, and hands out blocks.
+
+A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
+whose blocks then come on this connection and on others that name the put (``stream``), each after a message that says
+which it is; ``end`` is answered when all blocks of a connection are here, and ``finish`` when the part is complete. A
+block goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from mmap import mmap
+from typing import Any
+
+import stagereg.extensions.tiers.wire as wire
+from stagereg.base.address import listen, own_address
+from stagereg.base.forks import private_memory
+from stagereg.base.small_files import open_regular
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
+from stagereg.errors import CheckpointError, reason
+from stagereg.extensions.tiers.folder import MachineFolder
+from stagereg.extensions.tiers.incoming import IncomingPart
+from stagereg.extensions.tiers.part import Part, SaveId
+
+_log = logging.getLogger(__name__)
+
+_STRANGERS = 64  # at a time; who comes later waits, 5 s at most
+_CLOSE_S = 5.0
+
+
+class PartServer:
+    """Serves the other machines of the run until :meth:`close`, on threads of its own.
+
+    A stranger is sent away within five seconds, and costs one thread until then.
+
+    ``durable``: whether what comes is flushed before it is acknowledged. ``room`` returns why so many more bytes do not
+    fit here, nothing if they do; it is called on any thread.
+
+    Attributes:
+        address: host and port at which other machines reach it.
+
+    Raises:
+        OSError: it cannot listen.
+    """
+
+    def __init__(self, folder: MachineFolder, secret: bytes, durable: bool, room: Callable[[int], str]) -> None:
+        self.folder, self.durable, self._secret, self._room = folder, durable, secret, room
+        self._lock = threading.Lock()
+        self._coming: dict[str, IncomingPart] = {}
+        self._sockets: dict[socket.socket, threading.Thread] = {}
+        self._strangers = threading.Semaphore(_STRANGERS)
+        self._closed, self._warned = False, False
+        own = own_address()
+        self._listener = listen(own)
+        self.address: tuple[str, int] = (own, self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._listen, name="stagereg-tier-listen", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections, and delete what has come in part. Twice is harmless."""
+        with self._lock:
+            self._closed = True
+            threads = [self._thread, *self._sockets.values()]
+            for each in (self._listener, *self._sockets):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+        self._strangers.release()
+        ends = time.monotonic() + _CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+        self._listener.close()
+        with self._lock:
+            for incoming in self._coming.values():
+                incoming.discard()
+
+    def begin(self, part: Part) -> IncomingPart:
+        """Take in a part. Raises: ``CheckpointError``: there is no room, or it is closed; ``OSError``."""
+        with self._lock:
+            if self._closed:
+                raise CheckpointError("this process is ending")
+            incoming = IncomingPart(part, self.folder, self.durable)
+            if why := self._room(incoming.left + sum(each.left for each in self._coming.values())):
+                incoming.discard()
+                raise CheckpointError(f"no room: {why}")
+            self._coming[incoming.token] = incoming
+            return incoming
+
+    def find(self, token: str) -> IncomingPart:
+        """Return what comes under a token. Raises: ``CheckpointError`` if nothing does."""
+        with self._lock:
+            if token not in self._coming:
+                raise CheckpointError("no part comes under this token any more")
+            return self._coming[token]
+
+    def forget(self, incoming: IncomingPart) -> None:
+        """It is complete, or given up: delete what is no part."""
+        with self._lock:
+            self._coming.pop(incoming.token, None)
+        incoming.discard()
+
+    def _listen(self) -> None:
+        while True:
+            self._strangers.acquire()
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self._strangers.release()
+                time.sleep(0.1)  # no descriptor is left, for one
+                continue
+            thread = threading.Thread(target=self._serve, args=[caller], name="stagereg-tier-serve", daemon=True)
+            with self._lock, contextlib.suppress(RuntimeError):  # while a process ends no thread can be started
+                if not self._closed:
+                    thread.start()
+                    self._sockets[caller] = thread
+                    continue
+            self._strangers.release()
+            caller.close()
+
+    def _serve(self, caller: socket.socket) -> None:
+        try:
+            try:
+                connection = wire.accept(caller, self._secret)
+            finally:
+                self._strangers.release()
+        except OSError as error:
+            with self._lock:
+                level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
+            _log.log(level, "stagereg: somebody who is not of this run called its tier, and was sent away: %s", error)
+        else:
+            try:
+                _Session(self, connection).run()
+            except OSError as error:
+                _log.debug("stagereg: a connection of the tier has ended: %s", error)
+        finally:
+            with self._lock:
+                self._sockets.pop(caller, None)
+            caller.close()
+
+
+class _Session:
+    """One connection of the server: its requests, one after the other."""
+
+    def __init__(self, server: PartServer, connection: wire.Connection) -> None:
+        self._server, self._folder, self._connection = server, server.folder, connection
+        self._known: Part | None = None  # that was asked for last
+        self._incoming: IncomingPart | None = None
+        self._owns = False  # whether the part ends with this connection
+        self._block: mmap | None = None  # past the heap of this thread, which would keep it
+        self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+            "part": self._part,
+            "get": self._get,
+            "put": self._put,
+            "stream": self._stream,
+            "block": self._take_block,
+            "end": self._end,
+            "finish": self._finish,
+        }
+
+    def run(self) -> None:
+        """Serve until the other side ends. Raises: ``OSError``."""
+        try:
+            while True:
+                self._wait()
+                request = self._connection.receive()
+                try:
+                    if (answer := self._requests[request.get("do")](request)) is not None:
+                        self._connection.send(answer)
+                except (ConnectionError, TimeoutError):
+                    raise
+                except (OSError, CheckpointError, ValueError, TypeError, LookupError) as error:
+                    self._connection.send({"error": reason(error)})
+                    if self._incoming is not None:
+                        return self._drain()
+        finally:
+            self._block = None
+            if self._incoming is not None and self._owns:
+                self._server.forget(self._incoming)
+
+    def _wait(self) -> None:
+        """Wait for the next request; in a put, for as long as something comes on any of its connections."""
+        while not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
+            if self._incoming is not None and time.monotonic() - self._incoming.touched >= wire.PROGRESS_S:
+                raise TimeoutError(f"nothing more has come for {wire.PROGRESS_S:g} s")
+
+    def _drain(self) -> None:
+        """Read on until the other side has heard the error and ends; else the system might drop it on its way."""
+        scrap = memoryview(bytearray(1 << 16))
+        while True:
+            self._connection.receive_into(scrap)
+
+    def _find(self, request: dict[str, Any]) -> Part | None:
+        save, rank = SaveId.of(request.get("save")), int(request["rank"])
+        if self._known is None or (self._known.save, self._known.rank) != (save, rank):
+            self._known = self._folder.find(save, rank) if save.run == os.path.basename(self._folder.path) else None
+        return self._known
+
+    def _part(self, request: dict[str, Any]) -> dict[str, Any]:
+        part = self._find(request)
+        return {"part": None if part is None else part.dumps()}
+
+    def _get(self, request: dict[str, Any]) -> None:
+        part, name = self._find(request), request["file"]
+        if part is None or name not in part.files:
+            raise CheckpointError(f"{name!r:.100} of that part is not here")
+        span = part.files[name].block(request["block"])
+        path = f"{self._folder.directory(part.save)}/{name}"
+        descriptor = open_regular(path, owner=os.geteuid())
+        try:
+            self._connection.send({"nbytes": len(span)}, more=True)
+            self._connection.send_file(descriptor, span.start, len(span))
+        except OSError as error:  # an answer would be taken for bytes of the file
+            raise ConnectionAbortedError(f"{path}: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def _put(self, request: dict[str, Any]) -> dict[str, Any]:
+        part = Part.loads(request["part"])
+        if part.save.run != os.path.basename(self._folder.path):
+            raise CheckpointError(f"it is of run {part.save.run}, and this is another one")
+        if (held := self._folder.find(part.save, part.rank)) is not None:
+            if held != part:
+                raise CheckpointError("another part of that rank and save is here")
+            return {"have": True}
+        self._incoming, self._owns = self._server.begin(part), True
+        return {"token": self._incoming.token}
+
+    def _stream(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._incoming, self._owns = self._server.find(request["token"]), False
+        return {}
+
+    def _coming(self) -> IncomingPart:
+        if self._incoming is None:
+            raise ConnectionAbortedError("a part was not announced")
+        return self._incoming
+
+    def _take_block(self, request: dict[str, Any]) -> None:
+        incoming, name, number = self._coming(), request["file"], request["block"]
+        file = incoming.part.files[name]
+        span = file.block(number)
+        self._block = self._block or private_memory(BLOCK_BYTES)
+        block = memoryview(self._block)[: len(span)]
+
+        def touch() -> None:
+            incoming.touched = time.monotonic()
+
+        if self._connection.receive_block(block, touch) != file.blocks[number]:
+            raise CheckpointError(f"block {number} of {name} arrived corrupt")
+        incoming.write(name, number, block)
+
+    def _end(self, _: dict[str, Any]) -> dict[str, Any]:
+        if not self._owns:
+            self._incoming = None
+        return {}
+
+    def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
+        incoming = self._coming()
+        incoming.complete()
+        self._server.forget(incoming)
+        self._incoming = None
+        return {"have": True}

@@ -1,0 +1,180 @@
+"""Reading a step that lies in parts on several machines: each block from the nearest place that has it, checked first.
+
+Blocks of this machine's own parts are compared with their checksums where they lie; those of other machines come over
+the network, and are compared as they arrive. Where a block is not what was staged, or a machine does not answer, the
+next machine that has the part is asked. So :meth:`StepReader.fetch` changes nothing but memory of its own, and what is
+read after it has been checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from mmap import ACCESS_COPY, mmap
+from typing import NamedTuple
+
+from stagereg.base.small_files import open_regular
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.storage.aligned import BLOCK_BYTES, address
+from stagereg.errors import CheckpointError, CorruptCheckpointError, reason
+from stagereg.extensions.tiers.folder import MachineFolder
+from stagereg.extensions.tiers.inventory import TierStep
+from stagereg.extensions.tiers.part import Part, PartFile
+from stagereg.extensions.tiers.peer import Peer
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 4
+
+
+class Found(NamedTuple):
+    """What reading a step has shown on one rank."""
+
+    sources: Counter[str]  # how many bytes were read from which machine
+    bad: set[tuple[str, int]]  # copies that are not what was staged: the machine, and the rank whose part it is
+
+
+class StepReader(ExitStack):
+    """One step, for one rank; a context manager, which closes its files. One thread at a time, but :meth:`read_into`.
+
+    ``here`` and the argument of ``connect`` are names of machines; ``folder`` has the parts of this one.
+    """
+
+    def __init__(self, step: TierStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
+        super().__init__()
+        self.step, self._folder, self._here, self._connect = step, folder, here, connect
+        self._ranks = {name: rank for rank, (part, _) in enumerate(step.parts) for name, _ in part.files}
+        self._parts: dict[int, Part] = {}
+        self._blocks: dict[tuple[str, int], memoryview] = {}
+        self._mapped: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
+        self.found = Found(Counter(), set())
+
+    def content(self, name: str) -> bytes:
+        """Return all of a small file, checked. Raises: ``CorruptCheckpointError``: no machine has it whole."""
+        known = self._file(name)
+        self.fetch(name, [range(known.nbytes)])
+        data = bytearray(known.nbytes)
+        self.read_into(name, 0, memoryview(data))
+        return bytes(data)
+
+    def fetch(self, name: str, ranges: Iterable[range]) -> None:
+        """Have these bytes of a file here, checked. Raises ``CorruptCheckpointError``: no machine has a whole block."""
+        known = self._file(name)
+        wanted = {n for each in ranges if each for n in range(each[0] // BLOCK_BYTES, each[-1] // BLOCK_BYTES + 1)}
+        missing = sorted(number for number in wanted if (name, number) not in self._blocks)
+        rank = self._ranks[name]
+        machines = self.step.parts[rank][1]
+        reasons: list[str] = []
+        for machine in sorted(machines, key=lambda each: each != self._here):
+            if missing:
+                try:
+                    if machine == self._here:
+                        self._take_here(name, known, missing)
+                    else:
+                        keep = partial(self._keep, machine, name)
+                        self._connect(machine).get(self.step.save, rank, name, missing, known, keep)
+                except (OSError, CheckpointError, ValueError) as error:
+                    reasons.append(f"{machine}: {reason(error)}")
+                    if isinstance(error, CorruptCheckpointError):
+                        self.found.bad.add((machine, rank))
+                    _log.warning(
+                        "stagereg: %s of step %d is not good on %s, and read from another copy: %s",
+                        *(name, self.step.save.step, machine, reason(error)),
+                    )
+                missing = [number for number in missing if (name, number) not in self._blocks]
+        if missing:
+            raise CorruptCheckpointError(f"no machine has block {missing[0]} of {name} whole: {'; '.join(reasons)}")
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with bytes that :meth:`fetch` was called for; any thread."""
+        while memory:
+            number, at = divmod(offset, BLOCK_BYTES)
+            block = self._blocks[name, number]
+            if at >= len(block):
+                raise OSError(f"{name} ends at byte {offset}")
+            count = min(len(memory), len(block) - at)
+            ctypes.memmove(address(memory), address(block) + at, count)
+            memory, offset = memory[count:], offset + count
+
+    def _file(self, name: str) -> PartFile:
+        if name not in self._ranks:
+            raise CheckpointError(f"step {self.step.save.step} has no {name!r:.100}.")
+        return self._part(self._ranks[name]).files[name]
+
+    def _part(self, rank: int) -> Part:
+        """Return the part of a rank, which is the one that was reported."""
+        if rank not in self._parts:
+            reported, machines = self.step.parts[rank]
+            for machine in sorted(machines, key=lambda each: each != self._here):
+                try:
+                    there = self._folder.find if machine == self._here else self._connect(machine).part
+                    part = there(self.step.save, rank)
+                except (OSError, CheckpointError, ValueError) as error:
+                    _log.warning("stagereg: %s does not say what it has of rank %d: %s", machine, rank, reason(error))
+                    continue
+                if part is not None and crc32(part.dumps().encode()) == reported.crc32:
+                    self._parts[rank] = part
+                    return part
+            raise CorruptCheckpointError(f"no machine has the part of rank {rank} any more")
+        return self._parts[rank]
+
+    def _take_here(self, name: str, known: PartFile, numbers: Sequence[int]) -> None:
+        """Compare blocks of this machine's own file where they lie."""
+        data = self._map(name)
+        if len(data) != known.nbytes:
+            raise CorruptCheckpointError(f"it has {len(data)} of {known.nbytes} bytes")
+
+        def take(number: int) -> bool:
+            span = known.block(number)
+            block = data[span.start : span.stop]
+            is_good = crc32(block) == known.blocks[number]
+            if is_good:
+                self._keep(self._here, name, number, block)
+            return is_good
+
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1, len(numbers))) as threads:
+            good = [*threads.map(take, numbers)]
+        if not all(good):
+            raise CorruptCheckpointError(f"flipped bits in block {numbers[good.index(False)]}")
+
+    def _keep(self, machine: str, name: str, number: int, block: memoryview) -> None:
+        with self._lock:
+            self._blocks[name, number] = block
+            self.found.sources[machine] += len(block)
+
+    def _map(self, name: str) -> memoryview:
+        if name not in self._mapped:
+            path = f"{self._folder.directory(self.step.save)}/{name}"
+            descriptor = open_regular(path, owner=os.geteuid())
+            self.callback(os.close, descriptor)
+            empty = os.fstat(descriptor).st_size == 0
+            # What is written to it would stay in this process.
+            self._mapped[name] = memoryview(b"" if empty else mmap(descriptor, 0, access=ACCESS_COPY))
+        return self._mapped[name]
+
+
+class BlockFile:
+    """A file of such a step, as a transfer reads it; several threads may."""
+
+    local = True
+
+    def __init__(self, reader: StepReader, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        self._reader.read_into(self._name, offset, memory)
+
+    fetch_into = read_into
+
+    def read(self, offset: int, length: int) -> bytearray:
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return data

@@ -1,0 +1,76 @@
+"""The tier as saves are written to it: files of the project's own format, which each machine keeps for its ranks.
+
+The index, which says what is where, is one more file of rank 0's part. A step is complete once every rank's part is.
+Nobody waits for its copies: the next save finds out how far they have come.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from stagereg.base.small_files import replace_small
+from stagereg.checkpoint.format.index import INDEX
+from stagereg.checkpoint.format.manifest import FileDigest
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.pending_save import Target
+from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.extensions.tiers.near import LocalTier
+from stagereg.extensions.tiers.part import Part, PartFile, SaveId
+
+_PRIVATE = 0o600  # whatever the umask is
+
+
+class TierTarget(Target):
+    optional = True
+
+    def __init__(self, near: LocalTier, ranks: RankGroup, schedule: Schedule) -> None:
+        self.near, self._files = near, DcpStorage(direct="auto" if near.tier.durable else "never")
+        self._files.mode = _PRIVATE
+        super().__init__(f"the tier {near.tier.dir}", ranks, self._files, schedule, repeats=True)
+        self._save: SaveId | None = None
+        self._index = b""  # on rank 0
+
+    def begin(self, step: int) -> tuple[str, bool]:
+        self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
+        self._save = self.near.begin_save(step)
+        if self._save is None:
+            return f"{self.near.folder.path}/.nowhere", True
+        return self.near.folder.directory(self._save), False
+
+    def expect_room(self, nbytes: int) -> None:
+        """Make the folder of the save. Raise ``OSError`` if it has no room for so many bytes of each rank here."""
+        self.near.folder.make(self._save)
+        if why := self.near.lacking(nbytes * self.near.ranks_here):
+            raise OSError(errno.ENOSPC, why)
+
+    def finish(
+        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
+    ) -> Mapping[str, FileDigest]:
+        """Leave out torch's metadata: nothing reads a tier but this project."""
+        return {}
+
+    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
+        return dict(self._files.marks)
+
+    def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
+        replace_small(f"{path}/{INDEX}", index, _PRIVATE, self.near.tier.durable)
+        self._index = index
+
+    def complete(self, step: int) -> None:
+        assert self._save is not None
+        blocks = self._files.blocks
+        files = {name: PartFile(mark.bytes, blocks[name]) for name, mark in self._files.marks.items()}
+        if self._index:
+            files[INDEX] = PartFile.of_bytes(self._index)
+        save, self._save = self._save, None
+        self.near.end_save(Part(save, self.ranks.rank, files))
+
+    def discard(self, step: int) -> None:
+        if self._save is not None:
+            self.near.folder.delete([self._save.folder])
+            self._save = None

@@ -1,0 +1,109 @@
+"""After a loss what has registered saves once, for a bounded time; and not where there is no use in it."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
+
+from stagereg.errors import LaunchError
+from stagereg.extensions.recovery.rank_failure import EmergencySave, RankFailure, of_process
+from stagereg.launch.run_store import RunStore
+
+NOTICE_S, LIMIT_S = 0.2, 60.0
+
+
+class Saves:
+    def __init__(self, act: Any = lambda told: "All is saved.") -> None:
+        self.act, self.told = act, list[RankFailure]()
+
+    def save_after_loss(self, told: RankFailure) -> str:
+        self.told.append(told)
+        return str(self.act(told))
+
+
+def after_loss(meet: Any = None) -> tuple[EmergencySave, RunStore]:
+    run = RunStore(HashStore(), 0, 3)
+    run.meet = meet or (lambda limit_s: run._store)  # type: ignore[method-assign]
+    run.lost_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
+    return EmergencySave(run, 0, 3, NOTICE_S), run
+
+
+def test_it_saves_once_and_all_who_ask_hear_of_it() -> None:
+    (after, run), saves = after_loss(), Saves()
+    after.expect(saves)
+    with of_process(after):
+        assert [after.save(), after.save()] == ["All is saved."] * 2
+        after.await_saved()
+    [told] = saves.told
+    assert (told.rank, told.world_size, [*told.lost()]) == (0, 3, [1])
+    assert (told.is_lost("process 1 on here"), told.is_lost("process 11 on here")) == (True, False)
+    assert run.saved == "All is saved."
+
+
+def test_what_is_gone_saves_nothing() -> None:
+    after, _ = after_loss()
+    after.expect(Saves())
+    assert after.save() == ""
+
+
+def test_nothing_is_saved_where_the_cause_is_known() -> None:
+    (after, run), saves = after_loss(), Saves()
+    after.expect(saves)
+    run.set("cause is known", True)
+    assert (after.save(), saves.told) == ("", [])
+
+
+def hang(*_: object) -> None:
+    threading.Event().wait(30)
+
+
+def fail(*_: object) -> None:
+    raise DistNetworkError("failed to recv, got 0 bytes\nException raised from recvBytes")
+
+
+def refuse(*_: object) -> None:
+    raise LaunchError("it is gone.")
+
+
+@pytest.mark.parametrize(
+    ("meet", "act", "why"),
+    [
+        (hang, None, "no store of this run answers."),
+        (refuse, None, "it is gone."),
+        (None, hang, "that has taken longer than 0.6 s."),
+        (None, fail, "the store of this run is gone."),
+    ],
+)
+def test_what_hangs_or_fails_costs_a_bounded_time(meet: Any, act: Any, why: str) -> None:
+    (after, _), saves = after_loss(meet), Saves(act)
+    after.expect(saves)
+    assert after.save() == f"Those who are left have not saved: {why}"
+
+
+def test_a_loss_is_waited_for_where_the_store_of_the_run_went_first() -> None:
+    (after, run), saves, looks = after_loss(), Saves(), [0]
+
+    def lost() -> dict[int, str]:
+        looks[0] += 1
+        return {1: "gone"} if looks[0] > 3 else {}
+
+    run.lost_ranks, run.get = lost, fail  # type: ignore[method-assign]
+    after.expect(saves)
+    after.await_saved()
+    assert (run.saved, len(saves.told)) == ("All is saved.", 1)
+
+
+def test_a_store_that_is_gone_is_found_at_once() -> None:
+    """Torch's own connection is tried for as long as the store may be late."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    late = timedelta(seconds=300)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=late)
+    run = RunStore(PrefixStore("stagereg", client), 1, 2)
+    assert run.meet(LIMIT_S).check(["hub"]) is False
+    del server
+    with pytest.raises(LaunchError, match=r"store of this run is gone.*next start resumes"):
+        run.meet(LIMIT_S)
