@@ -11,8 +11,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "stagereg"
 
-# From the bottom up. The modules of one line may import those of the lines above it, and each other. What the core still
-# imports of extensions is listed in :mod:`.test_core`.
+# From the bottom up. The modules of one line may import those of the lines above it, and each other. What the core
+# still imports of extensions is listed in :mod:`.test_core`.
 LAYERS = [
     {"_version", "errors"},
     {"base"},
@@ -32,6 +32,7 @@ ROOMS = [
     {"format"},
     {"store", "state"},
     {"storage", "ranks"},
+    {"extension"},
     {"save", "load", "hold"},
     {"options", "together", "end_report"},
     {"checkpointer"},

@@ -1,0 +1,30 @@
+"""Finds what the installed extensions offer. A folder of ``stagereg/extensions`` that was deleted offers nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+_EXTENSIONS = Path(__file__).parents[1] / "extensions"
+
+
+@functools.cache
+def folders() -> tuple[str, ...]:
+    """Return the names of the extensions that are installed, sorted."""
+    return tuple(sorted(each.parent.name for each in _EXTENSIONS.glob("*/__init__.py")))
+
+
+def has(extension: str) -> bool:
+    """Whether an extension is installed."""
+    return extension in folders()
+
+
+def providers(module: str) -> Iterator[ModuleType]:
+    """Import ``stagereg.extensions.EXTENSION.module`` of each extension that has such a module, by name."""
+    for each in folders():
+        if (_EXTENSIONS / each / f"{module}.py").is_file():
+            yield importlib.import_module(f"stagereg.extensions.{each}.{module}")
