@@ -33,7 +33,7 @@ _IMPORTED += (
     "stagereg.stagers.host",
     "hydra.utils",
 )
-_FORKED.set_forkserver_preload([*_IMPORTED, "tests.checkpoint.tiers.train"])
+_FORKED.set_forkserver_preload([*_IMPORTED, "tests.extensions.tiers.train"])
 _SECONDS = 20.0
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "eth0",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.damage import WHOLE, Condition
+from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
 from stagereg.checkpoint.format.manifest import (
     LATEST,
     MANIFEST,
@@ -80,12 +80,12 @@ class MemoryBackend:
             self._change(self._below(checkpoint.path, plain))
         return plain if free else ""
 
-    def hide(self, each: Condition) -> str:
+    def hide(self, each: VerificationResult) -> str:
         hidden = f"{self.root}/.{plain_name(each.name)}.{new_token()}.tmp"
         self._change(self._below(each.path, hidden), each.path)
         return hidden
 
-    def bring_back(self, each: Condition, hidden: str) -> None:
+    def bring_back(self, each: VerificationResult, hidden: str) -> None:
         self._change(self._below(hidden, each.path), hidden)
 
     def tidy(self) -> Sequence[str]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.checkpoint.tiers import train
+from tests.extensions.tiers import train
 
 from . import forked_job
 from .lab import LOCAL, Job, Lab, Machine

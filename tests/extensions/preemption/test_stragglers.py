@@ -163,7 +163,7 @@ def train(rank: int, world_size: int, root: str, grace: bool) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda each: said.append(each.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("stagereg.checkpoint.ranks").addHandler(handler)
+    logging.getLogger("stagereg.extensions.preemption").addHandler(handler)
     calls = itertools.count()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stragglers, "_EVERY_S", 0.0)
