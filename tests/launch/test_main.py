@@ -295,7 +295,7 @@ def test_folders_and_configs_are_found_from_anywhere(app, tmp_path_factory):
         pytest.param("SIGINT", True, [], 130, marks=pytest.mark.slow),
         pytest.param("SIGINT", True, ["-m", "lr=1,2"], 130, marks=pytest.mark.slow),
         ("SIGINT", False, ["nproc=1"], 130),
-        pytest.param("SIGTERM", False, [], 143, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", False, [], 75, marks=pytest.mark.slow),
         pytest.param("SIGKILL", False, [], -9, marks=pytest.mark.slow),
     ],
 )
