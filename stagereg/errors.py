@@ -281,3 +281,26 @@ def one_of(name: str, given: object, choices: Sequence[str]) -> str:
         close = nearest(given, choices) if isinstance(given, str) else ""
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
     return str(given)
+
+
+_LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out waiting",
+    "timeout caused pair closure",
+    "remote process exited",
+    "one of them hangs",
+)
+"""How gloo, NCCL, torch's store and the exchanges of a checkpointer say that another rank is gone, in lower case."""
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the error only says that something went wrong on another rank."""
+    if isinstance(error, UnevenInputsError):
+        return error.rank is None
+    if isinstance(error, PeerFailedError) or (error.__cause__ is not None and is_consequence(error.__cause__)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in _LOST_PEER)

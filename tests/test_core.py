@@ -79,19 +79,7 @@ TO_EXTENSIONS = {
 }
 """Imports from the core to extensions that are still there: none is added."""
 
-BETWEEN_SIBLINGS = {
-    ("checkpoint.checkpointer", "join.peers"),
-    ("checkpoint.checkpointer", "launch.command_line"),
-    ("checkpoint.checkpointer", "launch.first_step"),
-    ("checkpoint.checkpointer", "launch.rank"),
-    ("checkpoint.end_report", "launch.rank"),
-    ("checkpoint.hold", "launch.command_line"),
-    ("checkpoint.load.choosing", "launch.command_line"),
-    ("checkpoint.ranks.rank_group", "join.broken"),
-    ("checkpoint.ranks.requests", "join.broken"),
-    ("checkpoint.save.pending_save", "launch.command_line"),
-    ("checkpoint.store.sweep_job", "launch.command_line"),
-}
+BETWEEN_SIBLINGS: set[tuple[str, str]] = set()
 """Likewise between ``checkpoint``, ``launch`` and ``join``, which do not know each other."""
 
 BETWEEN_EXTENSIONS = {

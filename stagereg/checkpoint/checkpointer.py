@@ -20,6 +20,9 @@ import stagereg.base.record as record
 import stagereg.checkpoint.load.choosing as choosing
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
+from stagereg.base import first_step
+from stagereg.base.command import is_program
+from stagereg.base.followers import followers
 from stagereg.base.option_text import constructed
 from stagereg.base.spec import suggests_arguments
 from stagereg.base.uncaught import print_once
@@ -37,6 +40,7 @@ from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, RankCoordinator
+from stagereg.errors import is_consequence
 from stagereg.extensions.callbacks.calls import CommitCalls
 from stagereg.extensions.callbacks.on_commit import OnCommit
 from stagereg.extensions.goodput import phases
@@ -45,10 +49,6 @@ from stagereg.extensions.recovery.survivors import Survivors, await_saved
 from stagereg.extensions.replicas.shares import ReplicaShards
 from stagereg.extensions.tiers.tier import Tier
 from stagereg.extensions.tiers.tiering import Tiering, acquire_with_tier, notes_of
-from stagereg.join.peers import followers
-from stagereg.launch import first_step
-from stagereg.launch.command_line import is_program
-from stagereg.launch.rank import is_consequence
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager
 

@@ -7,12 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+from stagereg.base.command import command_to_resume
 from stagereg.base.option_text import option
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, ClosedError
-from stagereg.launch.rank import command_to_resume
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 
+from stagereg.base.command import command_key
 from stagereg.base.machine import machine_name
 from stagereg.base.option_text import choice, option
 from stagereg.base.retry import answered, within
@@ -36,7 +37,6 @@ from stagereg.checkpoint.store.readers import reader_name
 from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
 from stagereg.extensions.buckets.lease import LeaseRecord
-from stagereg.launch.command_line import command_key
 
 SCRATCH = "stagereg-scratch-"
 """What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""

@@ -21,10 +21,10 @@ import stagereg.extensions.goodput.phases as phases
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.base.number_text import counted, percent, quantity, shown
+from stagereg.base.overrides import by_key
 from stagereg.commands.baseline import Change
 from stagereg.commands.goodput import Goodput, failures, goodput, starts
 from stagereg.errors import ConfigError, printable
-from stagereg.launch.command_line import by_key
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.figures import Saved, saved

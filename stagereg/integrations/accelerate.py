@@ -26,6 +26,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from stagereg.base.followers import followers
 from stagereg.base.spec import refuse_unknown
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
@@ -37,7 +38,6 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.named import NamedCheckpoints, newest_in, restore, split
-from stagereg.join.peers import followers
 
 __all__ = ["attach"]
 

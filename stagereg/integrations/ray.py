@@ -41,9 +41,9 @@ import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.base.small_files import read_small, replace_small
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped
+from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped, is_consequence
 from stagereg.integrations.agreed import expect_known
-from stagereg.launch.rank import Rank, is_consequence
+from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
 __all__ = ["on_ranks", "report", "run_config"]

@@ -28,7 +28,6 @@ from stagereg.base.uncaught import print_once
 from stagereg.errors import JoinError, UnevenInputsError, nearest, one_of
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import Layout
-from stagereg.join.broken import collectives_of, discard_channels
 from stagereg.join.counts import SampleCounter
 from stagereg.join.joinable import Joinable, JoinConfig, notify
 from stagereg.join.kinds.reduction import ReducingJoinable
@@ -36,6 +35,7 @@ from stagereg.join.loop import Mode, Terms
 from stagereg.join.mean_loss import MeanLoss, is_mean
 from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
+from stagereg.kernel.broken import collectives_of, discard_channels
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register

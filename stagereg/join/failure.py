@@ -23,8 +23,15 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.base.option_text import option
 from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, name_ranks
-from stagereg.join.broken import abort, backends_of, collectives_of, is_broken_operation, is_lost_connection, is_timeout
 from stagereg.join.progress import Progress
+from stagereg.kernel.broken import (
+    abort,
+    backends_of,
+    collectives_of,
+    is_broken_operation,
+    is_lost_connection,
+    is_timeout,
+)
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 _GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most

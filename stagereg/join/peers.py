@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import time
-import weakref
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.base.followers import followers
 from stagereg.base.option_text import option
 from stagereg.errors import JoinError
 from stagereg.join.failure import FailureDetector
@@ -26,20 +26,6 @@ from stagereg.kernel.channel import LIMIT_S, PendingSum, control_channel, resour
 from stagereg.kernel.shadow import TorchWire
 
 _POLL_INTERVAL_S = 0.0005
-
-
-class Follower(Protocol):
-    """Something that all ranks do together at a step, such as saving, also those that have left a plain loop."""
-
-    def follow(self) -> None:
-        """Do what ranks in the loop have done since the last step; on a rank that has left it, between two steps."""
-
-    def loop_ended(self) -> None:
-        """No rank is in the loop any more, and each has done what the others did."""
-
-
-followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-"""Global, as neither the join nor what follows it is given the other."""
 
 
 class Peers:

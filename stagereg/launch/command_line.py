@@ -7,43 +7,17 @@ Hydra's launcher and sweeper, is left out; the run directory is the launcher's.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-from stagereg.base.number_text import decimal
+from stagereg.base.overrides import quoted, raw
 
-_NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that leave the program what it is
-_HALF = 8  # characters of a key
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
-SWEEP_KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeat", "sweep.again")
-"""Options of a sweep, which change nothing in its jobs."""
-_MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
-
-
-class Identity(NamedTuple):
-    """What tells one job of a sweep from another, in whatever order its overrides are."""
-
-    combination: frozenset[tuple[str, str]]  # the overrides of the program, by key
-    repeat: int = 0  # which run of its combination this is, from 0
-    again: bool = False  # whether it is an A/A job
-
-    @classmethod
-    def of(cls, overrides: Iterable[str]) -> Identity:
-        """Return the identity of the job with these overrides of the task."""
-        own, repeat, again = split(overrides)
-        return cls(frozenset(by_key(own).items()), repeat, again)
-
-    def __str__(self) -> str:
-        marks = [f"sweep.repeat={self.repeat}"] * bool(self.repeat) + ["sweep.again=true"] * self.again
-        given = [f"{key}={value}".rstrip("=") for key, value in sorted(self.combination)]
-        return " ".join([*given, *marks]) or "no override"
 
 
 @dataclass(frozen=True)
@@ -82,16 +56,6 @@ class CommandLine:
         return [*self.start, *self.flags, *raw(hydra.overrides.task), *hydras, "hydra.mode=RUN", *job]
 
 
-def raw(overrides: Any) -> list[str]:
-    """Return the overrides that Hydra has composed a job from, as the command line has them.
-
-    Hydra holds them in a config, which resolves an interpolation in them when it is iterated.
-    """
-    from omegaconf import OmegaConf
-
-    return cast("list[str]", OmegaConf.to_container(overrides, resolve=False))
-
-
 def number(cfg: Any, key: str, default: float) -> Any:
     """Return a number of the launcher's from a config, parsed if it is a text, as ``${oc.env:N}`` gives."""
     from omegaconf import OmegaConf
@@ -103,32 +67,6 @@ def number(cfg: Any, key: str, default: float) -> Any:
     return value
 
 
-def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
-    """Part overrides into those of the combination, and which repeat of it this is and whether it is an A/A job."""
-    kept = tuple(override for override in overrides if not _MARK.fullmatch(override))
-    found = {mark[1]: mark[2] for mark in map(_MARK.fullmatch, overrides) if mark is not None}
-    return kept, decimal(found.get("repeat", "")) or 0, found.get("again", "").lower() == "true"
-
-
-def by_key(overrides: Iterable[str]) -> dict[str, str]:
-    """Return overrides by what they change in the program; of two for one key, Hydra takes the last."""
-    parts = (override.partition("=") for override in overrides)
-    keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
-    return {key: value for key, value in keys.items() if key not in SWEEP_KEYS}
-
-
-def gives_resume(overrides: Iterable[str]) -> bool:
-    """Whether these name what to resume from, as ``checkpoint.resume=auto`` does."""
-    return any(re.match(r"\+*([\w.]+\.)?resume=", each) for each in overrides)
-
-
-def quoted(value: str) -> str:
-    """A value as one quoted string of Hydra's override grammar."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(text=value, quote=Quote.single).with_quotes()
-
-
 def parsed(arguments: list[str]) -> Any:
     """What Hydra's parser makes of these arguments."""
     # Hydra offers its parser nowhere else, and one of ours would miss the flags of its other releases.
@@ -136,22 +74,3 @@ def parsed(arguments: list[str]) -> Any:
 
     known, _ = get_args_parser().parse_known_args(arguments)
     return known
-
-
-def command_key() -> str:
-    """Return a short text that is the same for two processes of one command: one program with the same arguments.
-
-    The first half is that of the program (:func:`is_program`). Overrides of ``hydra`` and ``checkpoint`` do not matter:
-    launchers add some. It reveals no argument.
-    """
-    program, *arguments = sys.argv or [""]
-    program = os.path.realpath(program)
-    if not os.path.isfile(program):  # of ``python -c`` the code
-        program = " ".join(sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)])
-    arguments = [each for each in arguments if not _NOT_THE_PROGRAM.match(each)]
-    return "".join(hashlib.sha256(json.dumps(part).encode()).hexdigest()[:_HALF] for part in (program, arguments))
-
-
-def is_program(key: str) -> bool:
-    """Whether this process runs the program of a key, with whatever arguments; true of an empty one."""
-    return not key or key[:_HALF] == command_key()[:_HALF]

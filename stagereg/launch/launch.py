@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import stagereg.launch.first_step as first_step
+import stagereg.base.first_step as first_step
 from stagereg.base.address import listen
+from stagereg.base.command import command_to_resume, publish_run, resume_overrides
 from stagereg.base.crash_report import signal_name
 from stagereg.base.machine import tunables
 from stagereg.base.output import warn
@@ -30,15 +31,7 @@ from stagereg.extensions.recovery.warm import Start
 from stagereg.launch.agreed_values import VALUES, resolved
 from stagereg.launch.command_line import CommandLine, number
 from stagereg.launch.local_ranks import LocalRanks
-from stagereg.launch.rank import (
-    ATTEMPT,
-    LAUNCHER,
-    NEXT_START,
-    STEPPED,
-    command_to_resume,
-    publish_run,
-    resume_overrides,
-)
+from stagereg.launch.rank import ATTEMPT, LAUNCHER, NEXT_START, STEPPED
 from stagereg.launch.run_secret import GATHER_S, SECRET, agreed_secret, new_secret
 from stagereg.launch.run_store import RunStore
 from stagereg.launch.scheduler_task import SchedulerTask

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import stagereg.launch.first_step as first_step
+import stagereg.base.first_step as first_step
 from stagereg.errors import RESUME_CODE
 from stagereg.extensions.preemption.signals import SAME_SIGNAL_S, SIGNALS
 from stagereg.extensions.recovery.warm import Start, WarmProcess, WarmStart

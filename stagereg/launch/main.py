@@ -14,16 +14,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import stagereg.base.first_step as first_step
 import stagereg.base.shutdown as shutdown
 import stagereg.extensions.goodput.phases as phases
-import stagereg.launch.first_step as first_step
+from stagereg.base.command import publish_run, resume_overrides
 from stagereg.base.crash_report import format_error
 from stagereg.base.output import warn
+from stagereg.base.overrides import raw
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, at_least
 from stagereg.extensions.preemption.signals import exit_before_first_step
-from stagereg.launch.command_line import CommandLine, number, parsed, raw
+from stagereg.launch.command_line import CommandLine, number, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, publish_run, resume_overrides, run_recorded
+from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, run_recorded
 from stagereg.launch.run_secret import SECRET, new_secret
 from stagereg.launch.scheduler_task import SchedulerTask
 

@@ -21,28 +21,30 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import stagereg.base.first_step as first_step
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 import stagereg.extensions.goodput.phases as phases
 import stagereg.extensions.recovery.rank_failure as loss
-import stagereg.launch.first_step as first_step
 from stagereg.base.address import is_one_machine, listen, loopback
+from stagereg.base.command import command_to_resume, publish_run, resume_overrides
 from stagereg.base.crash_report import format_error
 from stagereg.base.machine import end_with, ranks_here
 from stagereg.base.output import warn
+from stagereg.base.overrides import quoted
 from stagereg.errors import (
     ConfigError,
     InstallationError,
     LaunchError,
-    PeerFailedError,
     Preempted,
     RegistryError,
     Stopped,
     UnevenInputsError,
+    is_consequence,
 )
 from stagereg.extensions.recovery.heartbeat import ENDED
 from stagereg.launch.agreed_values import VALUES, resolved, take
-from stagereg.launch.command_line import number, quoted
+from stagereg.launch.command_line import number
 from stagereg.launch.run_store import RunStore, name_attempt
 
 log = logging.getLogger(__name__)
@@ -53,29 +55,13 @@ ATTEMPT = "STAGEREG_ATTEMPT"  # the environment variable with how often it has s
 KEEPS_CODE = "STAGEREG_KEEPS_CODE"
 """The environment variable with the process number of the ``stagereg run`` that has started a rank."""
 STEPPED = "stepped"  # the key that a rank sets in the store of the run when it takes its first step
-_RUN = "STAGEREG_RUN"
-"""The environment variable with directory and ``resume_overrides`` of the run, for :func:`command_to_resume`."""
 NEXT_START = "next start"  # the key of what rank 0 publishes of the next start, if that skips the newest checkpoint
-_CHECKPOINTS, _AUTO = "checkpoint.dir=", "checkpoint.resume=auto"
 _LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
 _EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
 _TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving
 _LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
 _MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
 NOTICE_S = 10.0  # seconds in which a loss is noticed where the config does not say
-_LOST_PEER = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "connection was likely closed",
-    "broken pipe",
-    "timed out waiting",
-    "timeout caused pair closure",
-    "remote process exited",
-    "one of them hangs",
-)
-"""How gloo, NCCL, torch's store and the exchanges of a checkpointer say that another rank is gone, in lower case."""
-
 _DIFFERS = (
     "comes from a resolver that gives each process another value, so all ranks use the value that was resolved first. "
     "For a value of each rank's own, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
@@ -368,31 +354,6 @@ def _process_group(rank: Rank) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
-    """Return the overrides with which the command of a run resumes its checkpoints; none if it does so anyway."""
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    needed = [] if OmegaConf.select(cfg, "checkpoint.resume") in (None, "auto", "latest") else [_AUTO]
-    single = hydra.mode == RunMode.RUN
-    if "${now" not in str(OmegaConf.to_container(hydra.run if single else hydra.sweep, resolve=False)):
-        return needed
-    return [*needed, _CHECKPOINTS if single else f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"]
-
-
-def publish_run(directory: str, overrides: list[str]) -> None:
-    """Have this process know the run that it belongs to, for :func:`command_to_resume`."""
-    os.environ[_RUN] = json.dumps([directory, overrides])
-
-
-def command_to_resume(checkpoints: str) -> str:
-    """Return what resumes from a directory of checkpoints: the same command, with the overrides that it needs."""
-    directory, overrides = json.loads(os.environ.get(_RUN, '["", []]'))
-    inside = Path(checkpoints).is_relative_to(directory)
-    added = [each + checkpoints * (each == _CHECKPOINTS) for each in overrides if inside or each == _AUTO]
-    return f"the same command{' with ' * bool(added)}{' '.join(added)}"
-
-
 def print_exit(error: Preempted | Stopped) -> None:
     """Print how a run has ended, and the command that resumes."""
     text = str(error)
@@ -416,15 +377,6 @@ def _checked_notice(cfg: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 3600:
         raise LaunchError(f"notice_s={value} is no number of seconds from 1 to 3600, in which a lost rank is noticed")
     return float(value)
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether the error only says that something went wrong on another rank."""
-    if isinstance(error, UnevenInputsError):
-        return error.rank is None
-    if isinstance(error, PeerFailedError) or (error.__cause__ is not None and is_consequence(error.__cause__)):
-        return True
-    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in _LOST_PEER)
 
 
 def _for_json(value: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stagereg.base.hooks import BEFORE_STEPS, LOADS
 from stagereg.kernel.state_dict import flatten
-from stagereg.stagers.hooks import BEFORE_STEPS, LOADS
 
 
 class WriteGuard:

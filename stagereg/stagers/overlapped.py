@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.base.forks import RenewedInChild
+from stagereg.base.hooks import FREES
 from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Region
 from stagereg.kernel.memory import Pool
@@ -18,7 +19,6 @@ from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
-from stagereg.stagers.hooks import FREES
 from stagereg.stagers.host import HostStager
 from stagereg.stagers.running_copies import CopyFuture, RunningCopies
 from stagereg.stagers.step_observer import Place, StepObserver

@@ -17,9 +17,9 @@ from itertools import accumulate, chain
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stagereg.base.hooks import AFTER_STEPS, BEFORE_STEPS, LOADS
 from stagereg.stagers.deferred_copy import SAMPLE_BYTES, sample_offsets, sampler
 from stagereg.stagers.guard import written_by
-from stagereg.stagers.hooks import AFTER_STEPS, BEFORE_STEPS, LOADS
 
 _log = logging.getLogger(__name__)
 

@@ -30,8 +30,9 @@ from stagereg._version import __version__
 from stagereg.base.crash_report import format_error
 from stagereg.base.number_text import counted
 from stagereg.base.output import echo, warn
+from stagereg.base.overrides import SWEEP_KEYS, raw, split
 from stagereg.errors import ConfigError, StageregError
-from stagereg.launch.command_line import SWEEP_KEYS, CommandLine, parsed, raw, split
+from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.figures import figures

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stagereg.base.number_text import counted, parameter_text, percent
+from stagereg.base.overrides import by_key
 from stagereg.errors import ConfigError, few_of
-from stagereg.launch.command_line import by_key
 from stagereg.sweep.cell import Cell, ties
 from stagereg.sweep.metric import Metric, columns, directed, least_difference
 from stagereg.sweep.rank_sum import p_value

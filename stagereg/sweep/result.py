@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from stagereg.base.number_text import decimal
 from stagereg.base.output import json_numbers
+from stagereg.base.overrides import Identity, by_key, split
 from stagereg.base.record import file_name, plain
 from stagereg.base.small_files import replace_small
 from stagereg.errors import MALFORMED, ConfigError
-from stagereg.launch.command_line import Identity, by_key, split
 from stagereg.sweep.figures import figures
 from stagereg.sweep.files import LATEST_TIME, is_whole, json_of, yaml_of
 from stagereg.sweep.run import Run

@@ -17,8 +17,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from stagereg.base.number_text import decimal
+from stagereg.base.overrides import SWEEP_KEYS, Identity
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.launch.command_line import SWEEP_KEYS, Identity
 from stagereg.sweep.files import yaml_of
 from stagereg.sweep.plan import DIR, LOCKED
 from stagereg.sweep.result import CONFIG, RESULT, JobResult, is_job, jobs_in

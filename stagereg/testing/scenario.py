@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_map_only
 
 from stagereg.base.crash_report import innermost_frame, summarize, summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
-from stagereg.join.broken import is_lost_connection
 from stagereg.join.context import Join
+from stagereg.kernel.broken import is_lost_connection
 from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import limited, new_group

@@ -17,12 +17,12 @@ from typing import Any
 import stagereg
 import stagereg.extensions.recovery.heartbeat as pulse
 import stagereg.extensions.tiers.wire as wire
+from stagereg.base.overrides import Identity  # noqa: F401  imported with the rest, before the reading
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.store.lock import Owner
 from stagereg.extensions.buckets.lease import LeaseRecord
 from stagereg.extensions.tiers.part import Part, PartFile
 from stagereg.extensions.tiers.peer import Peer
-from stagereg.launch.command_line import Identity  # noqa: F401  imported with the rest, before the reading
 from stagereg.sweep.plan import Plan, PlannedJob
 from tests.support import samples, tier_parts
 

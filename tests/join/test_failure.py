@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 import stagereg.testing.ranks as ranks
 from stagereg.errors import CheckpointError, JoinError, PeerFailedError
-from stagereg.join.broken import abort, is_broken_operation, is_timeout
 from stagereg.join.failure import FailureDetector, RankStatus
+from stagereg.kernel.broken import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from stagereg.join.broken import discard_channels
+from stagereg.kernel.broken import discard_channels
 from stagereg.kernel.channel import control_channel, wait_until
 from stagereg.testing import run_ranks
 

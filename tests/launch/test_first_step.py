@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import stagereg.launch.first_step as first_step
+import stagereg.base.first_step as first_step
 
 from ..support.forks import run_forked
 from ..support.programs import Program

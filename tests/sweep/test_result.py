@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import stagereg.base.small_files as small_files
+from stagereg.base.overrides import split
 from stagereg.errors import ConfigError
-from stagereg.launch.command_line import split
 from stagereg.sweep.plan import Plan
 from stagereg.sweep.result import RESULT, JobResult, kind_of, results
 

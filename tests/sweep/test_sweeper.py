@@ -12,8 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagereg.base.overrides import Identity
 from stagereg.errors import ConfigError
-from stagereg.launch.command_line import Identity
 from stagereg.sweep.interleaved import InterleavedSweeper, SweepError, interleaved
 
 from . import programs

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import StageregError
-from stagereg.join.broken import abort
+from stagereg.kernel.broken import abort
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import stagereg.base.record as record
 import stagereg.extensions.goodput.phases as phases
+from stagereg.base.command import command_key
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Checkpoint, step_of
@@ -27,7 +28,6 @@ from stagereg.extensions.interop.torch_directories import DCP_WRITER
 from stagereg.extensions.recovery.crashes import CrashCounter, Crashes, retry
 from stagereg.extensions.tiers.inventory import TierStep
 from stagereg.extensions.tiers.near import LocalTier
-from stagereg.launch.command_line import command_key
 
 RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import CheckpointError, RankMismatchError, StageregError, kind_of, name_ranks, reason
-from stagereg.join.broken import abort, is_broken_operation, is_timeout
+from stagereg.kernel.broken import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
-from stagereg.join.broken import collectives_of
+from stagereg.kernel.broken import collectives_of
 from stagereg.kernel.channel import resources_of, wait_for_keys
 
 _log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.base.record as record
+from stagereg.base.command import command_key
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Readable, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.merging import Structures
@@ -39,7 +40,6 @@ from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.extensions.replicas.shares import ReplicaShards, Shares
 from stagereg.extensions.retention.logged_metrics import LoggedMetrics
-from stagereg.launch.command_line import command_key
 from stagereg.stagers.async_stager import UnconfirmedCopy
 
 ReadBack: TypeAlias = Callable[[Storage, str, bytes, Mapping[str, int], Mapping[Written, int]], None]

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from stagereg.base.hooks import AFTER_STEPS
 from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.errors import CheckpointError, WrittenWhileSavedError
-from stagereg.stagers.hooks import AFTER_STEPS
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import os
 import sys
 from typing import Any
 
+from stagereg.base.overrides import Identity, gives_resume, raw
 from stagereg.checkpoint.format.manifest import SWEEP_JOB
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import MALFORMED, CheckpointError
-from stagereg.launch.command_line import Identity, gives_resume, raw
 
 
 def expect_own_job(store: CheckpointStore, resume: str) -> None:

@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.diagnostics.first_save as first_save
+from stagereg.base.hooks import AFTER_STEPS, PLATEAUS
 from stagereg.checkpoint.format.encoding import leaves
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.state.module_state import modules_of
 from stagereg.checkpoint.state.optimizer_state import optimizers_of, parameters_of
 from stagereg.data import COUNTED, ResumableSampler
-from stagereg.stagers.hooks import AFTER_STEPS, PLATEAUS
 
 _log = logging.getLogger(__name__)
 

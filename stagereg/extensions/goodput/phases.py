@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import stagereg.base.first_step as first_step
 import stagereg.base.record as record
-import stagereg.launch.first_step as first_step
 from stagereg.launch.earlier import Earlier
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from stagereg.checkpoint.ranks.requests import OperationLog
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
 from stagereg.extensions.preemption.signals import SIGNALS, PreemptionHandler
 from stagereg.extensions.preemption.stragglers import BusyClock, Stragglers
-from stagereg.join.broken import is_lost_connection
+from stagereg.kernel.broken import is_lost_connection
 from stagereg.launch.rank import torchrun_note
 
 _log = logging.getLogger(__name__)

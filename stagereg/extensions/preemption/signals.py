@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import stagereg.base.first_step as first_step
 import stagereg.extensions.recovery.rank_failure as loss
-import stagereg.launch.first_step as first_step
 from stagereg.base.option_text import option
 from stagereg.errors import RESUME_CODE
 from stagereg.launch.rank import LAUNCHER

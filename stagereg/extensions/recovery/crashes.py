@@ -37,9 +37,9 @@ from stagereg.base.option_text import option
 from stagereg.base.retry import within
 from stagereg.checkpoint.format.manifest import MOST, RESTORED, Checkpoint, plain_name, step_name, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped
+from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped, is_consequence
 from stagereg.extensions.recovery.restarts import is_automatic
-from stagereg.launch.rank import NEXT_START, is_consequence
+from stagereg.launch.rank import NEXT_START
 
 _BEST_EFFORT_S = 10.0
 _MOST_TRIED = 5  # crashes in a row, in units of `max_crashes`, after which nothing is tried any more

@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 import stagereg.base.record as record
 import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.recovery.rank_failure as loss
+from stagereg.base.command import command_key
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest, new_token
@@ -37,11 +38,9 @@ from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
-from stagereg.errors import CheckpointError, name_ranks, reason
+from stagereg.errors import CheckpointError, is_consequence, name_ranks, reason
 from stagereg.extensions.recovery.rank_failure import RankFailure
 from stagereg.extensions.recovery.step_snapshot import StepSnapshot
-from stagereg.launch.command_line import command_key
-from stagereg.launch.rank import is_consequence
 from stagereg.registry import build
 
 _log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
 from stagereg.join.batches import Layout, emptied_or_error, fetch, publish
-from stagereg.join.broken import is_broken_operation
 from stagereg.join.joinable import BuiltInHook, JoinHook, uncompiled
 from stagereg.join.kinds.reduction import ReducingJoinable, local
 from stagereg.join.tracked import differentiable
+from stagereg.kernel.broken import is_broken_operation
 from stagereg.registry import register
 
 

@@ -22,11 +22,11 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 import stagereg
+from stagereg.base.hooks import AFTER_STEPS, PLATEAUS
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.data import ResumableSampler
 from stagereg.extensions.diagnostics.forgotten import GivenSteps
-from stagereg.stagers.hooks import AFTER_STEPS, PLATEAUS
 from stagereg.testing import run_ranks
 
 LOGGER = "stagereg.extensions.diagnostics.forgotten"

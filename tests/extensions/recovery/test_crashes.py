@@ -21,13 +21,13 @@ import torch.distributed as dist
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lock as lock
 import stagereg.extensions.recovery.crashes as crashes
+from stagereg.base.command import command_key
 from stagereg.base.option_text import in_config
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted, Stopped
 from stagereg.extensions.recovery.crashes import crashes_in, is_in_order, is_out_of_memory
-from stagereg.launch.command_line import command_key
 from stagereg.testing.ranks import RankFailure, run_ranks
 
 from ...support.forks import run_forked

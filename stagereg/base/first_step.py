@@ -42,7 +42,7 @@ class _FirstStep:
         # A list of its own, as the import under way goes through the other one; first, as the hooks are imported too.
         sys.meta_path = [each for each in sys.meta_path if each is not self]
         if self.calls:
-            from stagereg.stagers.hooks import AFTER_STEPS
+            from stagereg.base.hooks import AFTER_STEPS
 
             self._unhook = AFTER_STEPS.add(self.take)
 

@@ -1,0 +1,68 @@
+"""Overrides of Hydra as the command line has them, and which job of a sweep they are of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+from stagereg.base.number_text import decimal
+
+SWEEP_KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeat", "sweep.again")
+"""Options of a sweep, which change nothing in its jobs."""
+_MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
+
+
+class Identity(NamedTuple):
+    """What tells one job of a sweep from another, in whatever order its overrides are."""
+
+    combination: frozenset[tuple[str, str]]  # the overrides of the program, by key
+    repeat: int = 0  # which run of its combination this is, from 0
+    again: bool = False  # whether it is an A/A job
+
+    @classmethod
+    def of(cls, overrides: Iterable[str]) -> Identity:
+        """Return the identity of the job with these overrides of the task."""
+        own, repeat, again = split(overrides)
+        return cls(frozenset(by_key(own).items()), repeat, again)
+
+    def __str__(self) -> str:
+        marks = [f"sweep.repeat={self.repeat}"] * bool(self.repeat) + ["sweep.again=true"] * self.again
+        given = [f"{key}={value}".rstrip("=") for key, value in sorted(self.combination)]
+        return " ".join([*given, *marks]) or "no override"
+
+
+def raw(overrides: Any) -> list[str]:
+    """Return the overrides that Hydra has composed a job from, as the command line has them.
+
+    Hydra holds them in a config, which resolves an interpolation in them when it is iterated.
+    """
+    from omegaconf import OmegaConf
+
+    return cast("list[str]", OmegaConf.to_container(overrides, resolve=False))
+
+
+def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
+    """Part overrides into those of the combination, and which repeat of it this is and whether it is an A/A job."""
+    kept = tuple(override for override in overrides if not _MARK.fullmatch(override))
+    found = {mark[1]: mark[2] for mark in map(_MARK.fullmatch, overrides) if mark is not None}
+    return kept, decimal(found.get("repeat", "")) or 0, found.get("again", "").lower() == "true"
+
+
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Return overrides by what they change in the program; of two for one key, Hydra takes the last."""
+    parts = (override.partition("=") for override in overrides)
+    keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
+    return {key: value for key, value in keys.items() if key not in SWEEP_KEYS}
+
+
+def gives_resume(overrides: Iterable[str]) -> bool:
+    """Whether these name what to resume from, as ``checkpoint.resume=auto`` does."""
+    return any(re.match(r"\+*([\w.]+\.)?resume=", each) for each in overrides)
+
+
+def quoted(value: str) -> str:
+    """A value as one quoted string of Hydra's override grammar."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=value, quote=Quote.single).with_quotes()
