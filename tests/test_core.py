@@ -33,7 +33,7 @@ TO_EXTENSIONS = {
     ("checkpoint.load.choosing", "extensions.recovery.crashes"),
     ("checkpoint.load.choosing", "extensions.tiers.inventory"),
     ("checkpoint.load.choosing", "extensions.tiers.near"),
-    ("checkpoint.load.reading", "extensions.buckets.object_store"),
+    ("checkpoint.storage.reading", "extensions.buckets.object_store"),
     ("checkpoint.load.replaced", "extensions.diagnostics.first_save"),
     ("checkpoint.load.restoring", "extensions.buckets.shared_read"),
     ("checkpoint.load.restoring", "extensions.interop.matching"),

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from stagereg.base.machine import memory
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.cli import main
 from stagereg.extensions.interop.safetensors import DTYPES

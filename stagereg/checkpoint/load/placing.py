@@ -27,10 +27,10 @@ from stagereg.base.option_text import option
 from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
-from stagereg.checkpoint.load.name_map import NameMap
-from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, MissingEntryError, listed, nearest, reason
 

@@ -17,9 +17,9 @@ from stagereg.base.option_text import choice
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, marks
 from stagereg.checkpoint.format.index import Index
-from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.digests import Written, bounded, digest
 from stagereg.checkpoint.storage.protocol import Storage, name_of
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 
 _UNREAD = 0xA5

@@ -33,11 +33,11 @@ from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.load.findings import MergedScan, ScanResult, condition_of, together
-from stagereg.checkpoint.load.name_map import NameMap
-from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError, kind_of, listed, reason

@@ -109,7 +109,7 @@ def _placed(x: torch.Tensor, param: DTensor) -> str | None:
 
 
 def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return how it comes back without a note (:func:`~stagereg.checkpoint.load.reading`)."""
+    """Return how it comes back without a note (:func:`~stagereg.checkpoint.storage.reading`)."""
     if x.shape == param.shape:
         return None
     return REPLICATED if x.ndim == param.ndim > 1 else PLAIN

@@ -22,9 +22,9 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import differences, joined
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest
-from stagereg.checkpoint.load.reading import CheckpointFiles, Readable, Transfer, read_index
-from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.storage.reading import CheckpointFiles, Readable, Transfer, read_index
+from stagereg.checkpoint.storage.subclasses import Whole
 from stagereg.kernel.memory import view_of
 
 _PIECE_BYTES = 48 << 20

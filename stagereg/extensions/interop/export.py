@@ -22,7 +22,7 @@ import stagereg.checkpoint.format.encoding as encoding
 from stagereg.checkpoint.format.damage import refusing
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import new_token
-from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.advice import causes
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.opened import OpenCheckpoint, tensors_of

@@ -20,12 +20,12 @@ import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import MOST, Manifest
-from stagereg.checkpoint.load.name_map import NameMap
 from stagereg.checkpoint.load.placing import from_scratch
-from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.state.entries import PerRank
+from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.nested import NOTHING, find_inside, outer_names
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, MissingEntryError, listed, nearest
 from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp
 

@@ -20,8 +20,8 @@ import stagereg.checkpoint.state.entries as entries
 from stagereg.checkpoint.format.damage import VerificationResult, refusing
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
 from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp

@@ -25,7 +25,7 @@ from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import MANIFEST, METADATA
 from stagereg.checkpoint.format.pickled import QUANTIZED
 from stagereg.checkpoint.format.torch_metadata import METADATA_BYTES, loads
-from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 
 _EMPTY = 10_000  # items of lists of which nothing is saved

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.index import INDEX, Index
-from stagereg.checkpoint.load.reading import CheckpointFiles, Readable, Transfer
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.reading import CheckpointFiles, Readable, Transfer
 from stagereg.extensions.tiers.step_reader import BlockFile, StepReader
 
 

@@ -19,8 +19,8 @@ import stagereg.checkpoint.store.directory as local
 from stagereg.base import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.index import INDEX
-from stagereg.checkpoint.load.reading import CheckpointFiles
 from stagereg.checkpoint.options import Restore
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks

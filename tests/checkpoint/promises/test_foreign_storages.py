@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.futures import Future
 
 import stagereg.checkpoint.load.read_back as reading_back
-import stagereg.checkpoint.load.reading as reading
 import stagereg.checkpoint.storage.digests as digests
+import stagereg.checkpoint.storage.reading as reading
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import FileStorage

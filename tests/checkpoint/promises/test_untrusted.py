@@ -35,7 +35,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.encoding import decode
 from stagereg.checkpoint.format.index import INDEX, Index
 from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest, file_mark
-from stagereg.checkpoint.load.reading import CheckpointFiles
+from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import build

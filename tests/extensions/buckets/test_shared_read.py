@@ -15,9 +15,9 @@ import torch.distributed as dist
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.extensions.buckets.shared_read as shared_read
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.reading import File
 from stagereg.checkpoint.options import Leave, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.storage.reading import File
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.shared_read import SharedRead
 from stagereg.registry import build

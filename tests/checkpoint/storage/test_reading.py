@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.format.index as index
-import stagereg.checkpoint.load.reading as reading
 import stagereg.checkpoint.state.rng as rng
+import stagereg.checkpoint.storage.reading as reading
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, decode, encode
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
-from stagereg.checkpoint.load.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.options import Restore
+from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager

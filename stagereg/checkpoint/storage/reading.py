@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor, Replicate
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.format.split_tensors as split_tensors
-import stagereg.checkpoint.load.subclasses as subclasses
+import stagereg.checkpoint.storage.subclasses as subclasses
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import name_of, wraps
-from stagereg.checkpoint.load.storage_reader import read_through
-from stagereg.checkpoint.load.subclasses import Whole
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
+from stagereg.checkpoint.storage.storage_reader import read_through
+from stagereg.checkpoint.storage.subclasses import Whole
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.object_store import ObjectStore

@@ -10,7 +10,7 @@ import torch
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.index import SUBCLASS, Chunk, Stored
 from stagereg.checkpoint.format.wrappers import same_bits
-from stagereg.checkpoint.load.subclasses import wholes_of
+from stagereg.checkpoint.storage.subclasses import wholes_of
 from stagereg.errors import CheckpointError
 from tests.support.subclasses import Codes, Copied, OneScale, Whole, codes
 
