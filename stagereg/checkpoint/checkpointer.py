@@ -31,7 +31,7 @@ from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.pending_save import SaveTarget
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import CheckpointStats, SaveThread
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.schedule import schedule_of
@@ -167,7 +167,7 @@ class Checkpointer:
             acquire_with_tier(chosen, self._hold, self._ranks, self._stores)
             phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
-            self._target = SaveTarget(self._store, policy, self._storage, self._ranks, token, schedule, read_back)
+            self._target = StoreTarget(self._store, policy, self._storage, self._ranks, token, schedule, read_back)
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
             self._begin(replicas, process_group, components)
 

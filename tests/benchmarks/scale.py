@@ -42,7 +42,8 @@ from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.merging import Asked, Sent
 from stagereg.checkpoint.ranks.unchanged import pack, unpack
 from stagereg.checkpoint.save.committing import _Prepared, _Work
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
+from stagereg.checkpoint.save.pending_save import PendingSave, Sharing, StagedCopy
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind
@@ -227,7 +228,7 @@ class Real:
 
     def __init__(self, place: Place, rank: int, ranks: int) -> None:
         group: Any = SimpleNamespace(rank=rank, size=ranks, number=rank, numbers=range(ranks))
-        self.target = SaveTarget(Nowhere(ranks), 1, StorageWithoutFiles(), group, "0" * 12)
+        self.target = StoreTarget(Nowhere(ranks), 1, StorageWithoutFiles(), group, "0" * 12)
         self.place, self.rank, self.ranks = place, rank, ranks
 
     def prepare(self, step: int, compares: bool, clock: Clock) -> Any:

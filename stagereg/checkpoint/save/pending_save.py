@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,9 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.base.record as record
-from stagereg.base.command import command_key
-from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Readable, TensorResult
-from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
+from stagereg.checkpoint.format.index import Readable
+from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.ranks.merging import Structures
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.unchanged import Exchange
@@ -32,14 +29,9 @@ from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.save.structure import Outline
 from stagereg.checkpoint.storage.digests import Written
-from stagereg.checkpoint.storage.files import METADATA
-from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.keep import GuardedRule, Keep
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.extensions.replicas.shares import ReplicaShards, Shares
-from stagereg.extensions.retention.logged_metrics import LoggedMetrics
 from stagereg.stagers.async_stager import UnconfirmedCopy
 
 ReadBack: TypeAlias = Callable[[Storage, str, bytes, Mapping[str, int], Mapping[Written, int]], None]
@@ -125,93 +117,6 @@ class Target(ABC):
 
     def clear(self) -> None:  # noqa: B027  # a tier keeps no more than it should
         """Delete what is no longer kept. Called when a save has ended."""
-
-
-class SaveTarget(Target):
-    """The store that the saves of one checkpointer go to, with what they share.
-
-    Attributes:
-        store: the directory of checkpoints.
-        committed: on rank 0, the last one.
-        metrics: on rank 0, what was logged about steps.
-        token: of the run.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        keep: Keep | GuardedRule,
-        storage: Storage,
-        ranks: RankGroup,
-        token: str,
-        schedule: Schedule | None = None,
-        read_back: ReadBack | None = None,
-    ) -> None:
-        repeats = isinstance(storage, Storage) and storage.finished is not None
-        super().__init__(store.root, ranks, storage, schedule or Schedule(1), repeats)
-        self.store, self.keep, self.token = store, keep, token
-        self._storage_name = name_of(storage)  # for manifests
-        self.read_back = None if is_builtin(storage) else read_back
-        self._tokens = random.Random(token)  # the same on all ranks without an exchange
-        self._token, self._is_new = "", False
-        self.metrics = LoggedMetrics()
-        self.committed: Checkpoint | None = None
-
-    def begin(self, step: int) -> tuple[str, bool]:
-        self._token, self._is_new = self._tokens.randbytes(len(self.token) // 2).hex(), False
-        return self.store.temporary(step, self._token), False
-
-    def expect_new(self, path: str) -> None:
-        if self.ranks.rank == 0 and not self.store.backend.in_place:
-            # Another rank of this save may have made it, and leaves it empty.
-            there = [path] if os.path.islink(path) else self.store.backend.list(path)
-            if there:
-                raise CheckpointError(f"{path} was there before this save, and was not touched. Save again.")
-        self._is_new = True
-
-    def finish(
-        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
-    ) -> Mapping[str, FileDigest]:
-        if metadata is None:
-            return {METADATA: self.store.put(path, METADATA, self.last.finished)}
-        self.storage.finish(metadata, results)
-        self.last.finished = (self.storage.finished if isinstance(self.storage, Storage) else None) or b""
-        return {}
-
-    def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
-        """Return those that the storage has taken; other files are flushed and read.
-
-        What no rank has named, such as metadata, is rank 0's to mark.
-        """
-        known: Mapping[str, FileDigest] = self.storage.marks if isinstance(self.storage, Storage) else {}
-        if all(isinstance(each, (ArchiveResult, TensorResult)) for each in results):
-            names = {each.storage_data.relative_path for each in results}
-        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
-            names = {name for name in self.store.backend.list(path) if name.startswith(f"__{self.ranks.rank}_")}
-        return {**known, **{name: self.store.mark(path, name) for name in sorted(names - known.keys())}}
-
-    def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
-        store = self.store
-        files[INDEX] = store.put(path, INDEX, index)
-        there = store.backend.list(path, [METADATA])  # and what else the storage has written, such as torch's index
-        files |= {name: store.mark(path, name) for name in there if name not in files}
-        failpoint("marked")
-        self.committed = store.publish(path, self.manifest(step, files), self.keep)
-
-    def manifest(self, step: int, files: dict[str, FileDigest]) -> Manifest:
-        metrics = self.metrics.of_step(step)
-        return Manifest(step, self.ranks.size, 0, files, self._storage_name, metrics=metrics, command=command_key())
-
-    def discard(self, step: int) -> None:
-        path = self.store.temporary(step, self._token)
-        if self.ranks.rank == 0 and (self._is_new or self.store.backend.in_place):
-            self.store.backend.discard(path)
-        elif self.ranks.rank == 0:
-            with contextlib.suppress(OSError):  # it has files if it is not of this save
-                os.rmdir(path)
-
-    def clear(self) -> None:
-        self.store.retention.clear()
 
 
 @dataclass

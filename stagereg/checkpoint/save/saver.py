@@ -27,7 +27,8 @@ import stagereg.extensions.diagnostics.first_save as first_save
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.manifest import MOST
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, Sharing, StagedCopy
+from stagereg.checkpoint.save.pending_save import PendingSave, Sharing, StagedCopy
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.save.structure import outline
@@ -67,7 +68,7 @@ class Saver:
 
     def __init__(
         self,
-        target: SaveTarget,
+        target: StoreTarget,
         stager: AsyncStager,
         background: SaveThread,
         replicas: ReplicaShards,

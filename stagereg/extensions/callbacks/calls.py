@@ -19,7 +19,7 @@ import stagereg.base.shutdown as shutdown
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.save.pending_save import SaveTarget
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
@@ -41,7 +41,7 @@ class CommitCalls:
     def __init__(
         self,
         components: Mapping[str, OnCommit],
-        target: SaveTarget,
+        target: StoreTarget,
         background: SaveThread,
         preemption: PreemptionConsensus | None,
     ) -> None:
@@ -87,7 +87,7 @@ class CommitCalls:
 
 
 class _Caller:
-    def __init__(self, name: str, component: OnCommit, target: SaveTarget, background: SaveThread) -> None:
+    def __init__(self, name: str, component: OnCommit, target: StoreTarget, background: SaveThread) -> None:
         self.limit_s = background.timeout_s  # of a call
         self._stopped = ""  # why no further call begins
         self._name, self._component = name, component

@@ -33,7 +33,8 @@ from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.committing import write_and_commit
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget, StagedCopy
+from stagereg.checkpoint.save.pending_save import PendingSave, StagedCopy
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.store.keep import Keep
@@ -70,7 +71,7 @@ class _SavePlan(NamedTuple):
 class Survivors:
     """This rank's part. It is to be kept as long as there is something to save."""
 
-    def __init__(self, target: SaveTarget, saver: Saver, background: SaveThread) -> None:
+    def __init__(self, target: StoreTarget, saver: Saver, background: SaveThread) -> None:
         self._target, self._saver, self._background = target, saver, background
         self._whole, self._unnoted = StepSnapshot(saver.names), ""
         self._publish = loss.expect(self) if target.ranks.size > 1 else None
@@ -196,7 +197,7 @@ class _Attempt:
         lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
         return {str(rank): ["random numbers", *marked] for rank in lost}
 
-    def begin(self, target: SaveTarget, tier: bool) -> None:
+    def begin(self, target: StoreTarget, tier: bool) -> None:
         """Have the others begin too, once the directory is this rank's to write to.
 
         A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
@@ -257,11 +258,11 @@ class _RanksLeft(RankGroup):
             self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
 
 
-class _SurvivorsTarget(SaveTarget):
+class _SurvivorsTarget(StoreTarget):
     """The store, for one save, which nothing goes out for."""
 
     def __init__(
-        self, target: SaveTarget, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
+        self, target: StoreTarget, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
     ) -> None:
         super().__init__(target.store, _ALL, target.storage, ranks, made.token)
         self._made, self._lost, self._whole = made, lost, whole

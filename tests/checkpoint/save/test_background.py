@@ -14,7 +14,8 @@ import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.save.save_thread as module
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.failures import Failures
-from stagereg.checkpoint.save.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.save.pending_save import PendingSave
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import open_store
@@ -26,7 +27,7 @@ LONG_S = 3600.0
 class Write:
     """In place of ``write_and_commit``: begins, and ends when it is asked to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: SaveTarget) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: StoreTarget) -> None:
         self.target = target
         self.errors: dict[int, BaseException] = {}
         self.begun, self.go, self.busy = threading.Event(), threading.Event(), threading.Lock()
@@ -55,7 +56,7 @@ class Write:
 
 @pytest.fixture
 def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
-    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), "0123456789ab")
+    target = StoreTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), "0123456789ab")
     yield Write(monkeypatch, target)
     shutdown._forget()  # no failure of a test must reach the exit status of the tests
 
