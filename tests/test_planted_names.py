@@ -470,7 +470,7 @@ KNOWN = {
         "extensions/interop/export",
         "extensions/tiers/incoming",
     ],
-    "rmdir": ["checkpoint/save/pending_save", "extensions/tiers/folder", "extensions/tiers/incoming"],
+    "rmdir": ["checkpoint/save/store_target", "extensions/tiers/folder", "extensions/tiers/incoming"],
     "rmtree": ["base/small_files", "bench/stall", "integrations/named", "integrations/torchtitan"],
     "symlink": ["checkpoint/store/directory"],
     "symlink_to": ["integrations/named"],

@@ -1,7 +1,4 @@
-"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start.
-
-docs/architecture.md follows one save and one restore through the modules below.
-"""
+"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start."""
 
 from __future__ import annotations
 
@@ -31,11 +28,12 @@ from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import CheckpointStats, SaveThread
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.schedule import schedule_of
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.state.nested import expect_savable
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
@@ -43,10 +41,12 @@ from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, RankCoordinator
 from stagereg.errors import is_consequence
 from stagereg.extensions.callbacks.calls import CommitCalls
 from stagereg.extensions.callbacks.on_commit import OnCommit
+from stagereg.extensions.diagnostics.checks import Diagnostics
 from stagereg.extensions.goodput import phases
 from stagereg.extensions.preemption.consensus import PreemptionConsensus
 from stagereg.extensions.recovery.survivors import Survivors, await_saved
 from stagereg.extensions.replicas.shares import ReplicaShards
+from stagereg.extensions.retention.logged_metrics import LoggedMetrics
 from stagereg.extensions.tiers.tier import Tier
 from stagereg.extensions.tiers.tiering import Tiering, acquire_with_tier, notes_of
 from stagereg.registry import register
@@ -167,7 +167,9 @@ class Checkpointer:
             acquire_with_tier(chosen, self._hold, self._ranks, self._stores)
             phases.saves_to(str(self.dir))
             schedule = schedule_of(every, failure.mtbf, process_group)
-            self._target = StoreTarget(self._store, policy, self._storage, self._ranks, token, schedule, read_back)
+            self._metrics = LoggedMetrics(self._ranks.rank == 0)
+            saving = self._store, policy, self._storage, self._ranks, token, schedule, read_back
+            self._target = StoreTarget(*saving, [self._metrics.manifest_fields])
             self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
             self._begin(replicas, process_group, components)
 
@@ -179,20 +181,20 @@ class Checkpointer:
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
         shared = ReplicaShards(replicas.verify_every, replicas.share)
         self._background = SaveThread(self._target, self._failure.timeout, warns, near.background)
-        self._saver = Saver(self._target, self._stager, self._background, shared, cast, self._stores)
+        names, token = ParameterNames(), self._target.token
+        survivors = [Survivors(self._target, names, self._background)] if self._stores else []
+        checks = Diagnostics(self._target, self._stores, cast, self._stager)
+        self._observers: list[Any] = [checks, self._metrics, *survivors]
+        self._saver = Saver(self._target, self._stager, self._background, shared, self._stores, names, self._observers)
         self.stats = self._background.stats
-        most, token = self.restore_options.max_crashes, self._target.token
+        most = self.restore_options.max_crashes
         self._crashes = near.counter(self._store, most, first, self._background, token)
         self._hold.when_acquired, self._saver.ready = self._crashes.hold, self._hold.acquire_to_save
-        if first:
-            record.listen(self._target.metrics)
-        self._survivors: Any = self._stores and Survivors(self._target, self._saver, self._background)
-        parts = self._target.token, self._ranks, self._saver, self._leave.grace, self._background, self._save
+        parts = token, self._ranks, self._saver, self._leave.grace, self._background, self._save
         self._together = RankCoordinator(process_group, *parts)
         self.preemption = self._together.preemption
         self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
-        warn = first and self._leave.save_last
-        kept = self.dir, self._saver, self._hold, self._pid
+        warn, kept = first and self._leave.save_last, (self.dir, self._saver, self._hold, self._pid)
         self._unclosed = weakref.finalize(self, warn_of_unclosed, *kept) if warn else None
         if self._ranks.group is not None:
             self._background.call_when_idle(self._together.look_for_missed)
@@ -264,8 +266,7 @@ class Checkpointer:
             self._save(self._together.begin_save(checked_step(step), near), step)
 
     def _save(self, what: str, step: int, follows: bool = False) -> None:
-        if what == LEAVE:
-            assert self.preemption is not None
+        if what == LEAVE and self.preemption is not None:
             self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), self._how, follows)
         self._saver.save(step, follows, near=what == NEAR)
@@ -326,8 +327,7 @@ class Checkpointer:
             return None
         how = self.restore_options
         what = store, resume, how.verify, how.read, how.cast, how.exact, state, self._storage, self._ranks
-        names = self._saver.names
-        near = self._tiering.near if source is None else None
+        near, names = self._tiering.near if source is None else None, self._saver.names
         ready, own = partial(self._begin_restore, source is None), (how.rename, how.allow_missing)
         restored = restoring.restore(restoring.RestoreRequest(*what, names, ready, self._crashes, *own, near))
         step = None if restored is None else restored.manifest.step
@@ -335,7 +335,7 @@ class Checkpointer:
             near.go_on_from(step)
         self._store.retention.spared.clear()
         self._hold.continues = True
-        self._target.metrics.forget_steps()
+        self._metrics.forget_steps()
         if self._ranks.rank == 0:
             choosing.log_begin(restored, self._store, self.dir, resume if source is None else None, near)
         choosing.expect_found(restored, source)
@@ -375,8 +375,9 @@ class Checkpointer:
         self._together.leave()
         ended = self._background.finish()
         self._saver.drop_retake()
-        self._saver.forgotten.close()
-        self._closed, self._survivors, self._saver.whole = True, None, None
+        self._closed = True
+        for each in self._observers:
+            each.close(ended)
         self._calls.close()
         if self.preemption is not None:
             self.preemption.close()
@@ -431,8 +432,7 @@ class Checkpointer:
     @property
     def latest(self) -> Path | str | None:
         """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
-        found = self._store.latest() if self._enabled else None
-        return None if found is None else path_or_url(found.path)
+        return path_or_url(found.path) if self._enabled and (found := self._store.latest()) else None
 
     @property
     def every(self) -> int:

@@ -8,7 +8,7 @@ in one order, the same on all ranks. What one raises in :meth:`CheckpointExtensi
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,16 +55,38 @@ class Candidate:
     rejections: dict[str, str]
 
 
-class CheckpointExtension:
+class SaveObserver:
+    """Observes what one rank saves. Each method does nothing here.
+
+    All methods are called on the training thread, and must neither wait nor be collective. What one raises is logged.
+    """
+
+    def given(self, state: Mapping[str, Any]) -> None:
+        """The program has given a state, which is kept for saves; objects in containers are entries of their own."""
+
+    def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
+        """A step has ended, with the state that was given for it, ``None`` if that was given earlier."""
+
+    def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
+        """The program saves ``step`` in ``targets``; ``state`` is its own dict, ``None`` if it never gave one."""
+
+    def capturing(
+        self, state: Mapping[str, Any], captured: Mapping[str, Any]
+    ) -> Callable[[dict[str, Any]], object] | None:
+        """Entries of a state are ``captured``, and about to be staged.
+
+        Return what is to be called with the staged copy, on the thread of the save.
+        """
+        return None
+
+
+class CheckpointExtension(SaveObserver):
     """Accompanies one checkpointer on all ranks. Each method does nothing here. See the module for errors."""
 
     name = ""
 
     def start(self, run: Run) -> None:
         """The checkpointer is constructed. Collective; training thread."""
-
-    def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
-        """A step has ended, with the state that was given for it. Training thread; must not wait."""
 
     def due(self, step: int) -> Due:
         """Return whether to save after ``step``: the same on all ranks. Training thread, once a step."""

@@ -97,7 +97,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int] | None:
         try:
             done = work.run()
         except CheckpointError as error:
-            if not (save.to.optional and work.agreed):
+            if save.to.required or not work.agreed:
                 raise
             log, done = _log.warning if save.to.ranks.rank == 0 else _log.debug, None
             log("stagereg: %s. Training goes on without it in %s.", str(error).rstrip("."), save.to.where)

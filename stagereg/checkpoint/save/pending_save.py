@@ -70,11 +70,11 @@ class Target(ABC):
         storage: writes the files.
         schedule: says when.
         last: what this rank keeps of its last save there.
-        optional: what fails there, once all ranks have staged, is a warning.
+        required: a failure fails the save; if not, what fails there once all ranks have staged is a warning.
         read_back: is to read the next save back before it is committed, until one was.
     """
 
-    optional = False
+    required = True
     read_back: ReadBack | None = None
 
     def __init__(self, where: str, ranks: RankGroup, storage: Storage, schedule: Schedule, repeats: bool) -> None:

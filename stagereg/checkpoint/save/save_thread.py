@@ -230,7 +230,7 @@ class SaveThread:
             done = write_and_commit(save)
         except BaseException as error:
             failure = self._fail(save, error)
-            if isinstance(failure, WrittenWhileSavedError) and not save.to.optional:
+            if isinstance(failure, WrittenWhileSavedError) and save.to.required:
                 failure = self.retake.save_again(save, reason(error), failure)
             _log.debug("A save failed.", exc_info=error)
             for connected in causes(error):
@@ -259,14 +259,14 @@ class SaveThread:
     def _completed(self, save: PendingSave, began: float, ended: float, nbytes: int) -> None:
         """Take notice of a save that is complete; the moments are of ``record.now``."""
         step, seconds = save.step, ended - began
-        if save.to.optional:
-            self.stats.tier_saves += 1
-        else:
+        if save.to.required:
             self.stats.saves += 1
             self.stats.write_seconds.append(seconds)
+        else:
+            self.stats.tier_saves += 1
         if save.agreed is None:  # else the save to the store counts them
             self.stats.bytes_staged += save.copy.nbytes or 0
-        kind = "tier" if save.to.optional else "write"
+        kind = "write" if save.to.required else "tier"
         record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=self.target.where)
         for listener in self.listeners:
             try:
@@ -277,7 +277,7 @@ class SaveThread:
     def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
         """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
         save.copy.record(save.step)
-        of_tier = {"dir": save.to.where} if save.to.optional else {}
+        of_tier = {} if save.to.required else {"dir": save.to.where}
         record.emit("lost", step=save.step, error=reason(error), **of_tier)
         save.to.schedule.ended(None)
         if isinstance(error, CheckpointError) and save.copy.failure is not None:

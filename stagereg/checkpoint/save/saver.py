@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -22,21 +20,20 @@ import stagereg.base.output as output
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.state.entries as entries
-import stagereg.checkpoint.state.module_state as module_state
-import stagereg.extensions.diagnostics.first_save as first_save
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
+from stagereg.checkpoint.extension import SaveObserver
 from stagereg.checkpoint.format.manifest import MOST
+from stagereg.checkpoint.save.observers import Observers
 from stagereg.checkpoint.save.pending_save import PendingSave, Sharing, StagedCopy
-from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.structure import outline
-from stagereg.checkpoint.state.nested import Spreader, expect_reachable, state_dicts
+from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank
-from stagereg.errors import CheckpointError, StageregError, listed, reason
-from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
+from stagereg.errors import CheckpointError, StageregError, reason
 from stagereg.extensions.preemption.consensus import PreemptionConsensus
 from stagereg.extensions.replicas.shares import ReplicaShards
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
@@ -52,15 +49,6 @@ _ONLY = (
     "stagereg: this run reached no multiple of every=%d, so the end of the run makes its only checkpoint. A crash "
     "before the end would have lost all steps."
 )
-_A_COPY = (
-    "stagereg: the state has state dicts instead of objects: %s. restore() changes these dicts alone. Put the objects "
-    "themselves into the state, as in {'model': model, 'optimizer': optimizer}; or give each dict to load_state_dict() "
-    "of its object after restore()."
-)
-
-
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-"""Global, as one checkpointer may save the optimizer of a model that another one saves without it."""
 
 
 class Saver:
@@ -72,8 +60,9 @@ class Saver:
         stager: AsyncStager,
         background: SaveThread,
         replicas: ReplicaShards,
-        cast: bool,
         stores: bool,
+        names: ParameterNames | None = None,
+        observers: Sequence[SaveObserver] = (),
     ) -> None:
         # As it was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
@@ -81,27 +70,19 @@ class Saver:
         self.stored: int | None = None  # the step that was not saved near alone, if there is a store
         self.reached = -1  # as ``saved``; -1 before, and after a restore
         self.leaving = False  # whether the ranks are about to exit
-        self.names = ParameterNames()  # in the state
+        self.names = names or ParameterNames()  # in the state
         self.ready: Callable[[], object] = lambda: None  # called before a save; what it raises fails the save
-        # Takes note of steps that end; ``None`` if nothing is saved after a loss.
-        self.whole: Callable[[int, Mapping[str, Any]], None] | None = None
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
         self._target, self._stager, self._background = target, stager, background
-        self._replicas, self._stores, self._cast = replicas, stores, cast
+        self._replicas, self._stores, self._observers = replicas, stores, Observers(observers)
         self._copying: PendingSave | None = None  # what the stager is at
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._warned = target.ranks.rank > 0  # of state dicts instead of objects
-        self._looked = target.ranks.rank > 0  # at what is looked at in a first save
         self._went_back = target.ranks.rank > 0  # which was said
-        self._stale = first_save.StaleNumbers()
-        self.forgotten = ForgottenObjects(target.ranks)
-        self._given_steps = GivenSteps() if target.ranks.rank == 0 and stores else None
-        _savers.add(self)
         self._buffers: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
@@ -127,31 +108,18 @@ class Saver:
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
-        self._warn_of_copies(state)
+        self._observers.given(state)
         for name, value in state.items() if self._target.ranks.group is not None else ():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 with contextlib.suppress(AttributeError):  # of a wrapper without super().__init__(), which has no hooks
                     value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
         return state
 
-    @first_save.only_looks
-    def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
-        found = [] if self._warned else [pair for name in state for pair in state_dicts(state[name], name)]
-        if any(kind == "module" for _, kind in found) and any(module_state.modules_of(state[name]) for name in state):
-            found = [pair for pair in found if pair[1] != "module"]  # they may be copies on purpose, such as the best
-        if found:
-            self._warned = True
-            _log.warning(_A_COPY, listed([f"{path!r} ({kind})" for path, kind in found]))
-
     def end_step(self, step: int) -> None:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
-        if self._given_steps is not None:
-            self._given_steps.look(step, self._every, self.saved, self.forgotten.stepped)
-            self.forgotten.stepped = False
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
-        if self.whole is not None and self.state is not None and self._given_at == step:
-            self.whole(step, self.state)
+        self._observers.end_step(step, self.state if self._given_at == step else None)
 
     @property
     def _every(self) -> int | None:
@@ -177,12 +145,9 @@ class Saver:
         if step < self.reached and not self._went_back:
             self._went_back = True
             _log.warning(_BACKWARDS, step, self.reached)
-        if self._given is not None and self._target.ranks.rank == 0:
-            self._stale.look(self._given)
         self.saved = self.reached = step
         self.stored = self.stored if near and self._stores else step
-        if save.to is self._target:
-            self._target.metrics.begin_save(step)
+        self._observers.begin_save(step, self._given, [each.to for each in saves])
         try:
             self.ready()
             for each in saves:
@@ -235,7 +200,7 @@ class Saver:
             self._background.raise_failure()
             raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
         if last > done and not unknown:
-            if self.saved is None and self._given_steps is not None and self._every is not None:
+            if self.saved is None and self._stores and self._target.ranks.rank == 0 and self._every is not None:
                 _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
@@ -333,12 +298,7 @@ class Saver:
             at, positions = self._positions
             for name, position in positions.items() if at == save.step else ():
                 captured[entries.rank_name(name, ranks.rank)] = position
-            if not self._looked:
-                self._looked = True
-                first_save.warn_of_foreign_parameters(self.state, captured)
-                kinds = first_save.kinds_of(self.state, captured, self._cast) or {}
-                save.copy.inspect = partial(first_save.warn_of_other_kinds, kinds, self._stager_name)
-            self.forgotten.look(self.state, captured, (each.state for each in _savers if each is not self))
+            save.copy.inspect = self._observers.capturing(self.state, captured)
             if ranks.size > 1:
                 captured = self._share(save, captured)
             save.copy.began = record.now()

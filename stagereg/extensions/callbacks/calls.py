@@ -19,8 +19,8 @@ import stagereg.base.shutdown as shutdown
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit

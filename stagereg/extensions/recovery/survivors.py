@@ -17,7 +17,8 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +30,15 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.base.command import command_key
 from stagereg.base.option_text import option
+from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.committing import write_and_commit
 from stagereg.checkpoint.save.pending_save import PendingSave, StagedCopy
-from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
-from stagereg.checkpoint.save.saver import Saver
+from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.errors import CheckpointError, is_consequence, name_ranks, reason
@@ -68,26 +70,36 @@ class _SavePlan(NamedTuple):
     why: str
 
 
-class Survivors:
-    """This rank's part. It is to be kept as long as there is something to save."""
+class Survivors(CheckpointExtension):
+    """This rank's part: notes each step that ends, and saves the last one when other ranks are lost."""
 
-    def __init__(self, target: StoreTarget, saver: Saver, background: SaveThread) -> None:
-        self._target, self._saver, self._background = target, saver, background
-        self._whole, self._unnoted = StepSnapshot(saver.names), ""
-        self._publish = loss.expect(self) if target.ranks.size > 1 else None
-        if self._publish is not None:
-            saver.whole = self._note
+    name = "survivors"
 
-    def _note(self, step: int, state: Mapping[str, Any]) -> None:
-        assert self._publish is not None
+    def __init__(self, target: StoreTarget, names: ParameterNames, background: SaveThread) -> None:
+        self._target, self._background = target, background
+        self._whole, self._unnoted = StepSnapshot(names), ""
+        self._state: Mapping[str, Any] = {}  # as it was given last
+        self._expected: _Expected | None = _Expected(self)
+        self._publish = loss.expect(self._expected) if target.ranks.size > 1 else None
+
+    def given(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
+        if self._publish is None or state is None or self._unnoted or self._expected is None:
+            return
         try:
             if self._whole.note(step, state):
                 self._publish(f"kinds/{self._target.ranks.rank}", self._whole.kinds)
         except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
             _log.debug("A step was not noted.", exc_info=error)
-            self._saver.whole, self._unnoted = None, f"a step could not be noted: {reason(error)}"
+            self._unnoted = f"a step could not be noted: {reason(error)}"
 
-    def save_after_loss(self, told: RankFailure) -> str:
+    def close(self, in_time: bool = True) -> None:
+        """Save nothing any more. Idempotent; training thread."""
+        self._expected = None
+
+    def save(self, told: RankFailure) -> str:
         """Save with the other ranks that are left; see :class:`.SavesAfterLoss`."""
         store, ranks = told.store, self._target.ranks
         if ranks.size != told.world_size:
@@ -114,7 +126,7 @@ class Survivors:
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
-        why = self._whole.hold() if self._saver.whole is not None else self._unnoted
+        why = self._unnoted or self._whole.hold()
         for thread in (self._background, self._background.ahead):
             if thread is not None:
                 thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
@@ -157,7 +169,7 @@ class Survivors:
     def _save(self, made: _Attempt) -> None:
         """Save with the others of a try; its outcome is published by the first of them."""
         try:
-            state = self._saver.state or {}
+            state = self._state
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
             if made.leads:
                 _add_positions(captured, lost, state, made)
@@ -181,6 +193,17 @@ class Survivors:
             missing = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in lost.items())
             saved = f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}"
             made.end(f"{saved}{''.join(missing)}. {made.exact}", made.step)
+
+
+class _Expected:
+    """What is expected to save after a loss, until the checkpointer is closed."""
+
+    def __init__(self, survivors: Survivors) -> None:
+        self._survivors = weakref.ref(survivors)
+
+    def save_after_loss(self, told: RankFailure) -> str:
+        survivors = self._survivors()
+        return "" if survivors is None else survivors.save(told)
 
 
 class _Attempt:

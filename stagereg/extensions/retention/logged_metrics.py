@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import stagereg.base.record as record
 from stagereg.base.option_text import option
+from stagereg.checkpoint.extension import CheckpointExtension, SaveTarget
 from stagereg.checkpoint.format.manifest import is_name
+from stagereg.checkpoint.save.store_target import StoreTarget
 
 _log = logging.getLogger(__name__)
 
@@ -25,15 +29,23 @@ _LATE = (
 )
 
 
-class LoggedMetrics:
-    """The metrics of the steps of one checkpointer. Methods may be called on any thread."""
+class LoggedMetrics(CheckpointExtension):
+    """The metrics of the steps of one checkpointer. Methods may be called on any thread.
 
-    def __init__(self) -> None:
+    Args:
+        listens: whether this rank gets what is logged.
+    """
+
+    name = "logged metrics"
+
+    def __init__(self, listens: bool = False) -> None:
         self._lock = threading.RLock()  # reentrant, since a signal handler that logs may interrupt a log
         self._logged: dict[int, dict[str, float]] = {}  # by step, the step logged last at the end
         self._saved: dict[int, dict[str, float]] = {}  # by step, the step saved last at the end
         self._late: set[str] = set()  # names that a warning has named
         self._warned = False
+        if listens:
+            record.listen(self)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of a step; a later value of one name replaces the earlier one."""
@@ -54,8 +66,10 @@ class LoggedMetrics:
         if late:
             _log.warning(_LATE, ", ".join(sorted(late)), step, option("checkpoint.keep"))
 
-    def begin_save(self, step: int) -> None:
-        """Fix the metrics of a step, since the step is being saved."""
+    def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
+        """Fix the metrics of a step, since the step is being saved in a checkpoint directory."""
+        if not any(isinstance(each, StoreTarget) for each in targets):
+            return
         with self._lock:
             self._saved.pop(step, None)
             _hold(self._saved, step, dict(self._logged.get(step, {})))
@@ -63,6 +77,9 @@ class LoggedMetrics:
     def of_step(self, step: int) -> dict[str, float]:
         with self._lock:
             return dict(self._saved.get(step, self._logged.get(step, {})))
+
+    def manifest_fields(self, step: int) -> Mapping[str, Any]:
+        return {"metrics": self.of_step(step)}
 
     def forget_steps(self) -> None:
         """Forget all steps: a restore goes back, and the steps that follow are others."""

@@ -26,7 +26,7 @@ _PRIVATE = 0o600  # whatever the umask is
 
 
 class TierTarget(Target):
-    optional = True
+    required = False
 
     def __init__(self, near: LocalTier, ranks: RankGroup, schedule: Schedule) -> None:
         self.near, self._files = near, DcpStorage(direct="auto" if near.tier.durable else "never")

@@ -15,8 +15,8 @@ import stagereg.checkpoint.save.save_thread as module
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.pending_save import PendingSave
-from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError

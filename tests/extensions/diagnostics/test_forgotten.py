@@ -24,9 +24,9 @@ from torch.optim.swa_utils import AveragedModel
 import stagereg
 from stagereg.base.hooks import AFTER_STEPS, PLATEAUS
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.save.saver import Saver
 from stagereg.data import ResumableSampler
-from stagereg.extensions.diagnostics.forgotten import GivenSteps
+from stagereg.extensions.diagnostics.checks import Diagnostics
+from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
 from stagereg.testing import run_ranks
 
 LOGGER = "stagereg.extensions.diagnostics.forgotten"
@@ -308,16 +308,16 @@ def test_the_line_names_an_attribute_and_a_free_key(tmp_path: Path, caplog: Any)
 
 
 def test_steps_are_observed_until_the_tenth_save_and_nothing_is_kept_alive(tmp_path: Path) -> None:
-    found: list[Saver] = []
+    found: list[ForgottenObjects] = []
 
-    def observed(saver: Saver) -> list[bool]:
-        return [id(saver.forgotten) in hooks._hooks for hooks in (AFTER_STEPS, PLATEAUS)]
+    def observed(forgotten: ForgottenObjects) -> list[bool]:
+        return [id(forgotten) in hooks._hooks for hooks in (AFTER_STEPS, PLATEAUS)]
 
     program = Program()
     optimizer = AdamW(program.model.parameters())
     gone = weakref.ref(optimizer)
     with Checkpointer(tmp_path, every=1) as checkpointer:
-        saver = checkpointer._saver
+        [saver] = [each._forgotten for each in checkpointer._observers if isinstance(each, Diagnostics)]
         for step in range(1, 12):
             program.model(torch.ones(2)).sum().backward()
             if step == 1:

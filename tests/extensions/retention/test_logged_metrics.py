@@ -15,6 +15,11 @@ import stagereg
 from stagereg.base import record
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.keep import Keep
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.extensions.retention.logged_metrics import LoggedMetrics
 from stagereg.testing.ranks import run_ranks
 
@@ -92,11 +97,12 @@ def test_metrics_are_those_of_rank_0(tmp_path: Path) -> None:
     assert written(tmp_path, 1) == {"of_rank_0": 1.0, "both": 0.0}
 
 
-def test_memory_for_metrics_is_bounded(caplog: Any) -> None:
+def test_memory_for_metrics_is_bounded(caplog: Any, tmp_path: Path) -> None:
     logged = LoggedMetrics()
+    target = StoreTarget(open_store(str(tmp_path)), Keep(), DcpStorage(), RankGroup(), "0123456789ab")
     for step in range(10_000):
         logged.add(step, {"loss": 1.0})
-        logged.begin_save(step)
+        logged.begin_save(step, None, [target])
     assert [len(each) for each in (logged._logged, logged._saved)] == [64, 64]
     assert 9_999 in logged._logged
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,94 @@
+"""The checks of a run together, as an observer of its saves. Each logs what it finds once."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import stagereg.extensions.diagnostics.first_save as first_save
+from stagereg.checkpoint.extension import CheckpointExtension, SaveTarget
+from stagereg.checkpoint.save.pending_save import Target
+from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.state.module_state import modules_of
+from stagereg.checkpoint.state.nested import state_dicts
+from stagereg.errors import listed
+from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
+
+_log = logging.getLogger(__name__)
+
+_A_COPY = (
+    "stagereg: the state has state dicts instead of objects: %s. restore() changes these dicts alone. Put the objects "
+    "themselves into the state, as in {'model': model, 'optimizer': optimizer}; or give each dict to load_state_dict() "
+    "of its object after restore()."
+)
+
+_all: weakref.WeakSet[Diagnostics] = weakref.WeakSet()
+"""Global, as one checkpointer may save the optimizer of a model that another one saves without it."""
+
+
+class Diagnostics(CheckpointExtension):
+    """The checks of one checkpointer.
+
+    Args:
+        target: where saves go.
+        stores: whether that is a checkpoint directory of the user.
+        cast: whether a restore converts dtypes.
+        stager: copies the state.
+    """
+
+    name = "diagnostics"
+
+    def __init__(self, target: Target, stores: bool, cast: bool, stager: object) -> None:
+        rank = target.ranks.rank
+        self._state: Mapping[str, Any] | None = None  # as it was given last
+        self._saved: int | None = None  # the step that was saved last
+        self._every = target.schedule.every if type(target.schedule) is Schedule else None  # whose multiples are saved
+        self._cast, self._stager = cast, f"{type(stager).__module__}.{type(stager).__qualname__}"
+        self._warned = rank > 0  # of state dicts instead of objects
+        self._inspected = rank > 0  # the first save
+        self._stale = None if rank > 0 else first_save.StaleNumbers()
+        self._steps = GivenSteps() if rank == 0 and stores else None
+        self._forgotten = ForgottenObjects(target.ranks)
+        _all.add(self)
+
+    def given(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._warn_of_copies(state)
+
+    @first_save.only_looks
+    def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
+        found = [] if self._warned else [pair for name in state for pair in state_dicts(state[name], name)]
+        if any(kind == "module" for _, kind in found) and any(modules_of(state[name]) for name in state):
+            found = [pair for pair in found if pair[1] != "module"]  # they may be copies on purpose, such as the best
+        if found:
+            self._warned = True
+            _log.warning(_A_COPY, listed([f"{path!r} ({kind})" for path, kind in found]))
+
+    def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
+        if self._steps is not None:
+            self._steps.look(step, self._every, self._saved, self._forgotten.stepped)
+            self._forgotten.stepped = False
+
+    def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
+        self._saved = step
+        if state is not None and self._stale is not None:
+            self._stale.look(state)
+
+    def capturing(
+        self, state: Mapping[str, Any], captured: Mapping[str, Any]
+    ) -> Callable[[dict[str, Any]], object] | None:
+        inspect = None
+        if not self._inspected:
+            self._inspected = True
+            first_save.warn_of_foreign_parameters(state, captured)
+            kinds = first_save.kinds_of(state, captured, self._cast) or {}
+            inspect = partial(first_save.warn_of_other_kinds, kinds, self._stager)
+        self._forgotten.look(state, captured, (each._state for each in _all if each is not self))
+        return inspect
+
+    def close(self, in_time: bool = True) -> None:
+        """Report what is left, and observe no more. Idempotent; training thread."""
+        self._forgotten.close()
