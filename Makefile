@@ -23,7 +23,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu slurm dist check format clean
+.PHONY: train test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -31,6 +31,10 @@ train: $(VENV)/.ready  ## train a small language model on two local ranks
 # Four workers, because a worker waits half of the time; waiting threads of torch sleep.
 test: $(HYDRA_1_4)/.ready  ## the tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick $(WORKERS) --numprocesses 4
+
+# With ARGS="--without tiers", without that extension alone.
+test-core: $(VENV)/.ready  ## the core's tests, and a training, in a copy without extensions and tools
+	$(BIN)/python tests/support/core_alone.py $(WORKERS) $(ARGS)
 
 test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices; a report at the end
 	$(PARTS) "tests" "OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)" "trainers" "$(AGAIN) frameworks"

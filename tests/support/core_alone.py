@@ -1,0 +1,78 @@
+"""Runs the core's tests in a copy of the project from which extensions and tools were deleted.
+
+``python tests/support/core_alone.py [--without NAME ...] [ARGUMENTS OF PYTEST]``: by default all extensions are
+deleted, and what stands above them; with ``--without tiers`` that extension alone. The copy then trains a little.
+While the core still imports extensions (the lists of ``tests/test_core.py``), all cannot be deleted, and that is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ABOVE = ("integrations", "sweep", "bench")  # folders of the package that the core must not need either
+TESTS = ("base", "kernel", "config", "stagers", "join", "checkpoint", "launch", "test_data.py", "test_registry.py")
+"""The tests of the core. What needs an extension lies in ``tests/extensions``."""
+
+
+def copy(to: Path, extensions: list[str]) -> None:
+    """Copy what git tracks, and the compiled kernel, without some extensions; without any of them, without tools."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    kernel = [str(each.relative_to(ROOT)) for each in (ROOT / "stagereg" / "kernel").glob("*.so")]
+    for name in (*listed.split("\0"), *kernel):
+        if name and (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+    installed = sorted(each.name for each in (to / "stagereg" / "extensions").iterdir() if each.is_dir())
+    if unknown := set(extensions) - set(installed):
+        raise SystemExit(f"There is no extension {', '.join(sorted(unknown))}, but: {', '.join(installed)}")
+    gone = [f"extensions/{name}" for name in extensions or installed] + [*(() if extensions else ABOVE)]
+    for name in gone:
+        shutil.rmtree(to / "stagereg" / name)
+        shutil.rmtree(to / "tests" / name, ignore_errors=True)
+
+
+def still_imports() -> int:
+    """Return how many imports of extensions the core has."""
+    for node in ast.parse((ROOT / "tests" / "test_core.py").read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "TO_EXTENSIONS" in ast.unparse(node).partition("=")[0]:
+            return len(getattr(node.value, "elts", ()))  # an empty set is a call
+    raise SystemExit("tests/test_core.py has no list TO_EXTENSIONS.")
+
+
+def run(folder: Path, *command: str) -> int:
+    """Run Python in the copy, whose package goes before an installed one."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    found = "import stagereg; print(stagereg.__file__)"
+    where = subprocess.run([sys.executable, "-c", found], cwd=folder, env=environment, capture_output=True, text=True)
+    if where.stdout.strip() != str(folder / "stagereg" / "__init__.py"):
+        raise SystemExit(f"Another package than the copy was imported: {where.stdout}{where.stderr}")
+    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="delete this extension alone")
+    asked, more = parser.parse_known_args()
+    if not asked.without and (left := still_imports()):
+        print(f"The core still has {left} imports of extensions, so it is not tried alone.")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="stagereg-core-") as scratch:
+        folder = Path(scratch)
+        copy(folder, asked.without)
+        options = ["-m", "not slow", "--hypothesis-profile=quick", "-p", "no:cacheprovider", *more]
+        tests = [f"tests/{name}" for name in TESTS]
+        failed = run(folder, "-m", "pytest", *options, *tests)
+        steps = ["nproc=2", "train.steps=4", f"hydra.run.dir={folder}/run"]
+        return failed or run(folder, "examples/train.py", *steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
