@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from stagereg.base.providers import missing
 from stagereg.errors import InstallationError
 
 _STUB = Path(__file__).with_suffix(".pyi")
@@ -34,6 +35,8 @@ def _attribute(owner: str, stub: Path, name: str) -> Any:
         raise AttributeError(f"module {owner!r} has no attribute {name!r}")
     if module == __name__:
         return importlib.import_module(f"{__name__}.{name}")
+    if why := missing(module):
+        raise InstallationError(f"There is no {owner}.{name}. {why}")
     return getattr(importlib.import_module(module), name)
 
 

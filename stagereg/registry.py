@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from stagereg._version import __version__
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.installed import DISTRIBUTION, announced, normalized, unmet
+from stagereg.base.providers import missing
 from stagereg.base.spec import REQUIRED, check, check_component, refuse_unknown, with_article
 from stagereg.errors import RegistryError, UnknownNameError, nearest
 
@@ -244,6 +245,8 @@ class Registry:
             found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
             known = self.names(kind)
+            if why := missing(self.built_in.get((kind, bare), "")):
+                raise UnknownNameError(f"No {kind} named {name!r}. {why}\nThere is: {', '.join(known) or '-'}")
             near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
             raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
@@ -318,6 +321,7 @@ class Registry:
         self._packages = {
             (kind, name): [Entry(kind, name, target, DISTRIBUTION, __version__)]
             for (kind, name), target in self.built_in.items()
+            if not missing(target)
         }
         for distribution, version, point in points:
             kind, _, name = point.name.partition(".")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import stagereg.commands.listing as listing
@@ -47,3 +53,65 @@ def test_without_a_command_it_lists_all_commands(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr()
     assert shown.out == ""
     assert all(name in shown.err for name in ("list", "show", "new", "check", "doctor", "bench"))
+
+
+def test_each_command_is_added_by_the_module_that_is_named_for_it() -> None:
+    for name, module in cli.BUILT_IN.items():
+        added = argparse.ArgumentParser().add_subparsers()
+        importlib.import_module(module).add_to(added)
+        assert name in added.choices
+        assert {each for each in cli.BUILT_IN if cli.BUILT_IN[each] == module} == {*added.choices}
+
+
+COMMAND = """
+def add_to(commands):
+    commands.add_parser("greet", help="say hello").set_defaults(run=lambda asked: print("hello") or 7)
+"""
+
+
+def write_package(folder: Path, name: str, source: str, command: str) -> None:
+    (folder / f"{name}.py").write_text(source)
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[stagereg.commands]\n{command} = {name}\n")
+
+
+def test_another_package_adds_a_command_and_a_broken_one_costs_its_own_command_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_package(tmp_path, "greeting", COMMAND, "greet")
+    write_package(tmp_path, "breaking", "raise ValueError('bad luck')", "broken")
+    write_package(tmp_path, "imitating", COMMAND, "list")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["greet"]) == 7
+    assert capsys.readouterr().out == "hello\n"
+    assert cli.main(["broken"]) == 2
+    told = "`stagereg broken` cannot run: it could not be imported from breaking (ValueError: bad luck). Install its"
+    assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "say hello" in shown
+    assert "not there: `stagereg broken` cannot run" in " ".join(shown.split())
+    assert cli.main(["list", "stager"]) == 0  # a name of the project's own is not taken away
+    assert "overlapped" in capsys.readouterr().out
+
+
+def test_a_command_whose_part_of_the_installation_is_missing_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.BUILT_IN, "bench", "stagereg.gone.command")
+    assert cli.main(["bench"]) == 2
+    told = (
+        "stagereg: `stagereg bench` cannot run: this installation has no stagereg.gone. Install hydra-stagereg again.\n"
+    )
+    assert capsys.readouterr().err == told
+
+
+def test_a_command_imports_no_other_command() -> None:
+    program = "import sys; from stagereg import cli; cli.main(['list']); print(*sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {each for each in done.stderr.split() if each.startswith(("stagereg.commands.", "stagereg.bench"))}
+    assert loaded == {"stagereg.commands.listing"}
+    assert not {"torch", "hydra"} & {*done.stderr.split()}

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
+import stagereg.base.providers as providers
 import stagereg.plugin
 from stagereg import registry
 from stagereg.base.spec import HYDRA_KEYS, REQUIRED
@@ -439,3 +440,32 @@ def test_every_built_in_loads_and_is_registered_under_its_name(kind: str, name: 
     component = registry.find(kind, name).load()
     target = registry.REGISTRY.built_in[kind, name]
     assert [each.component for each in registry.REGISTRY.decorated if each.target == target] == [component]
+
+
+def test_a_component_of_an_extension_that_is_not_installed_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(providers, "has", lambda extension: extension != "tiers")
+    monkeypatch.setattr(registry.REGISTRY, "decorated", [])  # what other tests have imported
+    registry.REGISTRY.refresh()
+    try:
+        assert "memory" not in registry.names("tier")
+        assert "wandb" in registry.names("on_commit")
+        why = "needs stagereg/extensions/tiers, which this installation lacks: install hydra-stagereg again"
+        with pytest.raises(UnknownNameError, match=f"No tier named 'memory'. It {why}"):
+            stagereg.build("tier", "memory")
+    finally:
+        monkeypatch.undo()
+        registry.REGISTRY.refresh()
+    assert "memory" in registry.names("tier")
+
+
+def test_a_public_name_of_an_extension_that_is_not_installed_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(providers, "has", lambda _: False)
+    with pytest.raises(ImportError, match=r"There is no stagereg\.DcpWriter\. It needs stagereg/extensions/interop"):
+        stagereg.DcpWriter  # noqa: B018
+    with pytest.raises(AttributeError):
+        stagereg.Nothing  # noqa: B018
+    assert stagereg.Keep(newest=1)

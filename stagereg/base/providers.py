@@ -28,3 +28,12 @@ def providers(module: str) -> Iterator[ModuleType]:
     for each in folders():
         if (_EXTENSIONS / each / f"{module}.py").is_file():
             yield importlib.import_module(f"stagereg.extensions.{each}.{module}")
+
+
+def missing(path: str) -> str:
+    """Return a sentence if a dotted path lies in an extension of this project that is not installed; else nothing."""
+    parts = path.replace(":", ".").split(".")
+    if parts[:2] != ["stagereg", "extensions"] or len(parts) < 3 or has(parts[2]):
+        return ""
+    folder = f"stagereg/extensions/{parts[2]}"
+    return f"It needs {folder}, which this installation lacks: install hydra-stagereg again, or restore that folder."
