@@ -31,12 +31,12 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.advice import advice
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.readers import reader_name
 from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
-from stagereg.extensions.buckets.lease import LeaseRecord
 
 SCRATCH = "stagereg-scratch-"
 """What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""

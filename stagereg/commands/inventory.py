@@ -21,10 +21,10 @@ from stagereg.base.output import size_text
 from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.manifest import step_of, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.store.open_store import is_url, open_store
 from stagereg.errors import CheckpointError
-from stagereg.extensions.interop.torch_directories import TORCH
 from stagereg.extensions.recovery.crashes import crashes_in
 
 

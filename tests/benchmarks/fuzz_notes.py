@@ -19,8 +19,8 @@ import stagereg.extensions.recovery.heartbeat as pulse
 import stagereg.extensions.tiers.wire as wire
 from stagereg.base.overrides import Identity  # noqa: F401  imported with the rest, before the reading
 from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner
-from stagereg.extensions.buckets.lease import LeaseRecord
 from stagereg.extensions.tiers.part import Part, PartFile
 from stagereg.extensions.tiers.peer import Peer
 from stagereg.sweep.plan import Plan, PlannedJob

@@ -53,7 +53,7 @@ class VerificationResult:
         damages: by the name of a file what is wrong with it, such as ``"truncated: 100 of 4096 bytes"``, or
             :class:`InaccessibleFile`; empty if the checkpoint is complete.
         writer: empty for a checkpoint of a ``Checkpointer``; else who wrote the directory, as
-            :mod:`stagereg.extensions.interop.torch_directories` has it.
+            :mod:`stagereg.checkpoint.store.foreign` has it.
     """
 
     path: str

@@ -17,12 +17,12 @@ from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA, Chec
 from stagereg.checkpoint.load.seeding import Seeded
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.foreign import expect_no_other_format, warn_of_other_formats
 from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.extensions.diagnostics.first_save import only_looks
 from stagereg.extensions.interop.matching import described
-from stagereg.extensions.interop.other_formats import expect_no_other_format, warn_of_other_formats
 from stagereg.extensions.interop.plain_dcp import is_plain_dcp
 from stagereg.extensions.interop.torch_directories import DCP_WRITER
 from stagereg.extensions.recovery.crashes import CrashCounter, Crashes, retry

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import stagereg.checkpoint.store.conditions as conditions
-import stagereg.extensions.interop.torch_directories as torch_directories
 from stagereg.base.small_files import UnfitFileError, warn_skipped
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Found, InaccessibleFile, VerificationResult, damage_of, differences
@@ -30,6 +29,7 @@ from stagereg.checkpoint.format.manifest import (
 )
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.checkpoint.store.readers import Readers
@@ -78,7 +78,7 @@ class CheckpointStore:
             content: whether to read all of its files; else the manifest and the sizes are checked.
         """
         found = conditions.look(self.backend, path)
-        if not content or found.manifest is None or found.writer == torch_directories.TORCH:
+        if not content or found.manifest is None or found.writer == TORCH:
             return found
         if not found.manifest.files:  # of torch, and the checksums cannot be read
             return found

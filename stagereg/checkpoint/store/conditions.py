@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-import stagereg.extensions.interop.torch_directories as torch_directories
 from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult, damage_of, differences
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, Manifest, step_of
 from stagereg.checkpoint.store.backend import Backend
+from stagereg.checkpoint.store.foreign import TORCH, is_foreign, look_at_foreign
 from stagereg.errors import MALFORMED
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
@@ -38,11 +38,14 @@ def conditions(backend: Backend) -> list[VerificationResult]:
 
 
 def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
-    """Return the step directories that torch wrote, with ``every`` those of any name (:mod:`.torch_directories`)."""
+    """Return the step directories that torch wrote, with ``every`` those of any name.
+
+    Without an extension that reads such directories there are none (:mod:`.foreign`).
+    """
     there = backend.list(backend.root).items()
     names = [name for name, size in there if size is None and not name.startswith(".")]
     looked = [_look(backend, f"{backend.root}/{name}") for name in names if every or step_of(name) is not None]
-    return [each for each in looked if each.writer]
+    return [each for each in looked if each.writer and each.manifest is not None]
 
 
 def leftovers(backend: Backend) -> list[str]:
@@ -89,9 +92,8 @@ def _look(backend: Backend, path: str, reads_torch: bool = True) -> Verification
         there = sizes(backend, path, [MANIFEST])
     except OSError as error:
         there = {MANIFEST: InaccessibleFile(f"cannot be looked at ({error})")}
-    if torch_directories.is_of_torch(path, there):
-        unread = VerificationResult(path, None, {}, torch_directories.TORCH)
-        return torch_directories.look(backend, path, there) if reads_torch else unread
+    if is_foreign(path, there):
+        return look_at_foreign(backend, path, there) if reads_torch else VerificationResult(path, None, {}, TORCH)
     found = _manifest(backend, path, there.get(MANIFEST, "missing"))
     if isinstance(found, str):
         return VerificationResult(path, None, {MANIFEST: found})

@@ -10,9 +10,9 @@ from math import inf
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, plain_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.foreign import expect_no_other_format
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError, listed
-from stagereg.extensions.interop.other_formats import expect_no_other_format
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from stagereg.base.small_files import UnfitFileError, temporary_of, warn_skipped
 from stagereg.checkpoint.format.manifest import new_token, step_of
 from stagereg.checkpoint.store.backend import Backend
-from stagereg.extensions.buckets.lease import LEASE_S, Lease, LeaseRecord
+from stagereg.checkpoint.store.lease import LEASE_S, Lease, LeaseRecord
 
 _PREFIX = ".reading."
 

@@ -38,7 +38,7 @@ _TRANSFORMERS = (
 )
 
 
-def expect_no_other_format(path: str) -> None:
+def expect_none(path: str) -> None:
     """Raise ``CheckpointError`` if a local path is in another format, with the lines that load it."""
     try:
         found = None if is_url(path) else _what(local_path(path))
@@ -52,7 +52,7 @@ def expect_no_other_format(path: str) -> None:
         )
 
 
-def warn_of_other_formats(root: str) -> None:
+def warn(root: str) -> None:
     """Log the newest file of weights in a local directory from which a run does not resume, with lines that load it."""
     if is_url(root):
         return

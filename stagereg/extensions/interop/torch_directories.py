@@ -7,34 +7,24 @@ torch's own writer writes no checksums: its ``.metadata`` names the files, and t
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from stagereg.checkpoint.format.damage import VerificationResult, damage_of, differences
 from stagereg.checkpoint.format.manifest import (
     CHECKSUMS,
     LATEST_TIME,
-    MANIFEST,
     METADATA,
     FileDigest,
     Manifest,
-    plain_name,
-    step_of,
     step_within,
 )
 from stagereg.checkpoint.format.unpickler import expect_metadata
 from stagereg.checkpoint.store.backend import Backend
+from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.errors import MALFORMED
 
-DCP_WRITER, TORCH = "DcpWriter", "torch"
-_INDEX = "index.json"  # as `format.index` has it, which imports torch
+DCP_WRITER = "DcpWriter"
 _MOST_BYTES = 1 << 30  # a longer file is not read
-
-
-def is_of_torch(path: str, names: Collection[str]) -> bool:
-    """Whether torch wrote a directory with these files. A name with a token is of a ``Checkpointer`` that writes it."""
-    name = path.rpartition("/")[2]
-    has_token = step_of(name) is not None and name != plain_name(name)
-    return not has_token and not {MANIFEST, _INDEX} & {*names} and bool({METADATA, CHECKSUMS} & {*names})
 
 
 def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:

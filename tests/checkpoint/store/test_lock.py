@@ -22,10 +22,10 @@ import pytest
 import stagereg.checkpoint.store.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.lease import LeaseRecord
 from stagereg.extensions.buckets.object_store import ObjectStore
 
 from ...commands.checkpoint_directories import save

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import stagereg
+import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
-import stagereg.extensions.buckets.lease as lease
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token

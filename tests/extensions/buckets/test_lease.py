@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import stagereg.base.retry as retry
+import stagereg.checkpoint.store.lease as leases
 import stagereg.extensions.buckets.lease as lease
 from stagereg.base.machine import machine_name
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -156,13 +157,13 @@ def test_a_lease_is_as_old_as_the_store_says_whatever_the_clock_of_its_owner(sto
 def test_where_the_store_has_no_clock_a_lease_is_watched(
     store: Store, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 0.2)
+    monkeypatch.setattr(leases, "LEASE_S", 0.2)
     monkeypatch.setattr(store.fs, "modified", mock.Mock(side_effect=NotImplementedError))
     store.lay(note(renewed=time.time() + ahead_s), ago_s=9999)
     began = time.monotonic()
     with store.lease():
         assert store.content()["owner"]["pid"] == os.getpid()
-    assert time.monotonic() >= began + lease.LEASE_S
+    assert time.monotonic() >= began + leases.LEASE_S
 
 
 def test_of_two_that_take_over_at_once_the_second_holds_it(store: Store) -> None:
@@ -195,7 +196,7 @@ def test_a_store_that_fails_once_is_asked_again(store: Store, lost: bool) -> Non
 
 
 def test_a_lease_that_can_neither_be_made_nor_read_is_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 0.05)
+    monkeypatch.setattr(leases, "LEASE_S", 0.05)
     store.create = lambda url, data: False  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=r"\.lock can neither be made nor read"):
         store.lease()
@@ -210,7 +211,7 @@ def test_a_store_without_conditional_writes_is_held_as_well(store: Store) -> Non
 
 
 def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_S", 0.3)
+    monkeypatch.setattr(leases, "LEASE_S", 0.3)
     hold = store.lease()
     first = store.content()["renewed"]
     assert store.written.wait(BOUND_S)
@@ -219,8 +220,8 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store, monkeypatch:
     assert comes_true(lambda: all(each.name != "stagereg-lease" for each in threading.enumerate()), BOUND_S)
     assert store.listing(store.root) == {}
     ended = mock.Mock(**{"wait.return_value": True})
-    lease._keep(mock.Mock(), ended, 0)
-    assert ended.wait.call_args.args[0] <= lease.LEASE_S / 2  # one that is late is not over yet
+    leases._keep(mock.Mock(), ended, 0)
+    assert ended.wait.call_args.args[0] <= leases.LEASE_S / 2  # one that is late is not over yet
 
 
 def test_a_lease_that_was_taken_over_fails_the_save_and_stays(store: Store) -> None:
