@@ -31,7 +31,6 @@ TO_EXTENSIONS = {
     ("checkpoint.load.choosing", "extensions.recovery.crashes"),
     ("checkpoint.load.choosing", "extensions.tiers.inventory"),
     ("checkpoint.load.choosing", "extensions.tiers.near"),
-    ("checkpoint.storage.reading", "extensions.buckets.object_store"),
     ("checkpoint.load.replaced", "extensions.diagnostics.first_save"),
     ("checkpoint.load.restoring", "extensions.buckets.shared_read"),
     ("checkpoint.load.restoring", "extensions.interop.matching"),
@@ -53,9 +52,6 @@ TO_EXTENSIONS = {
     ("checkpoint.save.schedule", "extensions.goodput.phases"),
     ("checkpoint.save.schedule", "extensions.planning.interval"),
     ("checkpoint.save.state_planner", "extensions.replicas.comparing"),
-    ("checkpoint.storage.aligned", "extensions.buckets.object_store"),
-    ("checkpoint.storage.files", "extensions.buckets.object_store"),
-    ("checkpoint.store.open_store", "extensions.buckets.bucket"),
     ("checkpoint.together", "extensions.preemption.consensus"),
     ("launch.launch", "extensions.goodput.phases"),
     ("launch.launch", "extensions.preemption.signals"),
@@ -77,7 +73,6 @@ BETWEEN_SIBLINGS: set[tuple[str, str]] = set()
 
 BETWEEN_EXTENSIONS = {
     ("extensions.callbacks.calls", "extensions.preemption.consensus"),
-    ("extensions.callbacks.copy_to", "extensions.buckets.object_store"),
     ("extensions.callbacks.huggingface", "extensions.interop.export"),
     ("extensions.callbacks.huggingface", "extensions.interop.opening"),
     ("extensions.preemption.consensus", "extensions.recovery.rank_failure"),

@@ -438,7 +438,7 @@ def test_each_module_that_deletes_or_replaces_something_is_known() -> None:
 CHANGES = {"rmtree", "unlink", "remove", "rename", "replace", "rmdir", "symlink", "link", "truncate", "copyfile"}
 OF_PATHS = {"unlink", "rename", "rmdir", "symlink_to", "hardlink_to", "write_text", "write_bytes", "rmtree"}
 KNOWN = {
-    "DiskFile": ["checkpoint/storage/files", "extensions/callbacks/copy_to"],
+    "DiskFile": ["checkpoint/store/directory"],
     "discard": [
         "checkpoint/store/directory",
         "extensions/interop/dcp_writer",
@@ -450,10 +450,10 @@ KNOWN = {
     "link": ["checkpoint/store/directory"],
     "open": [
         "base/small_files",
-        "checkpoint/storage/aligned",
         "commands/check_cases",
         "commands/checking",
         "commands/child",
+        "extensions/buckets/object_store",
         "extensions/interop/export",
         "integrations/transformers",
     ],

@@ -23,9 +23,9 @@ from operator import methodcaller
 from pathlib import Path
 
 from stagereg.base.command import command_key
+from stagereg.base.deadline import within
 from stagereg.base.machine import machine_name
 from stagereg.base.option_text import choice, option
-from stagereg.base.retry import answered, within
 from stagereg.checkpoint.format.manifest import new_token, step_name
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.advice import advice
@@ -33,7 +33,6 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner, StoreLock
-from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.readers import reader_name
 from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
@@ -84,7 +83,7 @@ class DirectoryLock:
         named = root if given is None else option("checkpoint.dir", given)
         self._failing = f"{named} cannot be written to"
         scratch = os.path.basename(root).startswith(SCRATCH)
-        looks = given is not None and not is_url(root) and not scratch and self._ranks.size > 1
+        looks = given is not None and not self._store.backend.remote and not scratch and self._ranks.size > 1
         token, probe = self._ranks.run_on_all(f"{named} cannot be used", partial(self._open, looks))[0]
         if probe:
             self._expect_one_directory(named, probe)
@@ -130,7 +129,7 @@ class DirectoryLock:
             return "", ""
         with within(self._seconds):
             expect_own_job(self._store, self._resume)
-            if not is_url(self._store.root):  # to list an empty prefix, s3fs lists the parent
+            if not self._store.backend.remote:  # to list an empty prefix, s3fs lists the parent
                 self._known = self._store.last_serial()
         token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
         if not looks:
@@ -173,9 +172,9 @@ class DirectoryLock:
         how = self._resume, self.continues, self._known
         root, take = self._store.root, partial(_take, self._store, self._seconds, *how)
         try:
-            self._lock = answered(root, self._seconds, take, methodcaller("release")) if is_url(root) else take()
+            self._lock = self._store.backend.in_time(self._seconds, take, methodcaller("release"))
         except PermissionError as error:
-            if not is_url(root):
+            if not self._store.backend.remote:
                 raise
             raise CheckpointError(f"{reason(error)}. {advice(error, root)}") from error
         self.when_acquired()

@@ -27,7 +27,7 @@ from stagereg.checkpoint.format.manifest import FOLLOWED, Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import with_those_of_torch
 from stagereg.checkpoint.store.lock import StoreLock
-from stagereg.checkpoint.store.open_store import is_url, open_store
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, ConfigError, printable
 
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
@@ -145,7 +145,7 @@ class _Follower:
 
     def _await_directory(self) -> bool:
         root, said = self._store.root, False
-        while not (is_url(root) or os.path.isdir(root)):
+        while not (self._store.backend.remote or os.path.isdir(root)):
             if self._is_idle():
                 return False
             if not said:

@@ -23,7 +23,7 @@ from stagereg.checkpoint.format.manifest import step_of, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
-from stagereg.checkpoint.store.open_store import is_url, open_store
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 from stagereg.extensions.recovery.crashes import crashes_in
 
@@ -83,7 +83,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
 def _clear(asked: argparse.Namespace) -> int:
     """Delete what killed runs have left, and print it; return 0 if nothing of that is left, else 1."""
     store = open_store(asked.directory)
-    if not is_url(store.root) and located(asked.directory, empty=True).one:
+    if not store.backend.remote and located(asked.directory, empty=True).one:
         raise CheckpointError(f"{asked.directory} is one checkpoint. Name the directory that has it.")
     with store.lock():
         found = store.sweep()

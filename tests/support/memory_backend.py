@@ -1,6 +1,7 @@
 """A backend of checkpoint stores in the memory of one process, of which each change can be made to fail."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from io import BufferedReader
 
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
@@ -14,6 +15,7 @@ from stagereg.checkpoint.format.manifest import (
     plain_name,
     step_name,
 )
+from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
 
@@ -22,6 +24,26 @@ class MemoryBackend:
 
     def __init__(self, root: str) -> None:
         self.root, self.in_place, self.files, self.fails_at = root, False, dict[str, bytes](), 0
+
+    remote, shared = False, False
+
+    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
+        return act()
+
+    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+        return act()
+
+    def fetch(self, path: str, part: range) -> bytes:
+        return self.read(path)[part.start : part.stop]
+
+    def open(self, path: str) -> BufferedReader:
+        raise NotImplementedError
+
+    def make(self, path: str) -> None:
+        """There are none."""
+
+    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
+        raise NotImplementedError
 
     def _change(self, new: dict[str, bytes], gone: str = "\0") -> None:
         self.fails_at -= 1

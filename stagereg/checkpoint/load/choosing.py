@@ -19,7 +19,7 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.foreign import expect_no_other_format, warn_of_other_formats
 from stagereg.checkpoint.store.located import nothing_in, with_those_of_torch
-from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.open_store import local_part, open_parent_store, open_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.extensions.diagnostics.first_save import only_looks
 from stagereg.extensions.interop.matching import described
@@ -83,7 +83,7 @@ def _without_ranks(condition: VerificationResult, by_name: bool = True) -> Verif
     assert condition.manifest is not None
     if condition.damages:
         return condition
-    if is_url(condition.path):
+    if local_part(condition.path) is None:
         why = "torch wrote it, and it is read from a local directory only: copy it to one"
         return replace(condition, damages={METADATA: why})
     step = condition.manifest.step if by_name else described(condition.path).step
@@ -232,7 +232,7 @@ def expect_found(restored: Checkpoint | None, source: str | os.PathLike[str] | N
 
 def log_unchecked(step: Checkpoint) -> None:
     """Warn if nothing of a restored checkpoint was compared with a checksum, since there is none."""
-    if not step.manifest.files and not is_url(step.path) and is_plain_dcp(step.path):
+    if not step.manifest.files and local_part(step.path) is not None and is_plain_dcp(step.path):
         _log.warning("%s has no checksums, since plain torch wrote it: it is loaded unchecked.", step.path)
 
 
@@ -322,7 +322,7 @@ def not_that_one(resume: str, damaged: VerificationResult) -> CorruptCheckpointE
     """Return the error if the checkpoint that ``resume`` names is not good."""
     what = f"it is damaged:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.damages.values()) == {"missing"}:
-        there = is_url(damaged.path) or os.path.exists(damaged.path)
+        there = local_part(damaged.path) is None or os.path.exists(damaged.path)
         what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagereg.checkpoint.load.choosing as choosing
@@ -27,7 +26,7 @@ import stagereg.checkpoint.load.seeding as seeding
 import stagereg.checkpoint.load.sharing as sharing
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
-from stagereg.base.machine import is_on_network, machine_name
+from stagereg.base.machine import machine_name
 from stagereg.checkpoint.format.damage import VerificationResult, share_of_rank
 from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.index import INDEX
@@ -39,7 +38,7 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import is_url, open_parent_store
+from stagereg.checkpoint.store.open_store import backend_of, open_parent_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError, kind_of, listed, reason
 from stagereg.extensions.buckets.shared_read import SharedRead, shared_index
 from stagereg.extensions.interop.matching import MatchedFiles
@@ -114,7 +113,7 @@ def _tried(asked: RestoreRequest) -> Checkpoint | None:
             listed = choosing.candidates_near(store, resume, steps, near.branch_of)
         else:
             listed = choosing.candidates(store, resume) if ranks.rank == 0 else []
-        shared = is_url(where) or is_on_network(Path(where))
+        shared = backend_of(where).shared
         return _Seen(listed, asked.counter.note(), machine_name(), shared, seeding.seeds_of(asked.state))
 
     def answer(

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.base.record as record
 import stagereg.checkpoint.state.rng as rng
-from stagereg.base.retry import within
+from stagereg.base.deadline import within
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileDigest

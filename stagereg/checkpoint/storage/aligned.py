@@ -10,123 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
-import os
 import queue
 import threading
 from collections.abc import Sequence
 from mmap import MADV_HUGEPAGE
-from typing import Any
 
 from stagereg.base.forks import private_memory
-from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import joined
 from stagereg.checkpoint.format.manifest import FileDigest
+from stagereg.checkpoint.store.backend import Sink
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.extensions.buckets.object_store import ObjectStore
+from stagereg.checkpoint.store.local_files import PAGE
 
-PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
 BLOCK_BYTES = 4 << 20  # bytes of a file that have a CRC-32 of their own; the last block may be shorter
 
 _WORTH_LETTING_GO = 1 << 16  # bytes that take longer than another thread's turn
 _STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
 _CHUNK_BYTES = 1 << 24
-_PIECE_BYTES = 1 << 22
 _MOST_PENDING = 8  # or else memory would be held long after it was handed over
-_O_DIRECT = os.O_DIRECT
-_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-class DiskFile:
-    """A new, empty file at ``path``, past the page cache if ``direct`` and possible. Raises: ``OSError`` with the path.
-
-    A regular file there is replaced, and anything else is an error. ``mode`` is of a new file, less the umask.
-
-    Attributes:
-        refused: whether the file system has refused to be written past the page cache.
-    """
-
-    def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
-        self._path, self._at, self.refused = path, 0, False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._descriptor = open_regular(path, flags | (_O_DIRECT if direct else 0), mode=mode)
-        except OSError:
-            self.refused = direct
-            self._descriptor = open_regular(path, flags, mode=mode)
-
-    def write(self, data: memoryview) -> None:
-        """Write what comes next: whole pages, but for the last call."""
-        while data:
-            if len(data) < PAGE or self._at % PAGE:
-                self._use_cache()  # it is no whole block
-            try:
-                written = os.pwrite(self._descriptor, data[: len(data) // PAGE * PAGE or None], self._at)
-            except OSError as error:
-                if error.errno not in _REFUSALS or not self._use_cache():
-                    error.filename = self._path
-                    raise
-                self.refused = True
-                continue
-            if written == 0:
-                raise OSError(errno.EIO, "The file takes no more bytes", self._path)
-            failpoint("writing")
-            data = data[written:]
-            self._at += written
-
-    def end(self) -> None:
-        """Make the file durable, which is whole."""
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            error.filename = self._path
-            raise
-
-    def close(self, whole: bool) -> None:
-        """Let go of it; what is not ``whole`` is of no use. Raises nothing."""
-        os.close(self._descriptor)
-
-    def _use_cache(self) -> bool:
-        """Write through the page cache from now on; return whether that is new."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-        return bool(flags & _O_DIRECT)
-
-
-class Upload:
-    """A new object at ``url``: what :class:`DiskFile` is in a directory.
-
-    It goes up in parts of the size that fsspec has for that store, so that no more than a part lies in memory. It is
-    given up where the writing fails, since an upload that is merely closed would leave half a file under its name.
-    """
-
-    refused = False
-
-    def __init__(self, url: str) -> None:
-        store = ObjectStore(url)
-        self._file: Any = store.fs.open(store.path(url), "wb")
-
-    def write(self, data: memoryview) -> None:
-        # A large tensor whole would be a part of its own size, and as much memory once more.
-        for begin in range(0, len(data), _PIECE_BYTES):
-            self._file.write(data[begin : begin + _PIECE_BYTES])
-            failpoint("writing")
-
-    def end(self) -> None:
-        self._file.close()
-
-    def close(self, whole: bool) -> None:
-        if not whole:
-            with contextlib.suppress(Exception):
-                self._file.discard()
-            with contextlib.suppress(Exception):
-                self._file.closed = True  # or else it would send itself when it is let go of
 
 
 class AlignedFile:
-    """A new file at ``target``, written in order by a thread, or by the caller if none can be started.
+    """A new file, ``target``, written in order by a thread, or by the caller if none can be started.
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may have afterwards. Call
     :meth:`finish` before the context manager ends. Methods raise the ``OSError`` of their write, or of an earlier one.
@@ -135,7 +41,7 @@ class AlignedFile:
         blocks: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
     """
 
-    def __init__(self, target: DiskFile | Upload, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, target: Sink, buffers: Sequence[memoryview]) -> None:
         self._target = target
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for buffer in buffers:

@@ -17,24 +17,23 @@ from functools import partial
 from typing import IO, Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 import stagereg.checkpoint.format.torch_metadata as torch_metadata
-from stagereg.base.retry import retrying
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.format.wrappers import owning, wraps
-from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
+from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit
+from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.object_store import ObjectStore
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -108,10 +107,7 @@ class FileStorage(Storage):
             raise CheckpointError(
                 f"{type(self).__name__} was given no directory: build it with path=..., or save with checkpoint_id=..."
             )
-        if is_url(self.path):
-            ObjectStore(self.path).make_directory(self.path)
-        else:
-            os.makedirs(self.path, exist_ok=True)
+        backend_of(self.path).make(self.path)
         failpoint("made")
         return plan
 
@@ -125,7 +121,7 @@ class FileStorage(Storage):
         self.blocks.clear()
         write = partial(self.write_files, plan.storage_data, plan.items, planner)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(retrying("writing", self.path, write) if is_url(self.path) else write())
+        done.set_result(backend_of(self.path).attempt("writing", self.path, write))
         return done
 
     @abstractmethod
@@ -138,7 +134,7 @@ class FileStorage(Storage):
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
         with without_gc():
             self._metadata = pickle.dumps(metadata)
-        retrying("writing", self.path, self._write_metadata) if is_url(self.path) else self._write_metadata()
+        backend_of(self.path).attempt("writing", self.path, self._write_metadata)
 
     def _write_metadata(self) -> None:
         with self.create(METADATA) as file:
@@ -152,7 +148,7 @@ class FileStorage(Storage):
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
         """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
         path = f"{self.path.rstrip('/')}/{name}"
-        target = Upload(path) if is_url(path) else DiskFile(path, self._direct, self.mode)
+        target = backend_of(path).create(path, self._direct, self.mode)
         self._buffers = self._buffers or make_buffers(self._buffer_bytes)
         with AlignedFile(target, self._buffers) as file:
             try:
@@ -168,6 +164,24 @@ class FileStorage(Storage):
                 _log.warning("%s is on a file system that refuses O_DIRECT: written through the page cache.", self.path)
 
 
+class _RemoteFiles(FileSystem):
+    """The files of a backend as torch's reader opens them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @contextmanager
+    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
+        with self._backend.open(os.fspath(path)) as stream:
+            yield stream
+
+    def concat_path(self, path: StrPath, suffix: str) -> str:
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    def init_path(self, path: StrPath) -> StrPath:
+        return path
+
+
 class FilesReader(FileSystemReader):
     """torch's reader of the directory or URL ``path``, which reads ``.metadata`` without running code.
 
@@ -177,11 +191,10 @@ class FilesReader(FileSystemReader):
     def __init__(self, path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> None:
         super().__init__(path)
         self._unpack = unpack
-        if is_url(path):
-            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
-
-            self.fs = FileSystem()  # type: ignore[assignment]  # torch's FsspecReader does so too
-            self.path = self.fs.init_path(os.fspath(path))
+        backend = backend_of(path)
+        if backend.remote:
+            self.fs = _RemoteFiles(backend)
+            self.path = self.fs.init_path(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as file:

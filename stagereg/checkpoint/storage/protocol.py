@@ -17,7 +17,7 @@ import stagereg.registry as registry
 from stagereg.base.installed import DISTRIBUTION
 from stagereg.base.option_text import choice
 from stagereg.checkpoint.format.manifest import FileDigest
-from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError, StageregError
 
 _OURS = f"@{DISTRIBUTION}"
@@ -97,7 +97,7 @@ def name_of(storage: Storage) -> str:
 
 def expect_fit(storage: Storage, path: str) -> None:
     """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` writes to none."""
-    if is_url(path) and isinstance(storage, Storage) and not storage.remote:
+    if path and isinstance(storage, Storage) and not storage.remote and backend_of(path).remote:
         raise CheckpointError(
             f"{choice('storage', name_of(storage))} writes to file systems of this machine alone, not to {path}; use "
             f"{choice('storage', 'dcp')}."

@@ -8,9 +8,7 @@ storage of another package that does not report its places is read through its o
 from __future__ import annotations
 
 import ctypes
-import io
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +26,7 @@ import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.format.split_tensors as split_tensors
 import stagereg.checkpoint.storage.subclasses as subclasses
+from stagereg.base.small_files import UnfitFileError
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
@@ -37,9 +36,8 @@ from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
 from stagereg.checkpoint.storage.storage_reader import read_through
 from stagereg.checkpoint.storage.subclasses import Whole
-from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.object_store import ObjectStore
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
@@ -199,16 +197,12 @@ class File:
     """A file of a checkpoint, open for reading; several threads may read a local one."""
 
     def __init__(self, path: str) -> None:
-        self._path, self.local = path, not is_url(path)
-        self.stream: io.RawIOBase | io.BufferedReader
-        if not self.local:
-            self.stream = ObjectStore(path).open(path)
-            return
-        # What is no regular file is never waited for, and no link is followed.
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path} is no regular file")
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self.stream = io.FileIO(path, opener=lambda path, _: os.open(path, flags))
+        self._path, self._backend = path, backend_of(path)
+        self.local = not self._backend.remote
+        try:
+            self.stream = self._backend.open(path)
+        except UnfitFileError as error:
+            raise CheckpointError(f"{path} is no regular file") from error
 
     @cached_property
     def mapping(self) -> mmap:
@@ -233,7 +227,7 @@ class File:
         if self.local:
             self.read_into(offset, memory)
             return
-        data = ObjectStore(self._path).get(self._path, offset, offset + len(memory))
+        data = self._backend.fetch(self._path, range(offset, offset + len(memory)))
         if len(data) != len(memory):
             raise OSError(f"{self._path} ends at byte {offset + len(data)}")
         memory[:] = data

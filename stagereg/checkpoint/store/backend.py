@@ -1,17 +1,39 @@
-"""What a checkpoint store needs of a place: the operations of a directory and of a bucket.
+"""The operations of a place that has checkpoints: a directory of this machine, or what an extension has for a URL.
 
-:class:`.Directory` renames a save to commit it, :class:`.Bucket` writes its manifest last. :class:`.CheckpointStore`
-and :class:`.Retention` do everything else, the same for both.
+:class:`.Directory` renames a save to commit it; an object store, which cannot rename, gets the manifest last.
+:class:`.CheckpointStore` and :class:`.Retention` do everything else, the same for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from io import BufferedReader, RawIOBase
+from typing import Protocol, TypeVar
 
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.store.lock import Owner, StoreLock
+
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """A new file that is written in order. Errors are ``OSError``.
+
+    Attributes:
+        refused: whether the place has refused to be written past the page cache.
+    """
+
+    refused: bool
+
+    def write(self, data: memoryview) -> None:
+        """Write the next bytes: whole pages, but for the last call."""
+
+    def end(self) -> None:
+        """Make the file durable, which is whole."""
+
+    def close(self, whole: bool) -> None:
+        """Let go of the file; without ``whole`` it is of no use. Raises nothing."""
 
 
 class Backend(Protocol):
@@ -24,10 +46,22 @@ class Backend(Protocol):
         root: the directory of checkpoints, without a slash at its end.
         in_place: whether a save is written under its final name. A directory with a token in its name and without a
             manifest is then an unfinished save, or a checkpoint being deleted.
+        remote: whether requests reach the files, by URLs that mean the same on every machine.
     """
 
     root: str
     in_place: bool
+    remote: bool
+
+    @property
+    def shared(self) -> bool:
+        """Whether all machines see the same files, as far as this machine can know."""
+
+    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
+        """Return the result of ``act``, which may be repeated where the network has lost something."""
+
+    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+        """Return the result of ``act``; if requests hang, raise ``TimeoutError``, and ``give_back`` gets a late one."""
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         """Return the content of a directory, if it exists: sizes or damage of files; ``None`` for directories.
@@ -40,6 +74,18 @@ class Backend(Protocol):
 
     def read(self, path: str) -> bytes:
         """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a file."""
+
+    def fetch(self, path: str, part: range) -> bytes:
+        """Read a part of a file at once. Any thread."""
+
+    def open(self, path: str) -> RawIOBase | BufferedReader:
+        """Open a file for reading, at any offset. Raises ``UnfitFileError`` if it is not a file."""
+
+    def make(self, path: str) -> None:
+        """Make a directory below the root, where there are any; it may exist."""
+
+    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
+        """Begin a new file; ``direct``: past the page cache where that can be; ``mode``: less the umask."""
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         """Read a file to its end, or a part of it, and return the mark of that; ``flush``: first have it stored."""

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from stagereg.base.deadline import within
 from stagereg.base.machine import machine_name
-from stagereg.base.retry import within
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.store.lock import Owner
 

@@ -1,8 +1,10 @@
-"""Files and directories of this machine: a path of a URL, marks, flushing, one name for another in one step."""
+"""Files and directories of this machine: a path of a URL, marks, new files, one name for another in one step."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,9 +14,13 @@ from stagereg.base.small_files import open_regular, temporary, temporary_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
 from stagereg.checkpoint.format.manifest import FileDigest
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import ConfigError
 
 FILE_URL = "file://"
+PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
+_O_DIRECT = os.O_DIRECT
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _THREADS = min(4, os.cpu_count() or 1)
 _PIECE_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 20
@@ -53,6 +59,62 @@ def _mark_piece(descriptor: int, piece: range) -> FileDigest:
     while at < piece.stop and (count := os.preadv(descriptor, [block[: piece.stop - at]], at)):
         at, crc = at + count, crc32(block[:count], crc)
     return FileDigest(at - piece.start, crc)
+
+
+class DiskFile:
+    """A new, empty file at ``path``, past the page cache if ``direct`` and possible. Raises: ``OSError`` with the path.
+
+    A regular file there is replaced, and anything else is an error. ``mode`` is of a new file, less the umask.
+
+    Attributes:
+        refused: whether the file system has refused to be written past the page cache.
+    """
+
+    def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
+        self._path, self._at, self.refused = path, 0, False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._descriptor = open_regular(path, flags | (_O_DIRECT if direct else 0), mode=mode)
+        except OSError:
+            self.refused = direct
+            self._descriptor = open_regular(path, flags, mode=mode)
+
+    def write(self, data: memoryview) -> None:
+        """Write what comes next: whole pages, but for the last call."""
+        while data:
+            if len(data) < PAGE or self._at % PAGE:
+                self._use_cache()  # it is no whole block
+            try:
+                written = os.pwrite(self._descriptor, data[: len(data) // PAGE * PAGE or None], self._at)
+            except OSError as error:
+                if error.errno not in _REFUSALS or not self._use_cache():
+                    error.filename = self._path
+                    raise
+                self.refused = True
+                continue
+            if written == 0:
+                raise OSError(errno.EIO, "The file takes no more bytes", self._path)
+            failpoint("writing")
+            data = data[written:]
+            self._at += written
+
+    def end(self) -> None:
+        """Make the file durable, which is whole."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            error.filename = self._path
+            raise
+
+    def close(self, whole: bool) -> None:
+        """Let go of it; what is not ``whole`` is of no use. Raises nothing."""
+        os.close(self._descriptor)
+
+    def _use_cache(self) -> bool:
+        """Write through the page cache from now on; return whether that is new."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        return bool(flags & _O_DIRECT)
 
 
 def exchange(beside: Path, path: Path) -> Path:

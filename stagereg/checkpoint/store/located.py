@@ -11,7 +11,7 @@ from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, plain_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.foreign import expect_no_other_format
-from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError, listed
 
 
@@ -52,7 +52,8 @@ def located(target: str, empty: bool = False, every_name: bool = False) -> Locat
 
 def nothing_in(target: str) -> str:
     """Return the message if a path or URL has no checkpoint."""
-    others = [] if is_url(target) else [each.name for each in open_store(target).of_torch(every=True)]
+    store = open_store(target)
+    others = [] if store.backend.remote else [each.name for each in store.of_torch(every=True)]
     if others:
         there = listed(sorted(others))
         return f"No checkpoint in {target} is called step-N. Name one of the directories there: {there}."

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from stagereg.base.providers import providers
+from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.local_files import FILE_URL, local_path
+from stagereg.errors import ConfigError
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -17,11 +20,26 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
     """Return the store of a path or URL; touches neither disk nor network. Raises: ``ConfigError``."""
-    if isinstance(dir, str) and is_url(dir):
-        from stagereg.extensions.buckets.bucket import Bucket
+    return CheckpointStore(backend_of(dir))
 
-        return CheckpointStore(Bucket(dir))
-    return CheckpointStore(Directory(local_path(dir)))
+
+def backend_of(path: str | os.PathLike[str]) -> Backend:
+    """Return the backend of a path or URL, by the scheme; touches neither disk nor network. Raises: ``ConfigError``."""
+    if not (isinstance(path, str) and is_url(path)):
+        return Directory(local_path(path))
+    for each in providers("backends"):
+        backend: Backend | None = each.backend(path)
+        if backend is not None:
+            return backend
+    raise ConfigError(
+        f"{path} is a URL, and the extension for object stores is not installed: put the folder "
+        "stagereg/extensions/buckets back (pip install --force-reinstall hydra-stagereg), or use a path."
+    )
+
+
+def local_part(path: str | os.PathLike[str]) -> Path | None:
+    """Return the absolute local path that a path or URL means; ``None`` if it is on no file system of this machine."""
+    return None if is_url(path) else local_path(path)
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:

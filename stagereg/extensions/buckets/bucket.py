@@ -8,17 +8,20 @@ deleted.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from stagereg.base.retry import within
+from stagereg.base.deadline import within
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileDigest, Manifest, file_mark, step_of
+from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lock import Owner, StoreLock
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.lease import StoreLease, leaseholder
-from stagereg.extensions.buckets.object_store import ObjectStore
+from stagereg.extensions.buckets.object_store import ObjectStore, Upload
+from stagereg.extensions.buckets.retry import answered, retrying
 
 _BEST_EFFORT_S = 10.0
 
@@ -28,12 +31,18 @@ _log = logging.getLogger(__name__)
 class Bucket:
     """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
 
-    in_place = True
+    in_place = remote = shared = True
 
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self.objects = ObjectStore(root)
         self._committed = ""
+
+    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
+        return retrying(doing, path, act)
+
+    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+        return answered(self.root, seconds, act, give_back)
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         listed = self.objects.listing(path)
@@ -50,6 +59,18 @@ class Bucket:
 
     def read(self, path: str) -> bytes:
         return self.objects.get(path)
+
+    def fetch(self, path: str, part: range) -> bytes:
+        return self.objects.get(path, part.start, part.stop)
+
+    def open(self, path: str) -> io.BufferedReader:
+        return self.objects.open(path)
+
+    def make(self, path: str) -> None:
+        self.objects.make_directory(path)
+
+    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
+        return Upload(self.objects, path)
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         with self.objects.open(path) as stream:

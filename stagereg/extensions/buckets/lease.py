@@ -15,11 +15,11 @@ import time
 from functools import partial
 
 import stagereg.checkpoint.store.lease as leases
-from stagereg.base.retry import retrying
 from stagereg.checkpoint.store.lease import Lease, LeaseRecord
 from stagereg.checkpoint.store.lock import LOCK, LOCK_TIMEOUT_S, Owner, StoreLock
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.object_store import ObjectStore
+from stagereg.extensions.buckets.retry import retrying
 
 _CLOCK = ".clock"  # an object that is written and deleted to learn what time it is in the store
 _SETTLE_S = 1.0  # after which an object that two wrote at the same moment is as it will stay

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from stagereg.base.retry import http_error_of, retrying
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import ConfigError
+from stagereg.extensions.buckets.retry import http_error_of, retrying
 
 _READ_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 24
+_PIECE_BYTES = 1 << 22
 _BLOCKS_KEPT = 3
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
@@ -173,6 +175,35 @@ class ObjectStore:
         """Make a directory, where the store has any."""
         if self.protocol not in _FLAT:
             retrying("making", url, lambda: self.fs.makedirs(self.path(url), exist_ok=True))
+
+
+class Upload:
+    """A new object at ``url``: what :class:`.DiskFile` is in a directory.
+
+    It goes up in parts of the size that fsspec has for that store, so that no more than a part lies in memory. It is
+    given up where the writing fails, since an upload that is merely closed would leave half a file under its name.
+    """
+
+    refused = False
+
+    def __init__(self, store: ObjectStore, url: str) -> None:
+        self._file: Any = store.fs.open(store.path(url), "wb")
+
+    def write(self, data: memoryview) -> None:
+        # A large tensor whole would be a part of its own size, and as much memory once more.
+        for begin in range(0, len(data), _PIECE_BYTES):
+            self._file.write(data[begin : begin + _PIECE_BYTES])
+            failpoint("writing")
+
+    def end(self) -> None:
+        self._file.close()
+
+    def close(self, whole: bool) -> None:
+        if not whole:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._file.closed = True  # or else it would send itself when it is let go of
 
 
 def _check(url: str, protocol: str) -> None:

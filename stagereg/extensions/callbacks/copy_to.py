@@ -12,18 +12,14 @@ import contextlib
 import hashlib
 import os
 from itertools import takewhile
-from typing import IO
 
-from stagereg.base.retry import retrying
-from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.damage import WHOLE
 from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, FileDigest, Manifest
-from stagereg.checkpoint.storage.aligned import AlignedFile, DiskFile, Upload, make_buffers
+from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.open_store import backend_of, open_parent_store, open_store
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.object_store import ObjectStore
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.registry import register
 
@@ -78,14 +74,14 @@ class CopyTo:
 
     def _copy(self, one: Checkpoint, source: CheckpointStore, target: CheckpointStore, place: str) -> None:
         manifest = one.manifest
-        if is_url(place):
-            ObjectStore(place).make_directory(place)
+        if target.backend.remote:
+            target.backend.make(place)
         else:
             _make(place, manifest)
         for name, found in target.contents(place, dict.fromkeys(manifest.files, WHOLE)).items():
-            if found != manifest.files[name]:
-                _copy_file(f"{one.path}/{name}", f"{place}/{name}", manifest.files[name])
-                _expect(manifest.files[name], target.mark(place, name), f"{place}/{name}")
+            if found != (mark := manifest.files[name]):
+                _copy_file(f"{one.path}/{name}", f"{place}/{name}", mark)
+                _expect(mark, target.mark(place, name), f"{place}/{name}")
         target.publish(place, manifest, self.keep)
         target.retention.clear()
 
@@ -114,18 +110,16 @@ def _make(place: str, manifest: Manifest) -> None:
 
 
 def _copy_file(source: str, target: str, mark: FileDigest) -> None:
+    reads, writes = backend_of(source), backend_of(target)
+
     def copy() -> None:
-        to = Upload(target) if is_url(target) else DiskFile(target, direct=False)
-        with _opened(source) as stream, AlignedFile(to, make_buffers(_BLOCK_BYTES)) as file:
+        to = writes.create(target)
+        with reads.open(source) as stream, AlignedFile(to, make_buffers(_BLOCK_BYTES)) as file:
             while block := stream.read(_BLOCK_BYTES):
                 file.write(block)
             _expect(mark, file.finish(), source)
 
-    retrying("copying", target, copy) if is_url(target) or is_url(source) else copy()
-
-
-def _opened(path: str) -> IO[bytes]:
-    return ObjectStore(path).open(path) if is_url(path) else open(open_regular(path), "rb")
+    (writes if writes.remote else reads).attempt("copying", target, copy)
 
 
 def _expect(mark: FileDigest, found: FileDigest, path: str) -> None:

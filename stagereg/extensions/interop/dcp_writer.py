@@ -40,8 +40,8 @@ from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import aside_of, exchange, local_path
-from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store
+from stagereg.checkpoint.store.local_files import aside_of, exchange
+from stagereg.checkpoint.store.open_store import local_part, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, CorruptCheckpointError, printable
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager, StateDict
@@ -98,7 +98,7 @@ class DcpWriter(StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether it is a path of this machine's file systems."""
-        return not is_url(checkpoint_id)
+        return local_part(checkpoint_id) is not None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -324,9 +324,9 @@ class _FileResult(WriteResult):
 
 
 def _local(path: StrPath, what: str) -> Path:
-    if is_url(path):
+    if (found := local_part(path)) is None:
         raise ConfigError(f"{what} takes a directory of this machine, not {path}; stagereg.Checkpointer saves to URLs.")
-    return local_path(path)
+    return found
 
 
 def _others(path: Path) -> list[str]:

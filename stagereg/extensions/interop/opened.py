@@ -22,7 +22,7 @@ from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.reading import CheckpointFiles
-from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.open_store import local_part
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
 from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp
 from stagereg.extensions.interop.torch_directories import DCP_WRITER
@@ -137,7 +137,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
     """Open a checkpoint that was found to be good; takes over what is in ``reading``. Raises: ``CheckpointError``."""
     if chosen.writer:
-        if is_url(chosen.path):
+        if local_part(chosen.path) is None:
             raise CheckpointError(f"torch wrote {chosen.path}, which is read from a local directory only: copy it.")
         files, structures = open_plain_dcp(chosen.path)
         verified = verify and chosen.writer == DCP_WRITER

@@ -12,8 +12,7 @@ import os
 import stat
 from pathlib import Path
 
-from stagereg.checkpoint.store.local_files import local_path
-from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.open_store import local_part
 from stagereg.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -41,12 +40,13 @@ _TRANSFORMERS = (
 def expect_none(path: str) -> None:
     """Raise ``CheckpointError`` if a local path is in another format, with the lines that load it."""
     try:
-        found = None if is_url(path) else _what(local_path(path))
+        local = local_part(path)
+        found = None if local is None else _what(local)
     except OSError:
         found = None
     if found is not None:
         what, lines = found
-        more = f" Load it without stagereg:\n{lines.format(path=str(local_path(path)))}" if lines else ""
+        more = f" Load it without stagereg:\n{lines.format(path=str(local))}" if lines else ""
         raise CheckpointError(
             f"{path} is {what}, not a checkpoint of stagereg or of torch.distributed.checkpoint.{more}"
         )
@@ -54,9 +54,9 @@ def expect_none(path: str) -> None:
 
 def warn(root: str) -> None:
     """Log the newest file of weights in a local directory from which a run does not resume, with lines that load it."""
-    if is_url(root):
+    if (local := local_part(root)) is None:
         return
-    with contextlib.suppress(OSError), os.scandir(local_path(root)) as listing:
+    with contextlib.suppress(OSError), os.scandir(local) as listing:
         there = itertools.islice(listing, _MOST_FILES)
         files = [each for each in there if each.name.endswith(_ENDINGS) and each.is_file()]
         for each in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True)[:_LOOKED_INTO]:

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import stagereg.base.shutdown as shutdown
 import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.base.crash_report import place_of
+from stagereg.base.deadline import within
 from stagereg.base.option_text import option
-from stagereg.base.retry import within
 from stagereg.checkpoint.format.manifest import MOST, RESTORED, Checkpoint, plain_name, step_name, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped, is_consequence

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
+import stagereg.checkpoint.store.local_files as local_files
 from stagereg.checkpoint.format import checksum
 from stagereg.checkpoint.format.manifest import FileDigest
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, DiskFile, make_buffers
-from stagereg.checkpoint.store.local_files import mark_file
+from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers
+from stagereg.checkpoint.store.local_files import PAGE, DiskFile, mark_file
 
 BUFFER = 2 * PAGE
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))
@@ -106,7 +107,7 @@ def test_large_memory_is_written_from_where_it_lies(
 def test_where_direct_io_is_refused_the_page_cache_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
-    real, openly = getattr(os, call), aligned._O_DIRECT
+    real, openly = getattr(os, call), local_files._O_DIRECT
 
     def refuse(first: Any, second: Any, *more: Any) -> Any:
         flags = second if call == "open" else fcntl.fcntl(first, fcntl.F_GETFL)

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-import stagereg.base.retry as retry
 import stagereg.checkpoint.store.lease as leases
 import stagereg.extensions.buckets.lease as lease
+import stagereg.extensions.buckets.retry as retry
 from stagereg.base.machine import machine_name
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError

@@ -22,13 +22,14 @@ from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.options import Failure, Restore
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Upload, make_buffers
+from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.local_files import PAGE
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.bucket import Bucket
-from stagereg.extensions.buckets.object_store import ObjectStore
+from stagereg.extensions.buckets.object_store import ObjectStore, Upload
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -170,7 +171,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseE
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_any_change_of_the_store_may_fail_for_once(url: str, monkeypatch: pytest.MonkeyPatch, again: int) -> None:
-    monkeypatch.setattr("stagereg.base.retry.FIRST_S", 0.0)
+    monkeypatch.setattr("stagereg.extensions.buckets.retry.FIRST_S", 0.0)
     with Checkpointer(url, keep=1) as checkpointer:
         checkpointer.save(again, {"x": torch.zeros(3)})
         checkpointer.wait()
@@ -288,7 +289,8 @@ def test_the_stores_error_is_reported_not_torchs(
 def test_an_upload_left_with_an_error_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[MemoryFile] = []
     monkeypatch.setattr(MemoryFile, "discard", lambda self: given_up.append(self))
-    with pytest.raises(ZeroDivisionError), AlignedFile(Upload(f"{url}/x"), make_buffers(PAGE)) as upload:  # noqa: PT012
+    target = Upload(ObjectStore(url), f"{url}/x")
+    with pytest.raises(ZeroDivisionError), AlignedFile(target, make_buffers(PAGE)) as upload:  # noqa: PT012
         upload.write(b"half")
         raise ZeroDivisionError
     assert len(given_up) == 1

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-import stagereg.base.retry as retry
-from stagereg.base.retry import retrying, until, within
+import stagereg.extensions.buckets.retry as retry
+from stagereg.base.deadline import until, within
 from stagereg.errors import CheckpointError
+from stagereg.extensions.buckets.retry import retrying
 
 boto = pytest.importorskip("botocore.exceptions")
 

@@ -2,21 +2,21 @@
 
 A transient error is retried after waits that double from half a second to a minute, each shortened at random by up to
 half ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). Other errors are raised at once. A series ends after the
-last trial, or at the deadline of :func:`within`; it warns once. :func:`answered` is for a call that hangs.
+last trial, or at the deadline of :func:`.within`; it warns once. :func:`answered` is for a call that hangs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+from stagereg.base.deadline import until
 
 T = TypeVar("T")
 
@@ -37,24 +37,6 @@ _FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENA
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 _log = logging.getLogger(__name__)
-_thread = threading.local()  # the deadline of the call under way on each thread
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Generator[None, None, None]:
-    """Bound all retries of this thread: none begins later than ``seconds`` from now, or than an outer bound."""
-    before = until()
-    _thread.until = min(before, time.monotonic() + seconds)
-    try:
-        yield
-    finally:
-        _thread.until = before
-
-
-def until() -> float:
-    """Return when this thread's trials end, as ``time.monotonic`` counts in all processes of a machine."""
-    found: float = getattr(_thread, "until", math.inf)
-    return found
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
