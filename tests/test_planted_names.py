@@ -438,7 +438,7 @@ def test_each_module_that_deletes_or_replaces_something_is_known() -> None:
 CHANGES = {"rmtree", "unlink", "remove", "rename", "replace", "rmdir", "symlink", "link", "truncate", "copyfile"}
 OF_PATHS = {"unlink", "rename", "rmdir", "symlink_to", "hardlink_to", "write_text", "write_bytes", "rmtree"}
 KNOWN = {
-    "DiskFile": ["checkpoint/store/directory"],
+    "DiskFile": ["checkpoint/store/local_files"],
     "discard": [
         "checkpoint/store/directory",
         "extensions/interop/dcp_writer",

@@ -36,21 +36,13 @@ class Sink(Protocol):
         """Let go of the file; without ``whole`` it is of no use. Raises nothing."""
 
 
-class Backend(Protocol):
-    """Directories with files in them, below one root.
-
-    Paths are full paths or URLs, as text. A write is safely stored when the call returns. Errors are ``OSError`` unless
-    said otherwise. Thread-safe; any process reads; the run that holds the lock writes.
+class Files(Protocol):
+    """Opens and makes files, which a storage reads and writes. Errors are ``OSError``. Thread-safe.
 
     Attributes:
-        root: the directory of checkpoints, without a slash at its end.
-        in_place: whether a save is written under its final name. A directory with a token in its name and without a
-            manifest is then an unfinished save, or a checkpoint being deleted.
         remote: whether requests reach the files, by URLs that mean the same on every machine.
     """
 
-    root: str
-    in_place: bool
     remote: bool
 
     @property
@@ -63,18 +55,6 @@ class Backend(Protocol):
     def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
         """Return the result of ``act``; if requests hang, raise ``TimeoutError``, and ``give_back`` gets a late one."""
 
-    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
-        """Return the content of a directory, if it exists: sizes or damage of files; ``None`` for directories.
-
-        If listings may be late, each of ``files`` is looked up by its name.
-        """
-
-    def resolve(self, path: str) -> str:
-        """Return the directory that a path means, which may be that of a ``latest`` (:meth:`point`)."""
-
-    def read(self, path: str) -> bytes:
-        """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a file."""
-
     def fetch(self, path: str, part: range) -> bytes:
         """Read a part of a file at once. Any thread."""
 
@@ -86,6 +66,34 @@ class Backend(Protocol):
 
     def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
         """Begin a new file; ``direct``: past the page cache where that can be; ``mode``: less the umask."""
+
+
+class Backend(Files, Protocol):
+    """Directories with files in them, below one root.
+
+    Paths are full paths or URLs, as text. A write is safely stored when the call returns. Errors are ``OSError`` unless
+    said otherwise. Thread-safe; any process reads; the run that holds the lock writes.
+
+    Attributes:
+        root: the directory of checkpoints, without a slash at its end.
+        in_place: whether a save is written under its final name. A directory with a token in its name and without a
+            manifest is then an unfinished save, or a checkpoint being deleted.
+    """
+
+    root: str
+    in_place: bool
+
+    def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
+        """Return the content of a directory, if it exists: sizes or damage of files; ``None`` for directories.
+
+        If listings may be late, each of ``files`` is looked up by its name.
+        """
+
+    def resolve(self, path: str) -> str:
+        """Return the directory that a path means, which may be that of a ``latest`` (:meth:`point`)."""
+
+    def read(self, path: str) -> bytes:
+        """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a file."""
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         """Read a file to its end, or a part of it, and return the mark of that; ``flush``: first have it stored."""

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
-from stagereg.base.machine import is_on_network
 from stagereg.base.small_files import (
     MOST_BYTES,
     discard,
-    open_regular,
     read_small,
     replace_small,
     sync,
@@ -41,9 +37,8 @@ from stagereg.checkpoint.format.manifest import (
     plain_name,
     step_name,
 )
-from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import DiskFile, local_path, mark_file
+from stagereg.checkpoint.store.local_files import LocalFiles, local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
 _MOST_BYTES = 1 << 30  # bound for files in the directory of a checkpoint
@@ -52,23 +47,13 @@ _NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 _log = logging.getLogger(__name__)
 
 
-class Directory:
+class Directory(LocalFiles):
     """A directory of this machine's file systems, shared ones included, by its full path; see :class:`.Backend`."""
 
-    in_place = remote = False
+    in_place = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
-
-    @property
-    def shared(self) -> bool:
-        return is_on_network(Path(self.root))
-
-    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
-        return act()
-
-    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-        return act()
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         try:
@@ -82,19 +67,6 @@ class Directory:
 
     def read(self, path: str) -> bytes:
         return read_small(path, MOST_BYTES if os.path.dirname(path) == self.root else _MOST_BYTES)
-
-    def fetch(self, path: str, part: range) -> bytes:
-        with self.open(path) as file:
-            return os.pread(file.fileno(), len(part), part.start)
-
-    def open(self, path: str) -> io.RawIOBase:
-        return io.FileIO(path, opener=lambda path, _: open_regular(path))
-
-    def make(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
-
-    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
-        return DiskFile(path, direct, mode)
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         if flush:

@@ -28,21 +28,41 @@ _BEST_EFFORT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Bucket:
-    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
+class StoredFiles:
+    """The objects of a store; see :class:`.Files`."""
 
-    in_place = remote = shared = True
-
-    def __init__(self, root: str) -> None:
-        self.root = root.rstrip("/")
-        self.objects = ObjectStore(root)
-        self._committed = ""
+    remote = shared = True
+    root: str
+    objects: ObjectStore
 
     def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
         return retrying(doing, path, act)
 
     def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
         return answered(self.root, seconds, act, give_back)
+
+    def fetch(self, path: str, part: range) -> bytes:
+        return self.objects.get(path, part.start, part.stop)
+
+    def open(self, path: str) -> io.BufferedReader:
+        return self.objects.open(path)
+
+    def make(self, path: str) -> None:
+        self.objects.make_directory(path)
+
+    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
+        return Upload(self.objects, path)
+
+
+class Bucket(StoredFiles):
+    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
+
+    in_place = True
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self.objects = ObjectStore(root)
+        self._committed = ""
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         listed = self.objects.listing(path)
@@ -59,18 +79,6 @@ class Bucket:
 
     def read(self, path: str) -> bytes:
         return self.objects.get(path)
-
-    def fetch(self, path: str, part: range) -> bytes:
-        return self.objects.get(path, part.start, part.stop)
-
-    def open(self, path: str) -> io.BufferedReader:
-        return self.objects.open(path)
-
-    def make(self, path: str) -> None:
-        self.objects.make_directory(path)
-
-    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
-        return Upload(self.objects, path)
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         with self.objects.open(path) as stream:
