@@ -24,6 +24,7 @@ from stagereg.base.option_text import constructed
 from stagereg.base.spec import suggests_arguments
 from stagereg.base.uncaught import print_once
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
+from stagereg.checkpoint.extension import RestoreExtension, RestoreRequest
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
@@ -44,6 +45,7 @@ from stagereg.extensions.callbacks.on_commit import OnCommit
 from stagereg.extensions.diagnostics.checks import Diagnostics
 from stagereg.extensions.goodput import phases
 from stagereg.extensions.preemption.consensus import PreemptionConsensus
+from stagereg.extensions.recovery.quarantine import Quarantine
 from stagereg.extensions.recovery.survivors import Survivors, await_saved
 from stagereg.extensions.replicas.shares import ReplicaShards
 from stagereg.extensions.retention.logged_metrics import LoggedMetrics
@@ -189,6 +191,7 @@ class Checkpointer:
         self.stats = self._background.stats
         most = self.restore_options.max_crashes
         self._crashes = near.counter(self._store, most, first, self._background, token)
+        self._restores: list[RestoreExtension] = [*near.restores, Quarantine(self._crashes)]
         self._hold.when_acquired, self._saver.ready = self._crashes.hold, self._hold.acquire_to_save
         parts = token, self._ranks, self._saver, self._leave.grace, self._background, self._save
         self._together = RankCoordinator(process_group, *parts)
@@ -325,20 +328,17 @@ class Checkpointer:
         if resume == "never":
             self._ranks.run_on_all("Nothing was restored", self.wait)
             return None
-        how = self.restore_options
-        what = store, resume, how.verify, how.read, how.cast, how.exact, state, self._storage, self._ranks
-        near, names = self._tiering.near if source is None else None, self._saver.names
-        ready, own = partial(self._begin_restore, source is None), (how.rename, how.allow_missing)
-        restored = restoring.restore(restoring.RestoreRequest(*what, names, ready, self._crashes, *own, near))
+        how, own = self.restore_options, source is None
+        asked = RestoreRequest(
+            *(store, resume, own, how.verify, how.read, how.cast, how.exact, how.rename, how.allow_missing),
+            *(state, self._saver.names, self._storage, self._ranks),
+        )
+        restored = restoring.restore(asked, self._restores, partial(self._begin_restore, own))
         step = None if restored is None else restored.manifest.step
-        if near is not None:
-            near.go_on_from(step)
         self._store.retention.spared.clear()
         self._hold.continues = True
         self._metrics.forget_steps()
-        if self._ranks.rank == 0:
-            choosing.log_begin(restored, self._store, self.dir, resume if source is None else None, near)
-        choosing.expect_found(restored, source)
+        choosing.log_begin(restored, asked, self.dir, source)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None

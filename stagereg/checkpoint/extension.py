@@ -1,22 +1,28 @@
 """The protocols by which extensions plug into a checkpointer.
 
 The core calls what is written here, and knows nothing else of extensions. All extensions of a checkpointer are called
-in one order, the same on all ranks. What one raises in :meth:`CheckpointExtension.start`, ``due``, ``candidates`` or
-``restoring`` reaches the program. What it raises in any other method is logged, and fails neither a save nor training.
+in one order, the same on all ranks. What one raises in :meth:`CheckpointExtension.start`, ``due`` or a method of
+:class:`RestoreExtension` reaches the program. What it raises in any other method is logged, and fails neither a save
+nor training.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from stagereg.checkpoint.format.manifest import Checkpoint
+    from stagereg.checkpoint.format.damage import Found, VerificationResult
+    from stagereg.checkpoint.format.manifest import Checkpoint, Manifest
     from stagereg.checkpoint.ranks.rank_group import RankGroup
+    from stagereg.checkpoint.state.optimizer_state import ParameterNames
+    from stagereg.checkpoint.storage.protocol import Storage
+    from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
     from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+    from stagereg.errors import CheckpointError
 
 
 class Due(enum.IntEnum):
@@ -38,21 +44,216 @@ class Run:
     timeout_s: float  # of a save
 
 
-@dataclass
+class Rejection(NamedTuple):
+    """Why a restore skips a candidate, although all files of the candidate may be good.
+
+    Attributes:
+        word: completes "the checkpoint is ...", such as ``"quarantined"``.
+        about: what the reason is about, as the name of a corrupt file is.
+        why: the reason.
+        hint: what to do, for the warning that the candidate is skipped.
+        advice: what to do, for the error if every candidate is skipped.
+    """
+
+    word: str
+    about: str
+    why: str
+    hint: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A checkpoint that a restore may try.
 
     Attributes:
-        path: its directory, a path or a URL.
-        checkpoint: what its manifest says; ``None`` if that cannot be read.
-        source: where it is read from.
-        rejections: why it is not tried, by extension or file; empty if it is.
+        found: the directory and its manifest, and which files are corrupt.
+        source: the name of the source that reads the checkpoint.
+        rejections: why the candidate is skipped all the same; the first one names the candidate in messages.
     """
 
-    path: str
-    checkpoint: Checkpoint | None
-    source: CheckpointSource
-    rejections: dict[str, str]
+    found: VerificationResult
+    source: str
+    rejections: tuple[Rejection, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return self.found.path
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest; ``None`` if the manifest cannot be read."""
+        return self.found.manifest
+
+    @property
+    def step(self) -> int | None:
+        return self.found.step
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint; ``None`` if the candidate is skipped."""
+        return None if self.rejections else self.found.checkpoint
+
+    @property
+    def word(self) -> str:
+        """Completes "the checkpoint is ..." for a candidate that is skipped."""
+        return self.rejections[0].word if self.rejections else "damaged"
+
+    def lines(self) -> list[str]:
+        """Return why the candidate is skipped, one line a reason."""
+        return [*self.found.lines(), *(f"{each.about}: {each.why}" for each in self.rejections)]
+
+    def __str__(self) -> str:
+        """The reasons on one line."""
+        return "; ".join(self.lines())
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    """One call of :meth:`.Checkpointer.restore`.
+
+    Attributes:
+        store: the directory of checkpoints.
+        resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
+        own: whether the option ``resume`` chooses the checkpoint, and not the argument ``source``.
+        verify, read, cast, exact, rename, allow_missing: as in :class:`stagereg.Restore`.
+        state: what was given to ``restore``.
+        names: of the parameters of ``state``.
+        storage: the checkpointer's.
+        ranks: the ranks that restore.
+    """
+
+    store: CheckpointStore
+    resume: str
+    own: bool
+    verify: str
+    read: str
+    cast: bool
+    exact: bool
+    rename: Mapping[str, str]
+    allow_missing: Sequence[str]
+    state: MutableMapping[str, Any]
+    names: ParameterNames
+    storage: Storage
+    ranks: RankGroup
+
+    @property
+    def where(self) -> str:
+        """The directory or the path that is restored from."""
+        return self.resume if self.is_path else self.store.root
+
+    @property
+    def is_path(self) -> bool:
+        """Whether ``resume`` is the path of one checkpoint."""
+        return self.resume not in ("auto", "latest")
+
+    @property
+    def failing(self) -> str:
+        """How the message of an error begins."""
+        return f"Nothing was restored from {self.where}"
+
+
+class CheckpointSource:
+    """Where one restore finds checkpoints: the checkpoint directory, a local tier, directories of plain torch.
+
+    All methods run on the training thread. What a method raises reaches the program, on all ranks.
+
+    Attributes:
+        name: in :attr:`Candidate.source`; unique.
+        shares_reads: whether one rank may read the files for the other ranks.
+        root: the directory that messages name, if it is not the checkpoint directory.
+    """
+
+    name = ""
+    shares_reads = True
+    root = ""
+
+    def claims(self, path: str) -> bool:
+        """Whether ``path`` is a checkpoint that this source alone reads. The same on all ranks; not collective."""
+        return False
+
+    def survey(self) -> bool:
+        """Look for checkpoints; return whether there are some, if that is known before they are listed. Collective."""
+        return False
+
+    def insert(self, listed: list[Candidate], resume: str) -> list[Candidate]:
+        """Return ``listed``, in which the newest is first, with the candidates of this source. On rank 0.
+
+        ``resume`` is the one of the request, or ``"auto"`` for ``"latest"`` if another source has checkpoints.
+        """
+        raise NotImplementedError
+
+    def lease(self, candidate: Candidate) -> AbstractContextManager[None]:
+        """Return what keeps a candidate from being deleted. On rank 0."""
+        return nullcontext()
+
+    def check(self, candidate: Candidate, rank: int, size: int) -> dict[str, Found]:
+        """Read the share of one of ``size`` ranks of all files, and return what was found. On each rank.
+
+        A source that checks bytes as it reads them returns nothing.
+        """
+        return {}
+
+    def is_complete(self, candidate: Candidate) -> bool:
+        """Whether this rank sees all files of a candidate. On each rank; not collective."""
+        return True
+
+    def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
+        """Return the files of a candidate, opened; ``index`` is the content of the index, if it is read already.
+
+        On each rank; not collective.
+        """
+        raise NotImplementedError
+
+    def corrupt(self, candidate: Candidate) -> None:
+        """A candidate is corrupt. On all ranks; not collective."""
+
+    def restored(self, candidate: Candidate, files: CheckpointFiles) -> None:
+        """All ranks have restored a candidate from these files, which are still open. Collective."""
+
+
+class SharedReader(Protocol):
+    """Reads each byte of a checkpoint on one rank, which passes the byte on to the ranks that need it."""
+
+    def index(self, checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
+        """Return the content of the index. Collective. Raises: ``CheckpointError``, on all ranks."""
+        ...
+
+    def begin(
+        self, checkpoint: Checkpoint, files: CheckpointFiles, transfer: Transfer, ranks: RankGroup, check: bool
+    ) -> Callable[[], Mapping[str, str]]:
+        """Begin to read, and change no object yet; return what reads all, and then returns the corrupt files.
+
+        With ``check`` all files are read and compared with the manifest. Both are collective. Raises:
+        ``CheckpointError``, on all ranks.
+        """
+        ...
+
+
+class RestoreExtension:
+    """Accompanies restores, on all ranks. Each method does nothing here, and runs on the training thread.
+
+    What a method raises reaches the program.
+    """
+
+    shared_reader: SharedReader | None = None
+
+    def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
+        """Return what a restore reads beside the checkpoint directory: the same on all ranks. Not collective."""
+        return ()
+
+    def candidates(self, request: RestoreRequest, listed: list[Candidate]) -> list[Candidate]:
+        """Return the candidates, with more rejections or in another order: the same on all ranks. Collective."""
+        return listed
+
+    def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
+        """A candidate is about to be read. On all ranks; not collective."""
+
+    def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
+        """A restore has ended; ``None``: there was nothing to restore. On all ranks; not collective."""
+
+    def refused(self, error: CheckpointError) -> None:
+        """A restore has failed. On all ranks; not collective."""
 
 
 class SaveObserver:
@@ -80,7 +281,7 @@ class SaveObserver:
         return None
 
 
-class CheckpointExtension(SaveObserver):
+class CheckpointExtension(SaveObserver, RestoreExtension):
     """Accompanies one checkpointer on all ranks. Each method does nothing here. See the module for errors."""
 
     name = ""
@@ -91,16 +292,6 @@ class CheckpointExtension(SaveObserver):
     def due(self, step: int) -> Due:
         """Return whether to save after ``step``: the same on all ranks. Training thread, once a step."""
         return Due.NO
-
-    def candidates(self, listed: list[Candidate]) -> list[Candidate]:
-        """Add, reorder or reject candidates of a restore. On rank 0, training thread."""
-        return listed
-
-    def restoring(self, chosen: Candidate) -> None:
-        """A checkpoint is about to be read. On all ranks, not collective; training thread."""
-
-    def restored(self, chosen: Candidate | None) -> None:
-        """A restore has ended; ``None``: there was nothing to restore. On all ranks; training thread."""
 
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
         """Return what the manifest of a checkpoint has of this extension, as JSON. On rank 0; a save's thread."""
@@ -122,18 +313,6 @@ class SaveTarget(Protocol):
     ranks: RankGroup
     where: str
     required: bool  # a failure fails the save; else it is logged
-
-
-class CheckpointSource(Protocol):
-    """Where checkpoints are restored from: the checkpoint directory, a local tier, a directory of plain torch."""
-
-    def list(self, resume: str) -> list[Candidate]:
-        """Return what there is, the newest first. On rank 0."""
-        ...
-
-    def files(self, of: Candidate) -> AbstractContextManager[Any]:
-        """Return the files of a candidate, opened. On each rank."""
-        ...
 
 
 class ReplicaSharding(Protocol):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from stagereg.base.option_text import option
+from stagereg.base.providers import has
 from stagereg.base.spec import check
 from stagereg.checkpoint.load.choosing import RESUME
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -66,6 +67,11 @@ class Restore:
     def __post_init__(self) -> None:
         one_of(option("checkpoint.restore.verify"), self.verify, ("full", "fast"))
         one_of(option("checkpoint.restore.read"), self.read, ("auto", "each", "once"))
+        if self.read == "once" and not has("buckets"):
+            raise ConfigError(
+                f"{option('checkpoint.restore.read', 'once')} needs the extension buckets, which this installation of "
+                "stagereg lacks: put the folder stagereg/extensions/buckets back."
+            )
         if self.max_crashes is not None:
             at_least(1, option("checkpoint.restore.max_crashes"), self.max_crashes)
         _flag("restore.cast", self.cast)

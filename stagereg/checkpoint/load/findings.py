@@ -6,11 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from stagereg.checkpoint.format.damage import Found, InaccessibleFile, VerificationResult, differences, marks_of_shares
+from stagereg.checkpoint.format.damage import Found, InaccessibleFile, differences, marks_of_shares
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError
 
 
 class ScanResult(NamedTuple):
@@ -21,6 +18,7 @@ class ScanResult(NamedTuple):
     left: Mapping[str, Sequence[str]] = {}
     missing: Sequence[str] = ()  # parameters that were not saved, and may be missing
     unused: Sequence[str] = ()  # of ``allow_missing``, what is nothing of this rank
+    corrupt: str = ""  # why no copy that this rank can reach is good, if reading has shown that
 
 
 class MergedScan(NamedTuple):
@@ -43,24 +41,9 @@ def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequ
     wrong: dict[str, str] = {}
     for machine in machines if marks else ():
         wrong |= differences(chosen.manifest, marks_of_shares([looked[rank].marks for rank in machine]))
+    wrong |= {f"rank {rank}": each.corrupt for rank, each in enumerate(looked) if each.corrupt}
     left = [each.left for each in looked]
     rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
     missing = [*dict.fromkeys(itertools.chain(*(each.missing for each in looked)))]
     unused = [name for name in looked[0].unused if all(name in each.unused for each in looked)]
     return MergedScan(unclear, missed, wrong, not all(each.can_load for each in looked), rests, missing, unused)
-
-
-def condition_of(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup, found: MergedScan) -> VerificationResult:
-    """Return what is wrong with a checkpoint that the ranks have read. Collective. Raises: ``CheckpointError``."""
-    failing = f"{chosen.path} could not be read"
-    if found.unclear:
-        raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")
-    if found.missed:  # a file that another rank sees is not lost: the ranks see different file systems
-        complete = ranks.run_on_all(failing, lambda: not store.look(chosen.path).damages)
-        if any(complete):
-            rank, name = found.missed[0]
-            raise CheckpointError(
-                f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
-                f"have to see the same files in {store.root}."
-            )
-    return VerificationResult(chosen.path, chosen.manifest, found.wrong)

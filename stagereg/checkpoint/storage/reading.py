@@ -32,6 +32,8 @@ from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import name_of, wraps
+from stagereg.checkpoint.state.name_map import NameMap
+from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
 from stagereg.checkpoint.storage.storage_reader import read_through
@@ -71,10 +73,10 @@ class CheckpointFiles(ExitStack):
         except CheckpointError as error:
             raise CheckpointError(f"{path} was refused: {error}") from error
 
-    def rename_entries(self, saved_names: Mapping[str, str]) -> None:
-        """Give entries other names; ``saved_names`` has the saved name of each."""
-        self.index.state = {here: self.index.state[saved] for here, saved in saved_names.items()}
-        self._saved_names = saved_names
+    def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
+        """Give the entries the names of a state. Raises: ``CheckpointError``."""
+        self._saved_names = name_map.rename_entries(self.index.state, state)
+        self.index.state = {here: self.index.state[saved] for here, saved in self._saved_names.items()}
 
     @without_gc()
     def structure(self, name: str, rank: int | None = None) -> Any:

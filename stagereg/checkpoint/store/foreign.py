@@ -29,10 +29,6 @@ class ForeignFormat(Protocol):
         """Raise ``CheckpointError`` if a path is in another format, with the lines that load it."""
         ...
 
-    def warn(self, root: str) -> None:
-        """Log the newest file of weights in a directory from which a run does not resume."""
-        ...
-
 
 def foreign_formats() -> Iterator[ForeignFormat]:
     """Yield the formats that the installed extensions read."""
@@ -58,9 +54,3 @@ def expect_no_other_format(path: str) -> None:
     """Raise ``CheckpointError`` if a path is in another format, with the lines that load it."""
     for each in foreign_formats():
         each.expect_none(path)
-
-
-def warn_of_other_formats(root: str) -> None:
-    """Log the newest file of weights in a directory from which a run does not resume, with lines that load it."""
-    for each in foreign_formats():
-        each.warn(root)

@@ -17,8 +17,5 @@ class _OfTorch:
     def expect_none(self, path: str) -> None:
         other_formats.expect_none(path)
 
-    def warn(self, root: str) -> None:
-        other_formats.warn(root)
-
 
 FORMATS: tuple[ForeignFormat, ...] = (_OfTorch(),)

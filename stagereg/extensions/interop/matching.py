@@ -33,12 +33,15 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory, with structures under the names of a state."""
+    """The files of such a directory; :meth:`match` gives structures the names of a state."""
 
-    def __init__(self, path: str, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        files, tree = open_plain_dcp(path)
+    def __init__(self, path: str) -> None:
+        files, self._tree = open_plain_dcp(path)
         super().__init__(path, files.index)
-        tree = {here: tree[saved] for here, saved in name_map.rename_entries(tree, state).items()}
+
+    def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
+        """As of all files. Reads the options of optimizers. Raises also: ``OSError``."""
+        tree = {here: self._tree[saved] for here, saved in name_map.rename_entries(self._tree, state).items()}
         if any(map(optimizer_state.optimizers_of, state.values())):
             tree = by_name(self, tree)
         leaves: dict[str, Leaf] = {}

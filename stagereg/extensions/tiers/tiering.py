@@ -9,6 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from stagereg.base.option_text import choice, option
+from stagereg.checkpoint.extension import RestoreExtension
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -19,6 +20,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.recovery.crashes import CrashCounter
 from stagereg.extensions.tiers.folder import make_private
 from stagereg.extensions.tiers.near import LocalTier
+from stagereg.extensions.tiers.source import TierRestores
 from stagereg.extensions.tiers.target import TierTarget
 from stagereg.extensions.tiers.tier import NoTier, Tier
 
@@ -48,11 +50,13 @@ class Tiering:
     ) -> None:
         self.near: LocalTier | None = None  # what the ranks share
         self.background: SaveThread | None = None  # the thread that saves there
+        self.restores: list[RestoreExtension] = []  # what restores from there
         if isinstance(tier, NoTier):
             return
         ranks = RankGroup(process_group, failure.timeout)
         self.near = LocalTier(tier, ranks, store, stores)
         schedule = schedule_of(tier.every, failure.mtbf, process_group, "the tier ", in_tier=True)
+        self.restores = [TierRestores(self.near)]
         target = TierTarget(self.near, ranks, schedule)
         self.background = SaveThread(target, failure.timeout, failure.on_error == "warn")
         if ranks.rank == 0:

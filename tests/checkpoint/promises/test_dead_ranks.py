@@ -19,7 +19,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.testing.ranks as harness
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.load.restoring import _Loading
+from stagereg.checkpoint.load.loading import Loading
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
@@ -48,7 +48,7 @@ def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str
     checkpointer.wait()
     if rank == dying:
         failpoints.watch(lambda name: die() if name == where else None)
-        for owner in (RankGroup, SharedRead, _Loading):
+        for owner in (RankGroup, SharedRead, Loading):
             if hasattr(owner, where):
                 setattr(owner, where, die)
     began = time.monotonic()

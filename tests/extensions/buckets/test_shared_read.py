@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.load.restoring as restoring
+import stagereg.checkpoint.store.local_files as local_files
 import stagereg.extensions.buckets.shared_read as shared_read
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Leave, Restore
@@ -133,7 +133,7 @@ def restore_as_chosen(rank: int, world_size: int, root: str) -> list[int]:
     save_steps(root, rank, 1)
     seen, found = count(), []
     for read, shared in (("auto", False), ("auto", True), ("each", True), ("once", False)):
-        restoring.is_on_network = lambda path, shared=shared: shared and rank == 1  # type: ignore[assignment]
+        local_files.is_on_network = lambda path, shared=shared: shared and rank == 1  # type: ignore[assignment]
         seen.clear()
         into = state(rank, 0)
         with Checkpointer(root, restore=Restore(read=read)) as checkpointer:  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_auto_reads_once_where_one_of_several_ranks_shares(tmp_path: Path) -> No
     assert run_ranks(restore_as_chosen, args=(str(tmp_path),)) == [[0, 1, 0, 1]] * 2
     state: dict[str, Any] = {"n": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restoring, "is_on_network", lambda path: True)
+        patch.setattr(local_files, "is_on_network", lambda path: True)
         patch.setattr(SharedRead, "run", lambda self: pytest.fail("one process reads for itself"))
         with Checkpointer(str(tmp_path)) as checkpointer:
             assert checkpointer.restore(state) == 1

@@ -12,13 +12,14 @@ import torch
 
 import stagereg
 from stagereg import Checkpointer
+from stagereg.checkpoint.extension import Candidate
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest
-from stagereg.checkpoint.load.choosing import with_steps_of_tier
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.tiers.inventory import Lineage, ReportedPart, TierStep
 from stagereg.extensions.tiers.near import LocalTier
 from stagereg.extensions.tiers.part import SaveId
+from stagereg.extensions.tiers.source import with_steps_of_tier
 from stagereg.extensions.tiers.tier import Tier
 
 
@@ -55,7 +56,8 @@ def test_without_directory_and_tier_nothing_is_kept_and_that_is_refused() -> Non
 def candidates(lineage: Lineage, store: dict[int, int], tier: list[tuple[int, int]]) -> list[str]:
     """Names of what is tried: of ``store`` steps by serial, of ``tier`` branches and steps; each the newest first."""
     listed = [
-        VerificationResult(f"store {step}", Manifest(step, 1, serial, {}, "dcp")) for serial, step in store.items()
+        Candidate(VerificationResult(f"store {step}", Manifest(step, 1, serial, {}, "dcp")), "store")
+        for serial, step in store.items()
     ]
     steps = {}
     for branch, step in tier:

@@ -38,13 +38,13 @@ _RATE = (
     "should begin with another one, write after restore():%s"
 )
 
-_Options = dict[tuple[str, str], list[Any]]  # by owner and name, as Python has them; of an optimizer for each group
+Options = dict[tuple[str, str], list[Any]]  # by owner and name, as Python has them; of an optimizer for each group
 
 
 @only_looks
-def options_of(state: Mapping[str, Any]) -> _Options:
+def options_of(state: Mapping[str, Any]) -> Options:
     """Return the options of the optimizers and schedulers of a state."""
-    found: _Options = {}
+    found: Options = {}
     values = {name: entries.value_of(state, name) for name in state}
     scheduled = [each.optimizer for each in values.values() if isinstance(each, LRScheduler)]
     for name, value in values.items():
@@ -58,7 +58,7 @@ def options_of(state: Mapping[str, Any]) -> _Options:
 
 
 @only_looks
-def warn_of_replaced(state: Mapping[str, Any], before: _Options | None) -> None:
+def warn_of_replaced(state: Mapping[str, Any], before: Options | None) -> None:
     """Log the options that differ from those ``before`` a restore, with the lines that set them again."""
     after = options_of(state) or {}
     pairs = {key: (old, after[key]) for key, old in (before or {}).items() if key in after}

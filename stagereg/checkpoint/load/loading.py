@@ -1,0 +1,133 @@
+"""What one rank reads of a checkpoint, and how the objects of a state take it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import stagereg.checkpoint.load.placing as placing
+import stagereg.checkpoint.load.seeding as seeding
+import stagereg.checkpoint.load.sharing as sharing
+import stagereg.checkpoint.state.entries as entries
+import stagereg.checkpoint.state.rng as rng
+from stagereg.checkpoint.extension import RestoreRequest
+from stagereg.checkpoint.format.encoding import fill, marks
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.load.findings import MergedScan
+from stagereg.checkpoint.state.name_map import NameMap
+from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
+from stagereg.errors import CheckpointError, listed, reason
+
+_log = logging.getLogger(__name__)
+
+
+class Loading:
+    """What this rank takes of a checkpoint; all methods run on the training thread, and none is collective.
+
+    ``once``: whether :meth:`prepare` leaves all bytes to :class:`.SharedReader`. ``twins`` is from
+    :func:`.seeding.lowest_twins`. ``touched``: whether objects have changed in part, so that all of them need a value.
+    """
+
+    files: CheckpointFiles  # of the checkpoint, from :meth:`prepare` on
+    transfer: Transfer  # what goes straight into the objects; with ``once`` all, which is read before :meth:`assign`
+
+    def __init__(
+        self, chosen: Checkpoint, asked: RestoreRequest, once: bool, twins: Mapping[str, list[int]], touched: bool
+    ) -> None:
+        self._chosen, self._asked, self._once, self._twins, self._touched = chosen, asked, once, twins, touched
+        self._found: dict[str, Any] = {}
+        self._seeding: seeding.Seeding | None = None  # if the checkpoint has no generators of this rank
+        self._sources: dict[int, str] = {}  # by rank, the generators that it reads instead
+        # By entry what this rank does not take of it, by the names of parameters.
+        self.left: dict[str, dict[str, Any]] = {}
+        self.names = NameMap(asked.rename, asked.allow_missing)
+        self.missing: Sequence[str] = ()  # parameters of all ranks that stay as they are
+
+    def prepare(self, files: CheckpointFiles) -> None:
+        """Read all that does not go straight into the objects from ``files``."""
+        chosen, asked = self._chosen, self._asked
+        self.files = files
+        files.match(asked.state, asked.names, self.names)
+        if asked.allow_missing:
+            self.names.look(placing.names_here(asked.state, asked.names))
+        sizes = chosen.manifest.world_size, asked.ranks.rank, asked.ranks.size
+        given = asked.state, *sizes, asked.names, asked.cast, self.names
+        self._found, self.left = placing.find(self.files, *given, str(asked.ranks.rank) in chosen.manifest.lost)
+        if entries.rng_name(asked.ranks.rank) not in self._found:
+            self._seeding = seeding.Seeding(chosen.manifest, self._twins, asked.ranks.rank, asked.ranks.size)
+            self._sources = {rank: entries.rng_name(rank) for rank in self._seeding.sources(self.files.index.state)}
+            self._found |= {name: self.files.structure(name) for name in self._sources.values()}
+        lacking = (asked.state.keys() - self._found.keys()).union(self.names.all_missing())
+        if self._touched and lacking:
+            raise CheckpointError(f"it does not have {listed(sorted(lacking))}")
+        self._read()
+
+    def take_rests(self, found: MergedScan) -> None:
+        """Take what is left of entries on all ranks as well, where an object may want it."""
+        if found.unused:
+            raise CheckpointError(self.names.no_such())
+        for name, rest in self.left.items():
+            more = {key: rest[key] for key in rest if key in found.rests[name]}
+            placing.take_rest(self._asked.state, name, self._found[name], more)
+        self._read()
+
+    def _read(self) -> None:
+        files, own = self.files, (self._asked.state, self._asked.names, self._asked.cast)
+        leaves = [leaf for name, each in self._found.items() for leaf in placing.pair_live(each, name, *own)]
+        modules, plain = placing.written(self._asked.state, self._found)
+        placed = [leaf for leaf in leaves if leaf.in_place]
+        sharing.read_apart(dict.fromkeys(itertools.chain(*modules.values(), plain, placed)))
+        into = leaves if self._once else [leaf for leaf in leaves if leaf.in_place]
+        self.transfer = files.plan(into)
+        if not self._once:
+            files.open_for(into)
+            files.read([leaf for leaf in leaves if not leaf.in_place])
+            if self._seeding is None:
+                rng.expect_valid(fill(self._found[entries.rng_name(self._asked.ranks.rank)]))
+
+    def assign(self) -> seeding.Seeded | None:
+        """Have the objects take what was read, and read the rest into them; return the generators that it seeds."""
+        saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
+        rank = ranks.rank if saved_size == ranks.size else None
+        own = [name for name in state if name not in self._found]
+        new = [name for name in own if self.names.may_miss(name)]
+        if (begun := [*new, *self.missing]) and ranks.rank == 0:
+            _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, listed(begun))
+        for name in (each for each in state if each in self._found):
+            placing.expect_forms(state, name, self._found[name])
+        if ranks.rank == 0:
+            placing.warn_of_not_filled(self._chosen.path, state, self._found, self._asked.cast)
+        merger = placing.merger(state, self._found)
+        placing.add_beside(state, self._found)
+        try:
+            if not self._once:
+                self.transfer.run()
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(placing.changed_in_part(error)) from error
+        changed = [name for name, each in self._found.items() if any(leaf.in_place for leaf in marks(each))]
+        last = sharing.buffers_of_ranks(state)
+        for name in sorted((each for each in state if each in self._found), key=last.__contains__):
+            missing = self.names.missing.get(name, ())
+            try:
+                placing.assign(state, name, fill(self._found[name]), self._asked.names, merger, rank, missing)
+            except Exception as error:
+                raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
+            changed += [name] if name not in changed else []
+        if self._seeding is None:
+            try:
+                rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
+            except CheckpointError as error:  # of a checkpoint that is read once; else :meth:`_read` has found it
+                raise CheckpointError(placing.changed_in_part(error)) from error
+            return None
+        saved = {each: fill(self._found[name]) for each, name in self._sources.items()}
+        seeded = self._seeding.apply(state, self._found, saved)
+        if rank is None and ranks.rank == 0:
+            own = [name for name in own if name not in new and name not in seeded.anew]
+            more = f"; {', '.join(own)} (each rank's own) stay as they are" if own else ""
+            by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
+            seed = "the checkpoint" if saved_size else "the seed of the program"
+            text = "%s is %s: random numbers start anew, seeded from %s, the step and the rank%s."
+            _log.warning(text, self._chosen.path, by, seed, more)
+        return seeded

@@ -1,0 +1,123 @@
+"""The local tier of a run as a source of restores: complete steps, each byte checked, from where it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+from stagereg.base.option_text import option
+from stagereg.checkpoint.extension import Candidate, CheckpointSource, RestoreExtension, RestoreRequest
+from stagereg.checkpoint.format.damage import VerificationResult
+from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.index import INDEX, Index
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.reading import CheckpointFiles, Readable, Transfer
+from stagereg.errors import CheckpointError
+from stagereg.extensions.tiers.inventory import TierStep
+from stagereg.extensions.tiers.near import LocalTier
+from stagereg.extensions.tiers.step_reader import BlockFile, StepReader
+
+
+class TierSource(CheckpointSource):
+    """The steps of the tier, tried by branch, then by step, before equal checkpoints of the directory."""
+
+    name = "tier"
+    shares_reads = False  # each rank fetches its bytes from the nearest machine that has them
+
+    def __init__(self, tier: LocalTier, request: RestoreRequest) -> None:
+        self._tier, self._request = tier, request
+        self.root = "" if tier.shared else os.path.dirname(tier.folder.path)
+        self._steps: dict[str, TierStep] = {}  # by path
+
+    def claims(self, path: str) -> bool:
+        return self._tier.names(path)
+
+    def survey(self) -> bool:
+        self._steps = {self._tier.path_of(each): each for each in self._tier.steps()}
+        return bool(self._steps)
+
+    def insert(self, listed: list[Candidate], resume: str) -> list[Candidate]:
+        if not self._request.is_path:
+            return with_steps_of_tier(listed, self._steps, self._tier.branch_of)
+        if resume not in self._steps:
+            named = option("checkpoint.resume", resume)
+            raise CheckpointError(f"{named} is a step of the tier that no machines have between them any more.")
+        return [_candidate(resume, self._steps[resume])]
+
+    def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
+        with ExitStack() as opened:
+            reader = opened.enter_context(self._tier.reading(self._steps[candidate.path]))
+            files = TierFiles(candidate.path, reader)
+            files.push(opened.pop_all())
+        return files
+
+    def restored(self, candidate: Candidate, files: CheckpointFiles) -> None:
+        assert isinstance(files, TierFiles)
+        failing = f"{candidate.path} could not be restored"
+        self._tier.restored(
+            self._steps[candidate.path], self._request.ranks.run_on_all(failing, lambda: files.reader.found)
+        )
+
+
+def with_steps_of_tier(
+    listed: Sequence[Candidate], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
+) -> list[Candidate]:
+    """Insert the steps of the tier, the newest first, into a list: by branch, then step, before equal ones.
+
+    ``steps`` are by path; ``branch_of`` returns the branch of a checkpoint with a serial number.
+    """
+    found = [*listed]
+    for path, each in steps.items():
+        near = each.save.branch, each.save.step
+
+        def is_older(other: Candidate, near: tuple[int, int] = near) -> bool:
+            known = None if other.source == TierSource.name else other.manifest
+            return known is not None and (branch_of(known.serial), known.step) <= near
+
+        at = next((at for at, other in enumerate(found) if is_older(other)), len(found))
+        found.insert(at, _candidate(path, each))
+    return found
+
+
+def _candidate(path: str, step: TierStep) -> Candidate:
+    return Candidate(VerificationResult(path, step.manifest), TierSource.name)
+
+
+class TierRestores(RestoreExtension):
+    """Offers :class:`TierSource`, and has the tier continue from the step that is restored."""
+
+    def __init__(self, tier: LocalTier) -> None:
+        self._tier = tier
+
+    def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
+        reads = request.own and (not request.is_path or self._tier.names(request.resume))
+        return [TierSource(self._tier, request)] if reads else ()
+
+    def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
+        if request.own:
+            manifest = None if candidate is None else candidate.manifest
+            self._tier.go_on_from(None if manifest is None else manifest.step)
+
+
+class TierFiles(CheckpointFiles):
+    """The files of a step; :meth:`plan` fetches and checks. Raises: ``CheckpointError``, ``CorruptCheckpointError``.
+
+    Attributes:
+        reader: what fetches, open as long as the files are.
+    """
+
+    def __init__(self, path: str, reader: StepReader) -> None:
+        sizes = {name: mark.bytes for name, mark in reader.step.files.items()}
+        super().__init__(path, Index.loads(reader.content(INDEX), sizes), DcpStorage())
+        self.reader = reader
+
+    def plan(self, leaves: Sequence[Leaf]) -> Transfer:
+        """As of all files. Raises also: ``CorruptCheckpointError``: no machine has some of it whole."""
+        transfer = super().plan(leaves)
+        for name, ranges in transfer.ranges().items():
+            self.reader.fetch(name, ranges)
+        return transfer
+
+    def file(self, name: str) -> Readable:
+        return BlockFile(self.reader, name)
