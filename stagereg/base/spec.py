@@ -51,7 +51,7 @@ REQUIRED = {
         "def reader(self, path) -> StorageReader",
     ],
     "on_commit": ["def committed(self, checkpoint) -> None"],
-    "keep": ["def kept(self, checkpoints, metrics) -> dict[str, str]"],
+    "keep": ["def select(self, checkpoints, metrics) -> dict[str, str]"],
     "tier": ["def prepare(self) -> str", "def lacking(self, nbytes: int) -> str", "durable: bool = True"],
     "join": [],
     "checkpoint": [],

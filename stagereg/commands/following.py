@@ -213,7 +213,7 @@ class _Follower:
 
     def _deal_with(self, checkpoint: Checkpoint) -> None:
         key = checkpoint.key
-        with self._store.readers.reading(checkpoint.path):
+        with self._store.readers.read_lease(checkpoint.path):
             condition = self._store.look(checkpoint.path, content=True)
             if condition.manifest != checkpoint.manifest:
                 return  # deleted or replaced meanwhile, as the next look reports

@@ -133,7 +133,7 @@ def _read(found: Located) -> list[VerificationResult]:
     looked = []
     for each in found.conditions:
         output.progress(f"reading {each.path}")
-        with found.store.readers.reading(each.path):
+        with found.store.readers.read_lease(each.path):
             looked.append(found.store.look(each.path, content=True))
     output.progress()
     return looked

@@ -102,7 +102,7 @@ class KeepContract(Contract):
                 Path(each.path, "a").write_bytes(b"a")
             shown, metrics = list(made), {each.path: dict(each.manifest.metrics) for each in made}
             before = deepcopy(metrics)
-            self.within(lambda: self.make().kept(shown, metrics))
+            self.within(lambda: self.make().select(shown, metrics))
             if (shown, metrics) != (made, before):
                 self.broken("it changed the list or the metrics that it was given")
             if gone := [each.path for each in made if not Path(each.path, "a").exists()]:
@@ -145,7 +145,7 @@ class KeepContract(Contract):
 
     def _ask(self, rule: KeepRule, shown: list[Checkpoint], turned: bool = False) -> dict[str, str]:
         metrics = {each.path: dict(each.manifest.metrics) for each in (shown[::-1] if turned else shown)}
-        answer: Any = self.within(lambda: rule.kept(list(shown), metrics))
+        answer: Any = self.within(lambda: rule.select(list(shown), metrics))
         if not isinstance(answer, Mapping):
             self.broken(f"it returned {answer!r:.200}, and has to return a mapping from paths to reasons")
         return dict(answer)

@@ -123,12 +123,12 @@ import stagereg
 
 @stagereg.register("keep", "a_wrong")
 class Wrong:
-    def kept(self, checkpoints, metrics):
+    def select(self, checkpoints, metrics):
         return {checkpoints[-1].path: "the oldest"} if checkpoints else {}
 
 @stagereg.register("keep", "b_right")
 class Right:
-    def kept(self, checkpoints, metrics):
+    def select(self, checkpoints, metrics):
         return {checkpoint.path: "all" for checkpoint in checkpoints}
 """
 
@@ -236,7 +236,7 @@ class Newest:
     def __init__(self, count: int):
         self.count = count
 
-    def kept(self, checkpoints, metrics):
+    def select(self, checkpoints, metrics):
         return {each.path: "newest" for each in checkpoints[: self.count]}
 
 @stagereg.register("on_commit", "note")

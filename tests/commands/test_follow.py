@@ -110,7 +110,7 @@ def test_each_checkpoint_is_taken_once_in_order(root: str, job: Job, command: Co
 def test_one_that_gets_its_plain_name_is_not_taken_again(tmp_path: Path, job: Job, command: Command) -> None:
     root = tmp_path / "run"
     save(root, 100)
-    with open_store(root).readers.reading(str(path_of(root, 100))):
+    with open_store(root).readers.read_lease(str(path_of(root, 100))):
         [again] = save(root, 100, salt="again")
         assert again != str(path_of(root, 100))
         command("follow", root, "--idle", "0", *job.command)

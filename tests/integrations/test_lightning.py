@@ -399,7 +399,7 @@ def test_what_is_read_at_a_path_goes_with_a_later_save(tmp_path):
 
     assert save(1) == ["step-00000001"]
     store = open_store(tmp_path / "last.ckpt")
-    with store.readers.reading(f"{store.root}/step-00000001"):
+    with store.readers.read_lease(f"{store.root}/step-00000001"):
         assert save(2) == ["step-00000001", "step-00000002"]
         assert io.load_checkpoint(tmp_path / "last.ckpt") == {"n": 2}
     assert save(3) == ["step-00000003"]

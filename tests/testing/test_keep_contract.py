@@ -38,7 +38,7 @@ class Rated(KeepContract):
     def make(self) -> Rated:
         return type(self)()
 
-    def kept(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Any:
+    def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Any:
         return type(self).decides(checkpoints, metrics)
 
 

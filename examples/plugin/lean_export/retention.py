@@ -23,7 +23,7 @@ class ThinnedRule:
             raise ConfigError(f"checkpoint.keep.dense is {dense}, and must be at least 1.")
         self.dense = dense
 
-    def kept(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> dict[str, str]:
+    def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> dict[str, str]:
         """Return the paths of those to retain, and why; the newest comes first."""
         retained = {}
         for each in checkpoints:

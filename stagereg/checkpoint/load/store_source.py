@@ -32,7 +32,7 @@ class StoreSource(CheckpointSource):
         return [*listed, *(Candidate(each, self.name) for each in found)]
 
     def lease(self, candidate: Candidate) -> AbstractContextManager[None]:
-        return self._store_of(candidate).readers.reading(candidate.path)
+        return self._store_of(candidate).readers.read_lease(candidate.path)
 
     def check(self, candidate: Candidate, rank: int, size: int) -> dict[str, Found]:
         assert candidate.manifest is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from stagereg.base.option_text import option
 from stagereg.base.sizes import ByteSize
 from stagereg.base.spec import check
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.errors import ConfigError, RegistryError, at_least, one_of
+from stagereg.errors import ConfigError, RegistryError, at_least, nearest, one_of
 from stagereg.registry import register
 
 _log = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 class KeepRule(Protocol):
     """What ``Checkpointer(keep=...)`` takes in the place of a number, and ``checkpoint/keep`` in a config.
 
-    All ranks construct it; ``kept`` is called on rank 0 alone, on the thread that saves, after each commit. The newest
+    All ranks construct it. After each commit ``select`` is called on rank 0 alone, on the thread that saves. The newest
     checkpoint stays whatever it returns. If it raises, keeps nothing, or returns something else, none is deleted then.
     """
 
-    def kept(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:
+    def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:
         """Return those that stay, by their paths, and why each does, in a few words for ``stagereg ls``.
 
         Args:
@@ -85,7 +85,7 @@ class Keep:
             return keep
         return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
-    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return the paths of those that stay, the newest first, and why each does. Arguments: as :class:`KeepRule`."""
         name = self.metric or ""
         values = {path: known[name] for path, known in metrics.items() if name in known}
@@ -109,6 +109,23 @@ class Keep:
             stay[each.path] = "; ".join(why[each.path])
         return stay
 
+    def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
+        """Yield what a user should learn when ``made`` is committed and ``old`` are no longer retained."""
+        root = made.path.rpartition("/")[0]
+        lacking = [each for each in old if self.metric is not None and self.metric not in each.manifest.metrics]
+        if self.metric is not None and lacking:
+            near = nearest(self.metric, lacking[0].manifest.metrics)
+            yield (
+                f"a checkpoint without the metric {self.metric!r} is deleted in {root}: {lacking[0].name}. "
+                f"{option('checkpoint.keep.best')} does not rate checkpoints without the metric. Log the metric on "
+                f"rank 0 before the save: stagereg.log(step, {self.metric}=...).{near}"
+            )
+        if self.budget is not None and made.manifest.nbytes > self.budget:
+            yield (
+                f"one checkpoint in {root} has {made.manifest.nbytes:,} bytes, more than "
+                f"{option('checkpoint.keep.budget', str(self.budget))}, so the newest one alone is kept."
+            )
+
 
 class GuardedRule:
     """A rule whose errors do not reach the save: all checkpoints stay, with one warning. Raises: ``ConfigError``."""
@@ -125,12 +142,12 @@ class GuardedRule:
                 f"{option('checkpoint.keep')} must be a number, a stagereg.Keep or a rule: {error}"
             ) from None
 
-    def kept(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return what the rule keeps, and the newest."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         paths = [each.path for each in newest_first]
         try:
-            kept = self._rule.kept(newest_first, metrics) if paths else {}
+            kept = self._rule.select(newest_first, metrics) if paths else {}
             if not isinstance(kept, Mapping):
                 wrong = f"it returned {kept!r:.100}, which is no mapping"
             elif bad := [item for item in kept.items() if item[0] not in paths or not isinstance(item[1], str)]:
@@ -146,3 +163,7 @@ class GuardedRule:
             text = "stagereg: %s failed, %s: %s. While it does, none is deleted, and the disk may fill up."
             _log.warning(text, option("checkpoint.keep"), self.name, wrong)
         return dict.fromkeys(paths, f"{self.name} failed")
+
+    def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
+        """Yield nothing: a rule logs what it has to."""
+        yield from ()

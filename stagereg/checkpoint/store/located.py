@@ -102,7 +102,7 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationR
     for each in newest_first(found.conditions):
         condition = each
         if not each.damages:
-            reading.enter_context(found.store.readers.reading(each.path))
+            reading.enter_context(found.store.readers.read_lease(each.path))
             condition = found.store.look(each.path, content=verify)
         if condition.checkpoint is not None:
             return condition, passed

@@ -32,8 +32,8 @@ def backend_of(path: str | os.PathLike[str]) -> Backend:
         if backend is not None:
             return backend
     raise ConfigError(
-        f"{path} is a URL, and the extension for object stores is not installed: put the folder "
-        "stagereg/extensions/buckets back (pip install --force-reinstall hydra-stagereg), or use a path."
+        f"{path} is a URL, which needs stagereg/extensions/buckets, which this installation lacks: install "
+        "hydra-stagereg again, or restore that folder."
     )
 
 

@@ -31,7 +31,7 @@ class Readers:
         self._leases: dict[tuple[str, LeaseRecord], float] = {}  # and since when they have not changed
 
     @contextlib.contextmanager
-    def reading(self, path: str) -> Generator[None, None, None]:
+    def read_lease(self, path: str) -> Generator[None, None, None]:
         """Keep a lease of the checkpoint that ``path`` means, as long as the block runs or the generator is held."""
         folder, _, name = self._backend.resolve(path).rpartition("/")
         if step_of(name) is None:

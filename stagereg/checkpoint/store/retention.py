@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Collection
 
-from stagereg.base.option_text import option
 from stagereg.base.small_files import UnfitFileError, warn_skipped
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import KEPT, LATEST, MANIFEST, METADATA, Checkpoint, plain_name
@@ -22,7 +21,6 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.readers import Readers
-from stagereg.errors import nearest
 
 _FILES = {MANIFEST, METADATA, "index.json"}  # one of these is in each checkpoint
 
@@ -129,9 +127,9 @@ class Retention:
         trusted = self.trusted(before)
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
-        why = keep.kept([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
-        if isinstance(keep, Keep):
-            self._warn_of_policy(keep, made, [each for each in counted if each.path not in why])
+        why = keep.select([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
+        for text in keep.warnings(made, [each for each in counted if each.path not in why]):
+            self._warn_once(text)
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 
@@ -179,22 +177,6 @@ class Retention:
                 self._out_of_sight.append(hidden)
                 gone.add(each.path)
         return gone
-
-    def _warn_of_policy(self, keep: Keep, made: Checkpoint, old: list[Checkpoint]) -> None:
-        root = self._backend.root
-        lacking = [each for each in old if keep.metric is not None and keep.metric not in each.manifest.metrics]
-        if keep.metric is not None and lacking:
-            near = nearest(keep.metric, lacking[0].manifest.metrics)
-            self._warn_once(
-                f"a checkpoint without the metric {keep.metric!r} is deleted in {root}: {lacking[0].name}. "
-                f"{option('checkpoint.keep.best')} does not rate checkpoints without the metric. Log the metric on "
-                f"rank 0 before the save: stagereg.log(step, {keep.metric}=...).{near}"
-            )
-        if keep.budget is not None and made.manifest.nbytes > keep.budget:
-            self._warn_once(
-                f"one checkpoint in {root} has {made.manifest.nbytes:,} bytes, more than "
-                f"{option('checkpoint.keep.budget', str(keep.budget))}, so the newest one alone is kept."
-            )
 
     def _explain(self) -> None:
         """Write why checkpoints are kept, where that is not simply since they are the newest."""

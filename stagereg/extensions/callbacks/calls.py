@@ -168,7 +168,7 @@ class _Caller:
         store, manifest = self._store, checkpoint.manifest
         try:
             while (path := path_of(store, checkpoint)) is not None:
-                with store.readers.reading(path):
+                with store.readers.read_lease(path):
                     if path_of(store, checkpoint) == path:  # else it has got its plain name just before
                         given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, manifest.metrics)
                         self._component.committed(given)

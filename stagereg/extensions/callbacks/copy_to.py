@@ -57,12 +57,12 @@ class CopyTo:
         with target.lock():
             there = [_identity(one.manifest) for one in target.checkpoints()[0]]
             missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
-            wanted = self.keep.kept(missing, {one.path: one.manifest.metrics for one in missing})
+            wanted = self.keep.select(missing, {one.path: one.manifest.metrics for one in missing})
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
             target.sweep(but=copies.values())
             target.retention.spared.clear()
             for one in reversed([one for one in missing if one.path in wanted]):
-                with source.readers.reading(one.path):
+                with source.readers.read_lease(one.path):
                     if source.look(one.path).manifest != one.manifest:
                         continue  # deleted meanwhile
                     try:

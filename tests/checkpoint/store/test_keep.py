@@ -92,7 +92,7 @@ def union(policy: Keep, checkpoints: list[Checkpoint], values: dict[str, float])
 def test_what_stays_is_the_union_within_the_budget_and_the_newest(policy: Keep, there: tuple[Any, Any]) -> None:
     checkpoints, values = there
     by_path = {one.path: one for one in checkpoints}
-    stay, wanted = [*policy.kept(checkpoints, logged(values))], union(policy, checkpoints, values)
+    stay, wanted = [*policy.select(checkpoints, logged(values))], union(policy, checkpoints, values)
     assert stay == wanted[: len(stay)]  # the least recent go first
     assert stay[:1] == wanted[:1] == [one.path for one in sorted(checkpoints, key=recency)][:1]
     if policy.budget is None:
@@ -109,7 +109,7 @@ def test_deleting_at_each_save_loses_none_of_the_best(policy: Keep, there: tuple
     policy = Keep(policy.newest, policy.every, policy.best, policy.metric, policy.direction)
     left: list[Checkpoint] = []
     for one in sorted(checkpoints, key=recency, reverse=True):
-        stay = policy.kept([*left, one], logged(values))
+        stay = policy.select([*left, one], logged(values))
         left = [each for each in [*left, one] if each.path in stay]
     assert {one.path for one in left} == set(union(policy, checkpoints, values))
 
@@ -118,7 +118,7 @@ def test_each_is_kept_for_all_its_reasons() -> None:
     there = [checkpoint(step, serial) for serial, step in enumerate((500, 1000, 1500, 2000), 1)]
     values = {there[0].path: 0.125, there[1].path: 0.5, there[3].path: 0.25}
     policy = Keep(newest=1, every=1000, best=2, metric="loss")
-    assert policy.kept(there, logged(values)) == {
+    assert policy.select(there, logged(values)) == {
         there[3].path: "newest; every 1000; best 2 of 2 by loss=0.25",
         there[1].path: "every 1000",
         there[0].path: "best 1 of 2 by loss=0.125",
@@ -192,7 +192,7 @@ def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureF
         3: "every 3",
         2: "best 1 of 2 by loss=0.125",
     }
-    with open_store(dir).readers.reading(open_store(dir).checkpoints()[0][-1].path):
+    with open_store(dir).readers.read_lease(open_store(dir).checkpoints()[0][-1].path):
         reader = f"best 1 of 2 by loss=0.125; being read by process {os.getpid()} on "
         assert listed(dir, capsys)[2].startswith(reader)
     assert cli.main(["ls", dir]) == 0

@@ -31,7 +31,7 @@ class OfSteps:
     def __init__(self, steps: list[int], every: int | None = 7) -> None:
         self.steps, self.every, self.lock = steps, every, threading.Lock()
 
-    def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+    def select(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
         return {one.path: "of a step" for one in checkpoints if one.manifest.step in self.steps}
 
 
@@ -44,7 +44,7 @@ class Does:
     def __init__(self, function: Callable[[list[Checkpoint]], Any]) -> None:
         self.function = function
 
-    def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+    def select(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
         found: dict[str, str] = self.function(checkpoints)
         return found
 
@@ -75,7 +75,7 @@ def test_a_rule_says_what_stays_and_ls_says_why(tmp_path: Path, capsys: pytest.C
 
 def test_a_rule_gets_what_was_logged(tmp_path: Path) -> None:
     class Least:
-        def kept(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
+        def select(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
             assert metrics.keys() == {one.path for one in checkpoints}
             return {max(metrics, key=lambda path: metrics[path]["loss"]): "greatest loss"}
 
@@ -116,7 +116,7 @@ def test_a_rule_cannot_change_what_there_is(tmp_path: Path) -> None:
 
 def test_a_subclass_of_the_policy_is_guarded_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stricter(Keep):
-        def kept(self, checkpoints: Iterable[Checkpoint], metrics: Metrics) -> dict[str, str]:
+        def select(self, checkpoints: Iterable[Checkpoint], metrics: Metrics) -> dict[str, str]:
             raise KeyError("metric")
 
     train(str(tmp_path), Stricter(newest=1), [1, 2, 3])
@@ -134,7 +134,7 @@ def test_copies_are_kept_by_a_rule(tmp_path: Path) -> None:
     ("keep", "line"),
     [
         (OfSteps, "Checkpointer(keep=...) is a class; call it: keep=OfSteps(...)"),
-        (type("Bare", (), {"kept": lambda self: {}})(), "def kept(self, checkpoints, metrics) -> dict[str, str]"),
+        (type("Bare", (), {"select": lambda self: {}})(), "def select(self, checkpoints, metrics) -> dict[str, str]"),
         (object(), "Checkpointer(keep=...) must be a whole number of at least 1"),
     ],
 )
@@ -145,7 +145,7 @@ def test_what_is_no_rule_is_refused(tmp_path: Path, keep: Any, line: str) -> Non
 
 
 def test_a_class_without_the_method_is_refused_where_it_is_registered() -> None:
-    with pytest.raises(RegistryError, match=r"def kept\(self, checkpoints, metrics\)"):
+    with pytest.raises(RegistryError, match=r"def select\(self, checkpoints, metrics\)"):
         stagereg.register("keep", "none")(type("Nothing", (), {}))
 
 

@@ -139,7 +139,7 @@ def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
     store = open_store(root)
     told: list[Path | str] = []
     with ExitStack() as held:
-        held.enter_context(store.readers.reading(str(root / PLAIN)))
+        held.enter_context(store.readers.read_lease(str(root / PLAIN)))
         hooks = [lambda each: told.append(each.path)]
         with Checkpointer(str(root), keep=3, leave=Leave(save_last=False), on_commit=hooks) as checkpointer:
             assert checkpointer.restore({"x": ""}) == 1
@@ -169,7 +169,7 @@ def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
             nonlocal suffixed
             if point == "pointed" and suffixed == Path():
                 suffixed = Path(os.path.realpath(root / "latest"))
-                held.enter_context(store.readers.reading(str(root / "latest")))
+                held.enter_context(store.readers.read_lease(str(root / "latest")))
 
         with watching(read):
             checkpointer.save(2, {"x": "second 2"})
@@ -193,7 +193,7 @@ def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(
     monkeypatch.setattr(_Caller, "_take", lambda *given: turn.wait(60) and take(*given))
     store = open_store(root)
     with ExitStack() as held:
-        held.enter_context(store.readers.reading(str(root / PLAIN)))
+        held.enter_context(store.readers.read_lease(str(root / PLAIN)))
 
         def look(each: CommittedCheckpoint) -> None:
             told.append((Path(each.path).name, (Path(each.path) / "index.json").exists()))
@@ -236,7 +236,7 @@ def test_one_that_was_given_up_later_does_not_take_the_place_of_a_good_one(root:
     store = open_store(root)
     with (
         Checkpointer(str(root), leave=Leave(save_last=False)) as checkpointer,
-        store.readers.reading(str(root / BEFORE)),
+        store.readers.read_lease(str(root / BEFORE)),
     ):
         checkpointer.save(1, {"x": "again"})
         checkpointer.wait()

@@ -178,7 +178,7 @@ def test_a_planted_latest_costs_no_checkpoint(root: Path, mine: Path, kind: str)
 
 def test_a_lease_that_was_replaced_by_a_link_is_renewed_beside_it(root: Path, mine: Path) -> None:
     store = open_store(root)
-    with store.readers.reading(str(root / "step-00000001")):
+    with store.readers.read_lease(str(root / "step-00000001")):
         [lease] = root.glob(".reading.*")
         lease.unlink()
         lease.symlink_to(mine)

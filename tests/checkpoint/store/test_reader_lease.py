@@ -38,7 +38,7 @@ BOUND_S = 60
 READ = """
 import sys, time
 from stagereg.checkpoint.store.open_store import open_store
-with open_store(sys.argv[1]).readers.reading(sys.argv[1] + "/step-00000001"):
+with open_store(sys.argv[1]).readers.read_lease(sys.argv[1] + "/step-00000001"):
     print("reading", flush=True)
     time.sleep(600)
 """
@@ -88,8 +88,8 @@ def leave(checkpointer: Checkpointer, **changes: Any) -> str:
 def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
     store = open_store(str(run.dir))
     seen: list[str] = []
-    with store.readers.reading(first(run)):
-        with store.readers.reading(first(run)):
+    with store.readers.read_lease(first(run)):
+        with store.readers.read_lease(first(run)):
             with watching(seen.append):
                 save(run, 2)
             assert there(run) == [1, 2]
@@ -105,7 +105,7 @@ def test_what_is_read_stays_until_that_has_ended(run: Checkpointer) -> None:
 def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> None:
     store, path = open_store(str(run.dir)), first(run)
     with contextlib.ExitStack() as held:
-        observer = lambda point: held.enter_context(store.readers.reading(path)) if point == "hidden" else None  # noqa: E731
+        observer = lambda point: held.enter_context(store.readers.read_lease(path)) if point == "hidden" else None  # noqa: E731
         with watching(observer):
             save(run, 2)
         assert there(run) == [1, 2]
@@ -142,7 +142,7 @@ def test_readers_that_come_while_many_are_hidden_keep_theirs(store: CheckpointSt
         if point == "hidden":
             hidden.append(point)
             for each in paths if len(hidden) == 1 else ():
-                held.enter_context(store.readers.reading(each))
+                held.enter_context(store.readers.read_lease(each))
 
     def lose() -> None:
         if len(hidden) >= most:
@@ -237,7 +237,7 @@ def test_what_cannot_be_read_of_a_lease_counts_as_one(
 def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_S", 0.03)
     store, seen = open_store(str(run.dir)), set()
-    with store.readers.reading(first(run)):
+    with store.readers.read_lease(first(run)):
         ends = time.monotonic() + BOUND_S
         while len(seen) < 3 and time.monotonic() < ends:
             seen |= {record.renewed for records in store.readers.found().values() for record in records}
@@ -249,7 +249,7 @@ def test_a_lease_is_renewed_and_then_deleted(run: Checkpointer, monkeypatch: pyt
 
 
 def test_a_forked_child_leaves_the_lease_alone(run: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.suppress(AssertionError), open_store(str(run.dir)).readers.reading(first(run)):
+    with contextlib.suppress(AssertionError), open_store(str(run.dir)).readers.read_lease(first(run)):
         monkeypatch.setattr(os, "getpid", lambda: -1)
     monkeypatch.undo()
     assert len(leases(run)) == 1
@@ -267,7 +267,7 @@ def test_who_may_not_write_reads_without_a_lease(
     monkeypatch.setattr(type(store.backend), "write", lambda _, path, data: refuse(path, data))
     with caplog.at_level(logging.DEBUG, "stagereg"):
         for _ in range(3):
-            with store.readers.reading(first(run)):
+            with store.readers.read_lease(first(run)):
                 assert store.look(first(run), content=True).damages == {}
             with stagereg.open_checkpoint(str(run.dir), verify=True) as checkpoint:
                 assert checkpoint.entry("x").sum() == 8
