@@ -32,6 +32,7 @@ ROOMS = [
     {"format"},
     {"store", "state"},
     {"storage", "ranks"},
+    {"targets"},
     {"extension"},
     {"save", "load", "hold"},
     {"options", "together", "end_report"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,8 @@ from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.save_thread import CheckpointStats, SaveThread
+from stagereg.checkpoint.save.save_thread import CheckpointStats
+from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.save.store_target import StoreTarget
@@ -38,7 +39,7 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
-from stagereg.checkpoint.together import LEAVE, NEAR, RESTORE, RankCoordinator
+from stagereg.checkpoint.together import LEAVE, RESTORE, RankCoordinator
 from stagereg.errors import is_consequence
 from stagereg.extensions.callbacks.calls import CommitCalls
 from stagereg.extensions.callbacks.on_commit import OnCommit
@@ -98,7 +99,6 @@ class Checkpointer:
             nothing. :meth:`close` waits as long.
 
     Attributes:
-        near_at: the step that :meth:`due` has asked for in the tier alone, until it is saved; else ``None``.
         preemption: whether the ranks are to leave; ``None`` without ``leave.grace``.
         restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
@@ -157,7 +157,6 @@ class Checkpointer:
         self._resumed: int | None = None  # the step that ``resume`` has led to
         self._how: str | None = None  # ``resume``, once :meth:`restore` is called
         self._closed, self._pid = False, os.getpid()
-        self.near_at: int | None = None
         self._ranks = RankGroup(process_group, failure.timeout)
         self._hold = DirectoryLock(self._store, self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
@@ -182,12 +181,13 @@ class Checkpointer:
         near, first = self._tiering, self._ranks.rank == 0
         warns, cast = self._failure.on_error == "warn", self.restore_options.cast
         shared = ReplicaShards(replicas.verify_every, replicas.share)
-        self._background = SaveThread(self._target, self._failure.timeout, warns, near.background)
+        targets = [*([] if near.target is None else [near.target]), *([self._target] if self._stores else [])]
+        self._background = SaveThreads(targets, self._failure.timeout, warns)
         names, token = ParameterNames(), self._target.token
         survivors = [Survivors(self._target, names, self._background)] if self._stores else []
         checks = Diagnostics(self._target, self._stores, cast, self._stager)
         self._observers: list[Any] = [checks, self._metrics, *survivors]
-        self._saver = Saver(self._target, self._stager, self._background, shared, self._stores, names, self._observers)
+        self._saver = Saver(self._background, self._stager, shared, names, self._observers)
         self.stats = self._background.stats
         most = self.restore_options.max_crashes
         self._crashes = near.counter(self._store, most, first, self._background, token)
@@ -196,7 +196,9 @@ class Checkpointer:
         parts = token, self._ranks, self._saver, self._leave.grace, self._background, self._save
         self._together = RankCoordinator(process_group, *parts)
         self.preemption = self._together.preemption
-        self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
+        self._calls = CommitCalls(
+            components if first and self._stores else {}, self._target, self._background, self.preemption
+        )
         warn, kept = first and self._leave.save_last, (self.dir, self._saver, self._hold, self._pid)
         self._unclosed = weakref.finalize(self, warn_of_unclosed, *kept) if warn else None
         if self._ranks.group is not None:
@@ -237,13 +239,13 @@ class Checkpointer:
             return False
         self._hold.acquire_to_save()
         self._saver.end_step(step)
-        leaves, again = self.preemption is not None and self.preemption.agreed_at(step), self._saver.retakes_at(step)
-        stores = ((self._target.schedule.due(step) or again) and self._stores) or leaves
-        near = self._tiering.due(step)
-        self.near_at = step if near and not stores else None
-        return stores or near
+        return self._saver.due(step, everywhere=self.preemption is not None and self.preemption.agreed_at(step))
 
-    def save(self, step: int, state: MutableMapping[str, Any]) -> None:
+    def goes_everywhere(self, step: int) -> bool:
+        """Whether a save of ``step`` goes to ``dir`` and the tier; False if :meth:`due` asks for the tier alone."""
+        return not self._enabled or self._saver.goes_everywhere(step)
+
+    def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
         """Stage ``state`` and let it be written and committed in the background.
 
         Returns when the stager allows the state to change again. One save may be written while the next one waits; a
@@ -252,6 +254,7 @@ class Checkpointer:
         Args:
             step: the training step, not negative; the same on all ranks.
             state: what to save, see the class.
+            everywhere: in ``dir`` also if :meth:`due` has asked for the tier alone.
 
         Raises:
             CheckpointError: an earlier save failed, or this rank could not stage the state; or, on rank 0, another run
@@ -265,14 +268,17 @@ class Checkpointer:
         if self._enabled:
             first_step.take_step()
             self.remember(state)
-            near, self.near_at = step == self.near_at, None
-            self._save(self._together.begin_save(checked_step(step), near), step)
+            self._save_with_others(checked_step(step), everywhere)
 
-    def _save(self, what: str, step: int, follows: bool = False) -> None:
+    def _save_with_others(self, step: int, everywhere: bool = True) -> None:
+        what, targets = self._together.begin_save(step, everywhere)
+        self._save(what, step, targets)
+
+    def _save(self, what: str, step: int, targets: Sequence[int] | None, follows: bool = False) -> None:
         if what == LEAVE and self.preemption is not None:
             self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), self._how, follows)
-        self._saver.save(step, follows, near=what == NEAR)
+        self._saver.save(step, targets, follows)
 
     def listen(self, listener: Callable[[int], object]) -> None:
         """Call ``listener(step)`` on this rank for each complete checkpoint from now on, before :meth:`wait` returns.
@@ -280,7 +286,7 @@ class Checkpointer:
         On the background thread: it must not use the process group. What it raises is logged; the checkpoint is there.
         """
         if self._enabled:
-            self._background.listeners.append(listener)
+            self._background.last.listeners.append(listener)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``; not for the deletion of older ones.
@@ -292,7 +298,7 @@ class Checkpointer:
         if self._enabled:
             self._background.wait()
             if (step := self._saver.retake.step_to_repeat()) is not None:
-                self._save(self._together.begin_save(step), step)
+                self._save_with_others(step)
             self._background.wait()
             self._saver.drop_retake()
             self._background.raise_failure()
@@ -347,11 +353,13 @@ class Checkpointer:
         self._resumed = step if source is None and trains else None
         if self._resumed is not None and self.resume in choosing.RESUME:
             record.emit("resumed", step=step, dir=str(self.dir))
-        self._target.schedule.restored(step)
-        self._tiering.restored(step, restored.path)
+        for each in self._background.all:
+            each.target.schedule.restored(step)
+            if each.target is self._tiering.target and self._tiering.names(restored.path):
+                each.newest = step
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
-            self._background.newest = step
+            self._background.last.newest = step
         return step
 
     def _begin_restore(self, own: bool) -> None:
@@ -415,7 +423,8 @@ class Checkpointer:
             if error is None and self._leave.save_last:
                 self._saver.save_last(self._seen)
             if error is None and self._background.wait():
-                self._tiering.finish(self._background.newest)
+                stored = self._background.last.newest if self._stores else None
+                self._tiering.finish(self._background.all[0].newest, stored)
         finally:
             try:
                 self.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from stagereg.base.command import command_to_resume
 from stagereg.base.option_text import option
 from stagereg.checkpoint.hold import DirectoryLock
-from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, ClosedError
 
@@ -22,7 +22,9 @@ _NO_STEP = (
 )
 
 
-def describe_end(background: SaveThread, dir: Path | str, finished: bool, resume: str | None, skipped: str = "") -> str:
+def describe_end(
+    background: SaveThreads, dir: Path | str, finished: bool, resume: str | None, skipped: str = ""
+) -> str:
     """Return which checkpoint the next run can resume from, and how.
 
     ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``. ``skipped`` says
@@ -31,7 +33,7 @@ def describe_end(background: SaveThread, dir: Path | str, finished: bool, resume
     newest = background.describe_newest()
     if skipped:
         return f"{newest} {skipped}"
-    if background.newest is None and (background.ahead is None or background.ahead.newest is None):
+    if all(each.newest is None for each in background.all):
         return newest
     if resume is None:
         return f"{newest} To resume from there, have the program call restore(state) before its loop."
@@ -57,7 +59,7 @@ def expect_usable(closed: bool, pid: int) -> None:
 
 
 def log_end(
-    background: SaveThread,
+    background: SaveThreads,
     dir: Path | str,
     finished: bool,
     resume: str | None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagereg.checkpoint.storage.protocol import Storage
     from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
     from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+    from stagereg.checkpoint.targets import SaveTarget
     from stagereg.errors import CheckpointError
 
 
@@ -305,30 +306,6 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
 
     def close(self, in_time: bool) -> None:
         """The checkpointer is closed; ``in_time`` unless a save hangs. Training thread; idempotent."""
-
-
-class SaveTarget(Protocol):
-    """Where one staged copy is written. A save goes to several targets, each with a thread of its own."""
-
-    ranks: RankGroup
-    where: str
-    required: bool  # a failure fails the save; else it is logged
-
-
-class ReplicaSharding(Protocol):
-    """Which rank writes what several ranks hold identically. The default shards nothing."""
-
-    def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | None:
-        """Return this rank's shards of entries; ``None`` if ranks have to compare first. Not collective."""
-        ...
-
-    def compare(self, ranks: RankGroup, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Return this rank's shards after a comparison with the other ranks. Collective; a save's thread."""
-        ...
-
-    def ended(self, number: int, error: BaseException | None) -> None:
-        """A save has ended, well or not. A save's thread."""
-        ...
 
 
 def largest(answers: Sequence[Due]) -> Due:

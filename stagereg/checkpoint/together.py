@@ -9,26 +9,26 @@ from __future__ import annotations
 import contextlib
 import datetime
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog, ShutdownBarrier
-from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 from stagereg.extensions.preemption.consensus import PreemptionConsensus
 
-SAVE, NEAR, LEAVE, RESTORE = "save", "near", "leave", "restore"
-"""What a request begins with: to save a step, in the tier alone, or to save it and exit; to restore."""
+SAVE, LEAVE, RESTORE = "save", "leave", "restore"
+"""What a request begins with: to save a step, in the targets of some numbers; to save it and exit; to restore."""
 
 
 class RankCoordinator:
     """This rank's part.
 
-    ``follow`` is a method. After this rank has left its loop, ``follow(what, step, True)`` saves as other ranks
-    do. The other arguments are the checkpointer's.
+    ``follow`` is a method. After this rank has left its loop, ``follow(what, step, targets, True)`` saves as other
+    ranks do. The other arguments are the checkpointer's.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class RankCoordinator:
         ranks: RankGroup,
         saver: Saver,
         grace: datetime.timedelta | None,
-        background: SaveThread,
-        follow: Callable[[str, int, bool], None],
+        background: SaveThreads,
+        follow: Callable[[str, int, Sequence[int] | None, bool], None],
     ) -> None:
         training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
         self.preemption: PreemptionConsensus | None = None  # stays so if signals are left alone
@@ -54,25 +54,30 @@ class RankCoordinator:
         """This rank does ``what`` now; all others are to. On the training thread."""
         self._requests.post(what)
 
-    def begin_save(self, step: int, near: bool = False) -> str:
-        """This rank saves ``step`` now; return ``SAVE``, ``NEAR``, or ``LEAVE`` if the ranks exit after it."""
+    def begin_save(self, step: int, everywhere: bool) -> tuple[str, Sequence[int] | None]:
+        """This rank saves ``step`` now; return ``SAVE`` or, if the ranks exit after it, ``LEAVE``, and where.
+
+        That are the numbers of the targets; ``None`` for all of them.
+        """
         if self._saver.leaving:
-            return SAVE
-        leaves = self.preemption is not None and self.preemption.agreed_before_save(step)
-        what = LEAVE if leaves else NEAR if near else SAVE
-        self.post(f"{what} {step}")
-        return what
+            return SAVE, None
+        if self.preemption is not None and self.preemption.agreed_before_save(step):
+            self.post(f"{LEAVE} {step}")
+            return LEAVE, None
+        targets = self._saver.targets_of(step, everywhere)
+        self.post(f"{SAVE} {step} {' '.join(map(str, targets))}")
+        return SAVE, targets
 
     def follow(self) -> None:
         """Do as ranks in a loop do that this rank has left. Called by a join, between two steps."""
         if self.preemption is not None:
             self.preemption.follow()
         while not self._left and (entry := self._requests.take_next()) is not None:
-            what, _, step = entry.partition(" ")
+            what, step, targets = _read(entry)
             if what == RESTORE:
                 self.answer(entry)
             elif (follow := self._follow()) is not None:
-                follow(what, int(step), True)
+                follow(what, step, targets, True)
 
     def loop_ended(self) -> None:
         """No rank is in the loop of a join any more. Called by the join, on all ranks."""
@@ -81,12 +86,12 @@ class RankCoordinator:
 
     def answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not do what they do."""
-        what, _, step = (entry or "").partition(" ")
+        what, step, targets = _read(entry or "")
         if what == RESTORE:
             with contextlib.suppress(CheckpointError):
                 self._ranks.run_on_all("Nothing was restored", self._refuse_restore)
         elif what:
-            self._saver.miss_save(int(step), near=what == NEAR)
+            self._saver.miss_save(step, targets)
 
     def reject_pending(self) -> None:
         """Answer what ranks still ask for, now that this one has come to its end."""
@@ -118,3 +123,10 @@ class RankCoordinator:
 
     def _refuse_restore(self) -> None:
         raise RankMismatchError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
+
+
+def _read(entry: str) -> tuple[str, int, Sequence[int] | None]:
+    """Return what a request is for, the step, and the numbers of the targets, ``None`` for all of them."""
+    what, *numbers = entry.split(" ")
+    step, *targets = [*map(int, numbers)] or [-1]
+    return what, step, targets or None

@@ -166,15 +166,14 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
         if not (self._checkpointer.due(curr_step) or first or last_step):
             return False
-        if first or last_step:
-            self._checkpointer.near_at = None  # torchtitan wants a checkpoint, whatever the tier wants
         export = last_step and self.config.last_save_model_only
         if export and self.config.last_save_in_hf:
             self._checkpointer.wait()
             self._export_hf(curr_step)
             return True
         state = self._exported() if export else {**self._others, **self.states[base.MODEL].state_dict()}
-        self._checkpointer.save(curr_step, state)
+        # torchtitan wants a checkpoint of these, whatever the tier wants
+        self._checkpointer.save(curr_step, state, everywhere=first or last_step)
         self.save_future = self.save_future or Future()
         if last_step:
             self.maybe_wait_for_saving()

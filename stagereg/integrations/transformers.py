@@ -113,7 +113,7 @@ class StageregCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpointer = self._run.checkpointer
-        if checkpointer.due(state.global_step) and checkpointer.near_at is None:
+        if checkpointer.due(state.global_step) and checkpointer.goes_everywhere(state.global_step):
             control.should_save = True
             if checkpointer.preemption is not None and checkpointer.preemption.agreed is not None:
                 control.should_evaluate = False  # there may be no time for it
@@ -178,16 +178,17 @@ class _Run:
         state = self._trainer.state
         if state.best_global_step == state.global_step:
             self._write_best(state.global_step)
-        self.checkpointer.near_at = None  # the Trainer wants a checkpoint, whatever the tier wants
         self._save()
 
     def save_near(self) -> None:
         """Save the step in the tier, where that is due there alone, and the Trainer has not saved it."""
-        if self.checkpointer.near_at == self._trainer.state.global_step:
-            self._save()
+        if not self.checkpointer.goes_everywhere(self._trainer.state.global_step):
+            self._save(everywhere=False)
 
-    def _save(self) -> None:
-        self.checkpointer.save(self._trainer.state.global_step, {**self._objects(), "trainer": self._trainer_state()})
+    def _save(self, everywhere: bool = True) -> None:
+        """Save; by default in the checkpoint directory, as the Trainer wants it, whatever the tier wants."""
+        state = {**self._objects(), "trainer": self._trainer_state()}
+        self.checkpointer.save(self._trainer.state.global_step, state, everywhere)
 
     def _objects(self) -> dict[str, Any]:
         trainer = self._trainer

@@ -11,24 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-import stagereg.extensions.replicas.comparing as comparing
-import stagereg.extensions.replicas.shares as shares
 from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
+from stagereg.checkpoint.ranks.comparing import alike, digest
 from stagereg.checkpoint.state.optimizer_forms import groups_of
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
-from stagereg.extensions.replicas.comparing import alike, digest
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
 """Those that ranks have, each by the name of its entry and its digest."""
-
-
-class EntryDigests(NamedTuple):
-    """What a rank sends of its entries first: digests of their structures."""
-
-    structures: dict[str, bytes]  # by name
-    samples: dict[str, int]  # of what ranks share
 
 
 Asked: TypeAlias = list[str]  # the entries of which rank 0 asks a rank for the structure
@@ -38,29 +29,16 @@ _Differing: TypeAlias = list[tuple[str, bool]]
 
 
 class RankEntries:
-    """What one rank has of the entries of a save.
+    """What one rank has of the entries of a save. Raises: ``CheckpointError`` for what could not be read back."""
 
-    Args:
-        copied: the staged copy.
-        buffers: names of tensors in which ranks may differ; ``None`` if nothing is compared.
-        known: dotted names of values that were compared in an earlier save.
-
-    Raises:
-        CheckpointError: something in them could not be read back.
-    """
-
-    def __init__(self, copied: Mapping[str, Any], buffers: Collection[str] | None, known: Collection[str] = ()) -> None:
-        self._samples = shares.sampled(copied)
-        self.structures = {name: encode(value, name) for name, value in copied.items() if name != shares.SAMPLES}
-        objects = {name for each in self.structures.values() for name in each.objects}
-        entries = {name: copied[name] for name in self.structures}
-        # Of each entry's tensors that are to be compared.
-        self.contents = {} if buffers is None else comparing.contents(entries, buffers, objects, known)
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.structures = {name: encode(value, name) for name, value in entries.items()}
+        self.objects = {name for each in self.structures.values() for name in each.objects}  # that JSON cannot carry
         # Of the objects in them, and the groups of optimizers.
-        self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(copied)))
+        self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(entries)))
 
-    def digests(self) -> EntryDigests:
-        return EntryDigests({name: digest(each) for name, each in self.structures.items()}, self._samples)
+    def digests(self) -> dict[str, bytes]:
+        return {name: digest(each) for name, each in self.structures.items()}
 
     def structures_for(self, asked: Asked) -> Sent:
         return {name: self.structures[name] for name in asked}
@@ -79,7 +57,7 @@ class EntryMerger:
 
     def __init__(
         self,
-        digests: Sequence[EntryDigests],
+        digests: Sequence[Mapping[str, bytes]],
         order: Sequence[int],
         stale: Collection[int],
         before: Structures,
@@ -88,15 +66,10 @@ class EntryMerger:
         self.entries: Structures = {}  # what they have in this save, once it is put together
         self._numbers = range(len(digests)) if numbers is None else numbers
         self._digests, self._stale, self._before = digests, stale, before
-        self._alike = alike([each.structures for each in digests], order)
+        self._alike = alike(digests, order)
 
     def ask_ranks(self) -> list[Asked]:
-        """Return what to ask each rank for; of what several ranks have alike, the first one.
-
-        Raises:
-            CheckpointError: ranks that share an entry have drifted apart.
-        """
-        shares.expect_samples_alike([each.samples for each in self._digests])
+        """Return what to ask each rank for; of what several ranks have alike, the first one."""
         asked: list[Asked] = [[] for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:

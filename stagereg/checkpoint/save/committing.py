@@ -1,16 +1,17 @@
-"""How all ranks together write and commit a save, in two exchanges, or three. Each is needed:
-
-0. In a save in which ranks compare: every rank sends checksums of all that it has; rank 0 answers who has the same.
-   Without it a rank would write a share of what another one has not.
+"""How all ranks together write a copy to one target and commit it, in two exchanges. Each is needed:
 
 1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
-   Without it a rank would write for nothing, or two ranks the same.
+   Without it a rank would write for nothing, or two ranks the same. The ranks may compare replicas in an exchange
+   before (:class:`.ReplicaSave`).
 2. After the files: every rank sends what it has written, with sizes and checksums; rank 0 writes the metadata, commits
    and answers that it has. Without it a checkpoint would be committed with files missing, or a rank would not know how
    its save has ended.
 
-A failure on any rank fails the save on all of them and deletes the hidden directory. Each rank lets go of its copy as
+A failure on any rank fails the write on all of them and deletes the hidden directory. Each rank leaves the copy as
 soon as its files are written.
+
+Of several targets the first one prepares the copy in its first exchange, so that all ranks prepare their copies in one
+order. The other targets wait until it has got its save, or has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -38,23 +38,23 @@ from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.format.wrappers import inner_tensors
-from stagereg.checkpoint.ranks.merging import Asked, EntryDigests, EntryMerger, RankEntries, Sent, groups_in
-from stagereg.checkpoint.save.pending_save import PendingSave
+from stagereg.checkpoint.ranks.comparing import Part
+from stagereg.checkpoint.ranks.merging import Asked, EntryMerger, RankEntries, Sent, groups_in
 from stagereg.checkpoint.save.scheduling import short_turns
+from stagereg.checkpoint.save.staged_copy import PreparedCopy
 from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
 from stagereg.checkpoint.save.structure import expect_same_structure
+from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.digests import Written, digests_of
 from stagereg.checkpoint.store.failpoints import failpoint
+from stagereg.checkpoint.targets import Shards
 from stagereg.errors import CheckpointError, RankMismatchError, SaveTimeoutError, name_ranks
-from stagereg.extensions.replicas.comparing import Compared, EntryContents, compare, content_digests, expect_alike
-from stagereg.extensions.replicas.shares import SAMPLES, ReplicaShards, Shares, cut, shares
 
 WAITING_FOR_OTHERS = "waiting for the others"  # what a rank that has done its part is doing
 
 _log = logging.getLogger(__name__)
 
-_COMPARING = -1  # in place of the number of the save in which ranks have compared
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 
 
@@ -65,10 +65,9 @@ class _Prepared(NamedTuple):
     called: bool = True
     follows: bool = False
     taken: Mapping[str, int] = {}
-    shares_of: int | None = None
-    contents: Mapping[tuple[str, bytes], bytes] = {}
-    digests: EntryDigests = EntryDigests({}, {})
-    differing: Sequence[EntryContents] = ()
+    asks: bool = False  # ranks have to compare before
+    post: Any = None  # of the replicas
+    digests: Mapping[str, bytes] = {}  # of the structures of its entries
 
 
 class _RankFiles(NamedTuple):
@@ -79,99 +78,101 @@ class _RankFiles(NamedTuple):
     digests: dict[Written, int]  # of what it gave to the storage, if that is read back
 
 
-def write_and_commit(save: PendingSave) -> tuple[float, int] | None:
-    """Write a save and commit it. Collective; on the background thread.
+def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | None:
+    """Write a copy to a target and commit it. Collective; on the thread of the target.
 
     Returns:
-        When all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if its target has
-        passed over it.
+        When all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if the target has
+        skipped the save, or has failed and is not required.
 
     Raises:
         CheckpointError: on all ranks, if it failed on any.
     """
-    book = None if save.before is not None else save.sharing.book
+    copy, target, done = write.copy, write.target, None
     try:
-        if save.before is not None:
-            save.at = "waiting for the tier"
-        work = _Work(save, None if save.before is None else cast("Future[_Work]", save.before.agreed).result())
+        if write.is_first:
+            work = _Work(write, cache)
+        else:
+            write.at = "waiting for the target before"
+            work = _Work(write, cache, copy.prepared.result())
         try:
             done = work.run()
         except CheckpointError as error:
-            if save.to.required or not work.agreed:
+            if target.required or not write.agreed:
                 raise
-            log, done = _log.warning if save.to.ranks.rank == 0 else _log.debug, None
-            log("stagereg: %s. Training goes on without it in %s.", str(error).rstrip("."), save.to.where)
-            record.emit("lost", step=save.step, dir=save.to.where, error=str(error))
+            log = _log.warning if target.ranks.rank == 0 else _log.debug
+            log("stagereg: %s. Training goes on without it in %s.", str(error).rstrip("."), target.where)
+            record.emit("lost", step=write.request.step, dir=target.where, error=str(error))
         finally:
-            if work.agreed and book is not None:
-                book.end_save(save.sharing.number, save.sharing.shares if save.sharing.compares else None)
-                book = None
-            if work.agreed and save.agreed is not None:
-                save.agreed.set_result(work)
-        if book is not None:  # passed over
-            book.end_save(save.sharing.number)
+            if write.is_first and write.agreed:
+                copy.replicas.ended(None)
+                if not write.is_last:  # else it would keep the copy alive
+                    copy.prepared.set_result(PreparedCopy(work.entries, work.own, work.parts))
+        if write.is_first and not write.agreed:  # skipped, and no other target needs the copy
+            copy.replicas.ended(None)
     except BaseException as error:
-        if book is not None:
-            book.end_save(save.sharing.number, failed=True)
-        if save.agreed is not None and not save.agreed.done():
-            save.agreed.set_exception(error)
+        if write.is_first and not write.agreed:
+            copy.replicas.ended(error)
+            copy.prepared.set_exception(error)
         raise
     finally:
-        if save.agreed is None:
-            save.copy.drop()
+        write.leave_copy()
+        if write.is_last:
+            copy.record()
     return done
 
 
 class _Work:
-    """One save on the background thread: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
+    """One write on the thread of its target: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
 
-    ``before`` is that of the same copy to the tier, which has taken it apart already.
+    ``prepared`` is what the first target has made of the copy; ``None`` on the thread of that target.
     """
 
-    agreed: bool  # all ranks have staged, and know which shares of the copy each of them writes
-    entries: RankEntries  # what this rank has of each entry
+    own: RankEntries  # what this rank has of each entry
+    entries: dict[str, Any]  # what this rank writes
+    parts: Mapping[str, Part | None]  # where tensors that are shards of a whole lie in it
     asked: Asked  # what rank 0 asks it for
-    _copy: dict[str, Any]  # what this rank writes of what it has staged
     _plans: list[SavePlan]  # what this rank would write
     _more: list[SavePlan]  # that again, if it was not sent before the files
     _results: list[WriteResult]
 
-    def __init__(self, save: PendingSave, before: _Work | None) -> None:
-        self._save, self._to, self._ranks = save, save.to, save.to.ranks
-        self.planner = save.to.last.planner  # has the tensors until they are written
+    def __init__(self, write: Write, cache: ExchangeCache, prepared: PreparedCopy | None = None) -> None:
+        self._write, self._cache, self._to, self._ranks = write, cache, write.target, write.target.ranks
+        self.planner = cache.planner  # has the tensors until they are written
         self._metadata: Metadata | None = None
-        self._is_second = self.agreed = before is not None
-        if before is not None:
-            self._copy, self.entries = before._copy, before.entries
-            before._copy = {}
+        self._asks = False  # whether the ranks compare replicas before they plan
+        if prepared is not None:
+            self.entries, self.own, self.parts = prepared.entries, prepared.own, prepared.parts
+        else:
+            self.entries = {}
 
     def run(self) -> tuple[float, int] | None:
-        save, to, last = self._save, self._to, self._to.last
-        failing = f"Step {save.step} was not saved"
+        write, to, cache, step = self._write, self._to, self._cache, self._write.request.step
+        failing = f"Step {step} was not saved"
         try:
-            with within(_TRYING * (save.until - time.monotonic())), short_turns():
-                self._path, passed_over = to.begin(save.step)
-                if passed_over and save.agreed is None:
-                    if not save.missed:
+            with within(_TRYING * (write.until - time.monotonic())), short_turns():
+                self._path, skips = to.begin(step)
+                if skips and write.is_last:
+                    if not write.request.missed:
                         self._let_go()
                     return None
-                answer = last.plans.round_trip(self._ranks, failing, self.prepare, self.share_out)
-                if save.sharing.compares and not self._is_second:
-                    prepare = partial(self.prepare_shares, answer)
-                    answer = last.plans.round_trip(self._ranks, failing, prepare, self.share_out)
+                answer = cache.plans.round_trip(self._ranks, failing, self.prepare, self.share_out)
+                if self._asks:
+                    take = partial(self._take_shards, answer)
+                    answer = cache.plans.round_trip(self._ranks, failing, take, self.share_out)
                 self.take_answer(answer)
-                self.agreed, began = True, record.now()
-                if passed_over:
-                    last.forget()
+                write.agreed, began = True, record.now()
+                if skips:
+                    cache.forget()
                     return None
-                nbytes = last.results.round_trip(self._ranks, failing, self.write, self.commit)
-                to.complete(save.step)
-                to.read_back = None
+                nbytes = cache.results.round_trip(self._ranks, failing, self.write, self.commit)
+                to.complete(step)
+                cache.was_read_back = True
                 failpoint("ended")
         except BaseException:
-            last.forget()
-            with within(save.until - time.monotonic()):
-                to.discard(save.step)
+            cache.forget()
+            with within(write.until - time.monotonic()):
+                to.discard(step)
             raise
         finally:
             self.planner.state_dict = {}
@@ -179,80 +180,60 @@ class _Work:
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         """Return that this rank has staged, and what it would write, or what it compares before."""
-        save = self._save
-        if save.missed:
-            return _Prepared(save.step, False), (), ()
-        if self._is_second:
-            return self._plan(save.sharing.shares)
-        save.at = "waiting for its copy"
-        staged = save.copy.get()
-        if save.copy.outline is not None:
-            expect_same_structure(save.copy.outline, staged, save.copy.stager)
-        copy = dict(staged)
-        save.copy.inspect(copy)
-        if (generators := rng_name(self._ranks.number)) in copy:
-            copy[generators] = rng.as_tensors(copy[generators])
-        self._copy = self._cut(copy) if save.sharing.shares is None and save.sharing.book is not None else copy
-        own = save.sharing.shares
-        buffers = save.sharing.buffers if save.sharing.compares or own is not None else None
-        # Values that are new since the ranks compared are compared in each save, and not shared. It refuses what cannot
-        # be saved.
-        self.entries = RankEntries(self._copy, buffers, () if own is None else own.names)
+        request, copy = self._write.request, self._write.copy
+        if request.missed:
+            return _Prepared(request.step, False), (), ()
+        if not self._write.is_first:
+            return self._plan()
+        self._write.at = "waiting for its copy"
+        staged = copy.get()
+        if copy.outline is not None:
+            expect_same_structure(copy.outline, staged, copy.stager)
+        state = dict(staged)
+        copy.inspect(state)
+        if (generators := rng_name(self._ranks.number)) in state:
+            state[generators] = rng.as_tensors(state[generators])
+        self.entries = copy.replicas.cut(state)
+        copy.nbytes = self._nbytes(state, (x for _, x in walk({name: state[name] for name in self.entries})))
+        self.own = RankEntries(self.entries)  # refuses what cannot be saved
+        found = copy.replicas.post(self.own.objects)
         failpoint("staged")
-        if not save.sharing.compares:
-            return self._plan(own, [*self.entries.contents.values()])
-        save.at = WAITING_FOR_OTHERS
-        contents = self.entries.contents
-        sent = _Prepared(save.step, True, save.follows, save.taken, _COMPARING, content_digests(contents))
-        names = {kind: [piece.name for piece in each.pieces] for kind, each in contents.items()}
-        return sent, (names,), ()
+        if isinstance(found, Shards):
+            return self._plan_shards(found)
+        self._write.at, self._asks = WAITING_FOR_OTHERS, True
+        return self._sent(found.post), (found.lasting,), ()
 
-    def _cut(self, copy: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's shares of a copy that was not cut when it was staged; all of it, if ranks compare."""
-        save = self._save
-        save.copy.nbytes = self._nbytes(copy, (x for _, x in walk(copy)))
-        found = cast("ReplicaShards", save.sharing.book).cut(save.sharing.number, copy)
-        save.sharing.compares = found is None
-        copy, save.sharing.shares = found or (copy, None)
-        return copy
+    def _take_shards(self, answer: Any) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        self._asks = False
+        return self._plan_shards(self._write.copy.replicas.take(answer))
 
-    def prepare_shares(self, compared: Compared) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        """Return what this rank would write, once it knows what others have as well."""
-        save, contents = self._save, self.entries.contents
-        save.sharing.shares = shares(save.sharing.number, contents, compared, save.sharing.replicated)
-        if (found := cut(self._copy, save.sharing.shares)) is None:  # a container has other keys than texts
-            save.sharing.shares, found = save.sharing.shares._replace(cuts={}, parts={}, first={}), self._copy
-        self._copy = found
-        return self._plan(save.sharing.shares, [contents[kind] for kind in compared.differing])
+    def _plan_shards(self, shards: Shards) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        self.entries, self.parts = shards.entries, shards.parts
+        return self._plan(shards.post)
 
-    def _plan(
-        self, own: Shares | None, differing: Sequence[EntryContents] = ()
-    ) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        save, storage, copy = self._save, self._to.storage, self._copy
-        save.at = "preparing its files"
+    def _sent(self, post: Any) -> _Prepared:
+        request = self._write.request
+        return _Prepared(request.step, True, request.follows, request.taken, self._asks, post, self.own.digests())
+
+    def _plan(self, post: Any = None) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        write, cache, storage, entries = self._write, self._cache, self._to.storage, self.entries
+        write.at = "preparing its files"
         self._to.expect_new(self._path)
         storage.reset(self._path)
         is_first = self._ranks.rank == 0
-        self.planner.parts = {} if own is None else own.parts
-        self.planner.set_up_planner(
-            {name: copy[name] for name in copy if name != SAMPLES}, storage.storage_meta(), is_first
-        )
+        self.planner.parts = self.parts
+        self.planner.set_up_planner(entries, storage.storage_meta(), is_first)
         takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
-        if plan is not self._to.last.plan:
-            self._to.last.nbytes = self._nbytes(copy, self.planner.state_dict.values())
-            self._to.last.plan = plan
-            self._to.last.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.number)
-        self._plans = self._to.last.sent
-        if save.copy.nbytes is None:
-            save.copy.nbytes = self._to.last.nbytes
-        save.at = WAITING_FOR_OTHERS
-        digests = self.entries.digests()
-        of = None if own is None else own.found_in
-        sent = _Prepared(save.step, True, save.follows, save.taken, of, {}, digests, differing)
-        return sent, (*self._plans, (save.follows, self.entries.kinds)), ()
+        if plan is not cache.plan:
+            cache.nbytes = self._nbytes(entries, self.planner.state_dict.values())
+            cache.plan = plan
+            cache.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.number)
+        self._plans = cache.sent
+        write.at = WAITING_FOR_OTHERS
+        return self._sent(post), (*self._plans, (write.request.follows, self.own.kinds)), ()
 
     def _nbytes(self, copy: Mapping[str, Any], leaves: Iterable[Any]) -> int:
         """Return the bytes of tensor data in a copy, without this rank's random number generators."""
@@ -262,33 +243,24 @@ class _Work:
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
         """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
 
-        If they compare before that, return the :class:`.Compared` of each.
+        If all ranks compare before that, return what their replicas answer each.
         """
         steps = [each.step for each in prepared]
-        _expect_all_called(self._save.step, prepared)
+        _expect_all_called(self._write.request.step, prepared)
         if len(set(steps)) > 1:
             for step in steps:
                 self._to.discard(step)
             raise RankMismatchError(f"The ranks saved different steps at the same time: {steps}.")
         _expect_all_up_to_date(prepared)
-        if len({each.shares_of for each in prepared}) > 1:
-            raise RankMismatchError(
-                "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
-                "again: one of the next two saves compares all values."
-            )
-        sharing = self._save.sharing
-        if prepared[0].shares_of == _COMPARING:
-            names = (name for [each] in lasting or () for held in each.values() for name in held)
-            cast("ReplicaShards", sharing.book).note_compared(sharing.number, names)
-            return compare([each.contents for each in prepared], [names for [names] in lasting or ()])
+        replicas, posts = self._write.copy.replicas, [each.post for each in prepared]
+        if all(each.asks for each in prepared):
+            return replicas.answer(posts, [each for [each] in lasting or ()])
         # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
-        if sharing.shares is not None and sharing.book is not None and not sharing.compares:
-            new = ((rank, piece.name) for rank in self._order for x in prepared[rank].differing for piece in x.pieces)
-            sharing.book.expect_not_compared(sharing.shares.found_in, new)
-        expect_alike({rank: prepared[rank].differing for rank in self._order})
-        have, before = [each.digests for each in prepared], self._to.last.entries
+        if self._write.is_first:
+            replicas.check(posts, self._order)
+        have, before = [each.digests for each in prepared], self._cache.entries
         self._merging = EntryMerger(have, self._order, self._follows, before, self._ranks.numbers)
         asked = self._merging.ask_ranks()
         if lasting is None:
@@ -308,45 +280,47 @@ class _Work:
         dealt, self.asked = answer
         self._more = self._plans if dealt is None else []
         if dealt is not None:
-            self._to.last.dealt = from_numbers(dealt, join_plans(self._plans))
-            self._to.last.results.forget()  # the same places may hold something else: of another dtype
+            self._cache.dealt = from_numbers(dealt, join_plans(self._plans))
+            self._cache.results.forget()  # the same places may hold something else: of another dtype
 
     def write(self) -> tuple[_RankFiles, Sequence[Any], Sequence[Any]]:
-        """Write this rank's files, and let go of its copy."""
-        save = self._save
+        """Write this rank's files, and leave the copy."""
+        write = self._write
         failpoint("agreed")
-        self._to.expect_room(self._to.last.nbytes)
-        save.at = "writing its files"
-        own = self.planner.finish_plan(cast("SavePlan", self._to.last.dealt))
-        digests = digests_of(own.items, self.planner) if self._to.read_back is not None else {}
+        self._to.expect_room(self._cache.nbytes)
+        write.at = "writing its files"
+        own = self.planner.finish_plan(cast("SavePlan", self._cache.dealt))
+        digests = digests_of(own.items, self.planner) if self._reads_back else {}
         self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
+        confirm = write.copy.confirmation()
         self._let_go()
-        marks = (
-            self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
-        )  # those of rank 0 come with the metadata's
+        # Those of rank 0 come with the metadata's.
+        marks = self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
         failpoint("written")
-        save.at = "waiting until no operation can have written the state meanwhile"
-        save.copy.confirm()
-        save.at = WAITING_FOR_OTHERS
-        sent = _RankFiles(marks, self.entries.structures_for(self.asked), digests)
-        return sent, (tuple(self._results),), self._more
+        write.at = "waiting until no operation can have written the state meanwhile"
+        confirm()
+        write.at = WAITING_FOR_OTHERS
+        return _RankFiles(marks, self.own.structures_for(self.asked), digests), (tuple(self._results),), self._more
+
+    @property
+    def _reads_back(self) -> bool:
+        return self._to.read_back is not None and not self._cache.was_read_back
 
     def _let_go(self) -> None:
-        """Let go of the copy, unless it is written elsewhere as well. Raises: what it has proved bad with."""
-        copy = self._save.copy
-        if self._save.agreed is None:
-            staged, copy.staged, self._copy = copy.get(), {}, {}
-            copy.release(staged)
-            del staged
-        copy.settled.wait()
-        copy.get()
-        copy.record(self._save.step)
+        """Leave the copy. Raises: what it has proved bad with."""
+        write, copy = self._write, self._write.copy
+        if write.is_first:
+            copy.get()
+        if write.is_last:
+            self.entries.clear()
+        write.leave_copy()
+        copy.expect_good()
 
     def commit(self, written: Sequence[_RankFiles], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
-        save, to = self._save, self._to
-        save.at = "committing"
-        if save.abandoned:
+        write, to = self._write, self._to
+        write.at = "committing"
+        if write.abandoned:
             raise SaveTimeoutError("it took too long and was given up")
         state = self._merging.put_together([each.structures for each in written])
         if lasting is None:
@@ -356,20 +330,20 @@ class _Work:
                 self._plan_all([plans for _, *plans in lasting])
             metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
             objects = {name for encoded in state.values() for name in encoded.objects}
-            to.last.described = json.dumps(tables(metadata, results, objects))
+            self._cache.described = json.dumps(tables(metadata, results, objects))
             name_for_each(metadata, results, groups_in(state))
             again = to.finish(self._path, metadata, results)
         own = {**to.marks(self._path, self._results), **again}
         files = {name: mark for each in written for name, mark in each.marks.items()} | own
-        index = make_index(to.last.described, state)
+        index = make_index(self._cache.described, state)
         sizes = {name: mark.bytes for name, mark in files.items()}
-        to.last.readable = expect_readable(index, to.last.described, state, sizes, to.last.readable)
-        if to.read_back is not None:
-            save.at = "reading back what a storage of another package wrote"
+        self._cache.readable = expect_readable(index, self._cache.described, state, sizes, self._cache.readable)
+        if to.read_back is not None and self._reads_back:
+            write.at = "reading back what a storage of another package wrote"
             digests = {key: digest for each in written for key, digest in each.digests.items()}
             to.read_back(to.storage, self._path, index, sizes, digests)
-        to.commit(save.step, self._path, files, index)
-        to.last.entries = self._merging.entries
+        to.commit(write.request.step, self._path, files, index)
+        self._cache.entries = self._merging.entries
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each.marks for each in written[1:])]]
 
 

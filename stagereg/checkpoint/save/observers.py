@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from stagereg.checkpoint.extension import SaveObserver, SaveTarget
+from stagereg.checkpoint.extension import SaveObserver
+from stagereg.checkpoint.targets import SaveTarget
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagereg.base.hooks import AFTER_STEPS
-from stagereg.checkpoint.save.pending_save import PendingSave
+from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.save.staged_copy import Request
 from stagereg.errors import CheckpointError, WrittenWhileSavedError
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Retake:
     """The step at which this rank saves again, the same on all ranks."""
 
     def __init__(self, limit_s: float) -> None:
-        self.pending: PendingSave | None = None  # a discarded save that is to be made again
+        self.pending: Request | None = None  # a discarded save that is to be made again
         self.failure: CheckpointError | None = None  # why it was discarded
         # Confirms the copies that are complete. Called on the training thread, which runs no operation of torch.
         self.confirm: Callable[[], None] = lambda: None
@@ -89,22 +90,24 @@ class Retake:
             self._steps_at_save = self._steps
             return self._saves, again
 
-    def save_again(self, save: PendingSave, why: str, failure: WrittenWhileSavedError) -> WrittenWhileSavedError | None:
+    def save_again(
+        self, save: Request, ranks: RankGroup, why: str, failure: WrittenWhileSavedError
+    ) -> WrittenWhileSavedError | None:
         """Have ``save``, which all ranks have discarded, made again; return ``failure`` if that cannot be.
 
         Collective, on the saving thread. Does not raise. ``why`` is logged.
         """
-        answer = self._agree(save, failure)
+        answer = self._agree(save, ranks, failure)
         if answer.fails:
             return failure
         when = "with the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
         again = "A newer save is under way." if answer.superseded else f"The state is saved {when}, copied at once."
-        log = _log.warning if save.to.ranks.rank == 0 else _log.info
+        log = _log.warning if ranks.rank == 0 else _log.info
         log("stagereg: %s. %s", why.rstrip("."), again)
         return None
 
-    def _agree(self, save: PendingSave, failure: CheckpointError) -> _Answer:
-        ranks, answer = save.to.ranks, _Answer(fails=True)
+    def _agree(self, save: Request, ranks: RankGroup, failure: CheckpointError) -> _Answer:
+        answer = _Answer(fails=True)
         try:
             answer = ranks.round_trip(
                 f"Step {save.step} was not saved again",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -24,18 +24,17 @@ from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import SaveObserver
 from stagereg.checkpoint.format.manifest import MOST
+from stagereg.checkpoint.save.compared import ComparedReplicas
 from stagereg.checkpoint.save.observers import Observers
-from stagereg.checkpoint.save.pending_save import PendingSave, Sharing, StagedCopy
-from stagereg.checkpoint.save.save_thread import SaveThread
-from stagereg.checkpoint.save.schedule import Schedule
-from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.structure import outline
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
+from stagereg.checkpoint.targets import ReplicaSave, ReplicaSharding, Schedule
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
 from stagereg.extensions.preemption.consensus import PreemptionConsensus
-from stagereg.extensions.replicas.shares import ReplicaShards
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
@@ -56,18 +55,16 @@ class Saver:
 
     def __init__(
         self,
-        target: StoreTarget,
+        threads: SaveThreads,
         stager: AsyncStager,
-        background: SaveThread,
-        replicas: ReplicaShards,
-        stores: bool,
+        replicas: ReplicaSharding | None = None,
         names: ParameterNames | None = None,
         observers: Sequence[SaveObserver] = (),
     ) -> None:
         # As it was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
         self.saved: int | None = None  # the step that was saved last, well or not, wherever it went
-        self.stored: int | None = None  # the step that was not saved near alone, if there is a store
+        self.stored: int | None = None  # likewise, in the last target
         self.reached = -1  # as ``saved``; -1 before, and after a restore
         self.leaving = False  # whether the ranks are about to exit
         self.names = names or ParameterNames()  # in the state
@@ -75,22 +72,22 @@ class Saver:
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
-        self._target, self._stager, self._background = target, stager, background
-        self._replicas, self._stores, self._observers = replicas, stores, Observers(observers)
-        self._copying: PendingSave | None = None  # what the stager is at
+        self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
+        self._replicas, self._observers = replicas or ComparedReplicas(), Observers(observers)
+        self._everywhere = tuple(range(len(threads.all)))  # the numbers of all targets
+        self._due: tuple[int | None, tuple[int, ...]] = None, ()  # a step that is due, and where, until it is saved
+        self._copying: tuple[int, float] | None = None  # the step that the stager copies, and since when
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
         self._continued: list[str] = []  # the positions in data that any number of ranks continue
         self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._went_back = target.ranks.rank > 0  # which was said
-        self._buffers: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
+        self._went_back = self._ranks.rank > 0  # which was said
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
-        self.retake = background.retake
-        for thread in (background, background.ahead):
-            if thread is not None and self._confirms is not None:
-                thread.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
+        self.retake = threads.retake
+        if self._confirms is not None:
+            self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
         """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers.
@@ -109,7 +106,7 @@ class Saver:
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
         self._observers.given(state)
-        for name, value in state.items() if self._target.ranks.group is not None else ():
+        for name, value in state.items() if self._ranks.group is not None else ():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 with contextlib.suppress(AttributeError):  # of a wrapper without super().__init__(), which has no hooks
                     value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
@@ -121,54 +118,74 @@ class Saver:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
         self._observers.end_step(step, self.state if self._given_at == step else None)
 
+    def due(self, step: int, everywhere: bool = False) -> bool:
+        """Return whether some target is to have ``step``, by their schedules. Once a step; the same on all ranks.
+
+        A discarded save that is made again goes to all targets, and so does a step that is due ``everywhere``.
+        """
+        everywhere |= self.retakes_at(step)
+        due = [number for number, each in enumerate(self._threads.all) if each.target.schedule.due(step)]
+        if everywhere:
+            self._due = step, self._everywhere
+        else:
+            self._due = step, tuple(sorted({0, *due})) if due else ()  # the first one prepares the copy for all
+        return bool(self._due[1])
+
+    def targets_of(self, step: int, everywhere: bool = False) -> tuple[int, ...]:
+        """Return the numbers of the targets that ``step`` goes to: all, unless :meth:`due` has asked for some alone."""
+        due, targets = self._due
+        return targets if due == step and targets and not everywhere else self._everywhere
+
+    def goes_everywhere(self, step: int) -> bool:
+        """Return whether a save of ``step`` goes to all targets."""
+        return self.targets_of(step) == self._everywhere
+
     @property
     def _every(self) -> int | None:
-        """The number whose multiples are saved, if there is one."""
-        return self._target.schedule.every if type(self._target.schedule) is Schedule else None
+        """The number whose multiples the last target has, if there is one, and that target has to."""
+        target = self._threads.last.target
+        return target.schedule.every if target.required and type(target.schedule) is Schedule else None
 
-    def save(self, step: int, follows: bool = False, near: bool = False) -> None:
+    def save(self, step: int, targets: Sequence[int] | None = None, follows: bool = False) -> None:
         """Stage and submit.
 
         Args:
             step: of the state.
+            targets: the numbers of the targets that it goes to, all by default; the same on all ranks.
             follows: whether this rank has left its loop, and saves since others do.
-            near: whether it goes to the tier alone.
         """
         self.retake.confirm()
         if self._given is not None:
             self.take(self._given)  # the program may have put objects into its containers since
         taken = {**_schedules(self.state or {}), **self._taken}
-        saves = self._begin(checked_step(step), near, follows=follows, taken=taken)
-        save = saves[-1]
-        if save.again and self._confirms is not None:
+        request, copy = self._begin(checked_step(step), targets, follows=follows, taken=taken)
+        if request.again and self._confirms is not None:
             self._confirms.copy_at_once(None)
         if step < self.reached and not self._went_back:
             self._went_back = True
             _log.warning(_BACKWARDS, step, self.reached)
-        self.saved = self.reached = step
-        self.stored = self.stored if near and self._stores else step
-        self._observers.begin_save(step, self._given, [each.to for each in saves])
+        self.saved, self.reached, self._due = step, step, (None, ())
+        if request.targets[-1] == self._everywhere[-1]:
+            self.stored = step
+        self._observers.begin_save(step, self._given, [self._threads.all[each].target for each in request.targets])
         try:
             self.ready()
-            for each in saves:
-                self._thread_of(each).admit(each)
-            self._stage(save)
+            self._threads.admit(request)
+            self._stage(request, copy)
         except BaseException as error:
-            save.copy.failure = reason(error)
-            self._background.failures.raise_or_warn(error)
+            copy.fail(reason(error))
+            self._threads.failures.raise_or_warn(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
-            for each in saves:
-                self._thread_of(each).submit(each)
+            self._threads.submit(request, copy)
             try:
-                self._settle(save)
+                self._settle(step, copy)
             finally:
-                stall = record.now() - save.called
-                for each in saves:
-                    each.to.schedule.held(step, stall)
-        if save.copy.failure is None:
-            self._background.stats.stall_seconds.append(stall)
-            record.emit("stall", step=step, start=save.called, seconds=stall, **save.copy.target)
+                stall = record.now() - request.called
+                self._threads.held(request, stall)
+        if copy.failure is None:
+            self._threads.stats.stall_seconds.append(stall)
+            record.emit("stall", step=step, start=request.called, seconds=stall, **request.tags)
 
     def retakes_at(self, step: int) -> bool:
         """Return whether a discarded save is made again after ``step``. Called once a step; not collective."""
@@ -180,7 +197,7 @@ class Saver:
         discarded, failure = self.retake.pending, self.retake.failure
         if discarded is not None and failure is not None:
             self.retake.pending = self.retake.failure = None
-            self._background.failures.keep_failure(discarded.step, failure)
+            self._threads.failures.keep_failure(discarded.step, failure)
 
     def save_last(self, seen: int | None) -> None:
         """Save the last step that some rank has ``seen``, unless that is done; on all ranks.
@@ -188,19 +205,19 @@ class Saver:
         Raises:
             CheckpointError: on all ranks, if a save has failed, and some rank has not raised that yet.
         """
-        if not self._background.wait():
+        if not self._threads.wait():
             return
         discarded = self.retake.pending is not None
         seen = self.retake.step_to_repeat() if seen is None else seen
         stored = None if discarded else self.stored
         own = [-1 if step is None else step for step in (seen, stored)]
-        own_too = [*own, self.state is None, self._background.failing]
-        last, done, unknown, failed = self._target.ranks.max_async(own_too)()
+        own_too = [*own, self.state is None, self._threads.failing]
+        last, done, unknown, failed = self._ranks.max_async(own_too)()
         if failed:
-            self._background.raise_failure()
+            self._threads.raise_failure()
             raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
         if last > done and not unknown:
-            if self.saved is None and self._stores and self._target.ranks.rank == 0 and self._every is not None:
+            if self.saved is None and self._ranks.rank == 0 and self._every is not None:
                 _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
@@ -210,120 +227,91 @@ class Saver:
         """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
         self.leaving = True
         failure: CheckpointError | None = None
-        self._background.wait()
-        ended = self._background if self._stores else self._background.ahead or self._background
+        self._threads.wait()
+        ended = self._threads.last
         if ended.newest != step:
             try:
-                self._background.raise_failure()
+                self._threads.raise_failure()
             except CheckpointError as earlier:
                 _log.error("%s", earlier)
             try:
-                self.save(step, follows)
-                self._background.wait()
-                self._background.raise_failure()
+                self.save(step, follows=follows)
+                self._threads.wait()
+                self._threads.raise_failure()
                 if ended.newest != step:
                     raise ended.failures.last or CheckpointError(f"Step {step} was not saved.")
             except CheckpointError as error:
-                failure, newest = error, self._background.describe_newest()
+                failure, newest = error, self._threads.describe_newest()
                 if newest not in str(error):
                     failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
-                self._background.failures.set_status(None)  # the exception below reports it
+                self._threads.failures.set_status(None)  # the exception below reports it
         preemption.exit(step, directory, failure, resume)
 
-    def miss_save(self, step: int, near: bool = False) -> None:
+    def miss_save(self, step: int, targets: Sequence[int] | None = None) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""
-        for each in self._begin(step, near, missed=True):
-            self._thread_of(each).submit(each)
-            each.to.schedule.held(step, 0.0)
+        request, copy = self._begin(step, targets, missed=True)
+        self._threads.submit(request, copy)
+        self._threads.held(request, 0.0)
 
-    def _begin(self, step: int, near: bool, **more: Any) -> list[PendingSave]:
-        """Return what is to be saved: to the tier first, and to the store, unless it goes near alone, of one copy."""
-        sharing, copy = Sharing(), StagedCopy()
-        if self._target.ranks.size > 1:
-            sharing.book, sharing.number = self._replicas, self._replicas.begin_save()
-        before = None
-        if (ahead := self._background.ahead) is not None:
-            before = PendingSave(step, ahead.target, copy=copy, sharing=sharing, **more)
-            if near or not self._stores:
-                copy.near = True
-                return [before]
-            before.agreed = Future()
-        number, again = self.retake.begin_save()
-        more |= {"number": number, "again": again}
-        save = PendingSave(step, self._target, copy=copy, sharing=sharing, before=before, **more)
-        return [save] if before is None else [before, save]
-
-    def _thread_of(self, save: PendingSave) -> SaveThread:
-        ahead = self._background.ahead
-        return self._background if save.to is self._target or ahead is None else ahead
-
-    def _share(self, save: PendingSave, captured: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank stages of what it has, and note what the save has to know of it."""
-        state = self.state or {}
-        if not save.follows:
-            keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
-            if self._buffers is None or self._buffers[0] != keys:  # walking modules takes milliseconds
-                self._buffers = keys, entries.buffers(state)
-            save.sharing.buffers = self._buffers[1]
-        if (found := self._replicas.cut(save.sharing.number, captured)) is not None:
-            captured, save.sharing.shares = found
-        elif not save.follows:
-            save.sharing.replicated = entries.replicated(state) if self._replicas.share else ()
-        return captured
+    def _begin(self, step: int, targets: Sequence[int] | None, **more: Any) -> tuple[Request, StagedCopy]:
+        numbers = self._everywhere if targets is None else tuple(targets)
+        if lasts := any(self._threads.all[each].target.required for each in numbers):
+            more["number"], more["again"] = self.retake.begin_save()
+        request = Request(step, numbers, lasts, **more)
+        return request, StagedCopy(request, self._replicas.begin_save() if self._ranks.size > 1 else ReplicaSave())
 
     def look_for_hang(self) -> None:
         """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
-        save, limit_s = self._copying, self._background.timeout_s
-        if save is None or record.now() < save.copy.began + limit_s:
+        copying, limit_s = self._copying, self._threads.timeout_s
+        if copying is None or record.now() < copying[1] + limit_s:
             return
         self._copying = None
         limit = f"{limit_s:g} s ({option('checkpoint.failure.timeout')})"
         who = f"stage() of {self._stager_name} has not returned for {limit}"
-        text = f"rank {self._target.ranks.rank}: Step {save.step} was not saved: {who}. "
-        output.warn(f"stagereg: {text}{self._background.describe_newest()}")
-        if not self._background.failures.warns:
+        text = f"rank {self._ranks.rank}: Step {copying[0]} was not saved: {who}. "
+        output.warn(f"stagereg: {text}{self._threads.describe_newest()}")
+        if not self._threads.failures.warns:
             shutdown.exit_now(1)
 
-    def _stage(self, save: PendingSave) -> None:
+    def _stage(self, request: Request, copy: StagedCopy) -> None:
+        step, ranks = request.step, self._ranks
         if self.state is None:
             raise CheckpointError(
-                f"Step {save.step} was not saved: this rank never had data, and knows no state to save. Call "
+                f"Step {step} was not saved: this rank never had data, and knows no state to save. Call "
                 "restore(state) before the loop, or loop over join.iterate(loader)."
             )
         try:
-            ranks = self._target.ranks
             ranks.check_still_all()
             expect_reachable(self.state)
-            captured = entries.capture(self.state, save.step, ranks.rank, ranks.size, self.names)
+            captured = entries.capture(self.state, step, ranks.rank, ranks.size, self.names)
             at, positions = self._positions
-            for name, position in positions.items() if at == save.step else ():
+            for name, position in positions.items() if at == step else ():
                 captured[entries.rank_name(name, ranks.rank)] = position
-            save.copy.inspect = self._observers.capturing(self.state, captured)
-            if ranks.size > 1:
-                captured = self._share(save, captured)
-            save.copy.began = record.now()
-            if isinstance(self._stager, ReleasesCopies):
-                save.copy.release = self._stager.release
-            save.copy.stager = self._stager_name
+            inspect = self._observers.capturing(self.state, captured)
+            captured = copy.replicas.stage(self.state, captured, request.follows)
+            structure = None
             with contextlib.suppress(RecursionError):  # of a cycle, which the save refuses by name
-                save.copy.outline = outline(captured)
-            self._copy(save, captured)
+                structure = outline(captured)
+            release = self._stager.release if isinstance(self._stager, ReleasesCopies) else None
+            copy.begin(self._stager_name, structure, inspect, release)
+            self._copy(step, copy, captured)
         except Exception as error:
-            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
+            raise CheckpointError(f"Step {step} was not saved: {reason(error)}") from error
 
-    def _copy(self, save: PendingSave, captured: dict[str, Any]) -> None:
-        self._copying = save
+    def _copy(self, step: int, copy: StagedCopy, captured: dict[str, Any]) -> None:
+        self._copying = step, copy.began
         try:
-            save.copy.staged = self._stager.stage(captured)
-            if not isinstance(save.copy.staged, Future):
+            staged = self._stager.stage(captured)
+            copy.put(staged)
+            if not isinstance(staged, Future):
                 if not self._stager.should_synchronize_after_execute:
-                    save.copy.complete()
+                    copy.complete()
             elif self._stager.should_synchronize_after_execute:
-                save.copy.staged.result()
-            elif isinstance(save.copy.staged, UnconfirmedCopy):
-                save.copy.staged.when_copied(save.copy.complete)
+                staged.result()
+            elif isinstance(staged, UnconfirmedCopy):
+                staged.when_copied(copy.complete)
             else:
-                save.copy.staged.add_done_callback(lambda _: save.copy.complete())
+                staged.add_done_callback(lambda _: copy.complete())
         except StageregError:
             raise
         except Exception as error:
@@ -332,19 +320,19 @@ class Saver:
         finally:
             self._copying = None
 
-    def _settle(self, save: PendingSave) -> None:
+    def _settle(self, step: int, copy: StagedCopy) -> None:
         """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
         try:
-            if save.copy.failure is None and self._stager.should_synchronize_after_execute:
+            if copy.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
-                save.copy.complete()
+                copy.complete()
         except Exception as error:
-            save.copy.failure = reason(error)
-            failure = CheckpointError(f"Step {save.step} was not saved: {save.copy.failure}")
+            copy.fail(reason(error))
+            failure = CheckpointError(f"Step {step} was not saved: {copy.failure}")
             failure.__cause__ = error
-            self._background.failures.raise_or_warn(failure)
+            self._threads.failures.raise_or_warn(failure)
         finally:
-            save.copy.settled.set()
+            copy.settled.set()
 
 
 def _schedules(state: Mapping[str, Any]) -> dict[str, int]:

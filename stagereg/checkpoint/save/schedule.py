@@ -23,6 +23,7 @@ import stagereg.base.record as record
 import stagereg.extensions.goodput.phases as phases
 import stagereg.extensions.planning.interval as interval
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.targets import Schedule
 
 _log = logging.getLogger(__name__)
 
@@ -34,33 +35,6 @@ _STEPS = 200  # undisturbed ones whose median counts, the newest
 # the later ones: on an accelerator they may be no more than queued.
 _FORESIGHT = 10
 _SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
-
-
-class Schedule:
-    """Saves at the positive multiples of ``every``, whatever saves cost.
-
-    For the training thread, but :meth:`ended`, which may be called on any.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    @property
-    def every(self) -> int:
-        return self._every
-
-    def due(self, step: int) -> bool:
-        """Whether to save after ``step``. Called once a step; the same on all ranks; not collective."""
-        return step > 0 and step % self._every == 0
-
-    def held(self, step: int, seconds: float) -> None:
-        """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
-
-    def ended(self, age: float | None) -> None:
-        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost."""
-
-    def restored(self, step: int) -> None:
-        """Go on from ``step``. On all ranks."""
 
 
 def schedule_of(

@@ -34,9 +34,9 @@ import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.format.wrappers import wraps
+from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.state.entries import chunks_of, local_part
 from stagereg.errors import CheckpointError, RankMismatchError
-from stagereg.extensions.replicas.comparing import Part
 
 
 class StatePlanner(DefaultSavePlanner):

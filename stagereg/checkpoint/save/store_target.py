@@ -15,17 +15,16 @@ from stagereg.base.command import command_key
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.pending_save import ReadBack, Target
-from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.storage.files import METADATA
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
+from stagereg.checkpoint.targets import ReadBack, SaveTarget, Schedule
 from stagereg.errors import CheckpointError
 
 
-class StoreTarget(Target):
+class StoreTarget(SaveTarget):
     """The store that the saves of one checkpointer go to, with what they share.
 
     Attributes:
@@ -58,6 +57,7 @@ class StoreTarget(Target):
         self._token, self._is_new = "", False
         self._fields = fields
         self.committed: Checkpoint | None = None
+        self._finished = b""  # on rank 0: torch's metadata, as the storage has written it
 
     def begin(self, step: int) -> tuple[str, bool]:
         self._token, self._is_new = self._tokens.randbytes(len(self.token) // 2).hex(), False
@@ -75,9 +75,9 @@ class StoreTarget(Target):
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
         if metadata is None:
-            return {METADATA: self.store.put(path, METADATA, self.last.finished)}
+            return {METADATA: self.store.put(path, METADATA, self._finished)}
         self.storage.finish(metadata, results)
-        self.last.finished = (self.storage.finished if isinstance(self.storage, Storage) else None) or b""
+        self._finished = (self.storage.finished if isinstance(self.storage, Storage) else None) or b""
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
@@ -101,8 +101,10 @@ class StoreTarget(Target):
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
 
     def manifest(self, step: int, files: dict[str, FileDigest]) -> Manifest:
-        fields = {name: value for each in self._fields for name, value in each(step).items()}
-        return Manifest(step, self.ranks.size, 0, files, self._storage_name, command=command_key(), **fields)
+        fields: dict[str, Any] = {"world_size": self.ranks.size, "command": command_key()}
+        for each in self._fields:
+            fields |= each(step)
+        return Manifest(step, serial=0, files=files, storage=self._storage_name, **fields)
 
     def discard(self, step: int) -> None:
         path = self.store.temporary(step, self._token)

@@ -19,7 +19,7 @@ import stagereg.base.shutdown as shutdown
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
@@ -42,14 +42,14 @@ class CommitCalls:
         self,
         components: Mapping[str, OnCommit],
         target: StoreTarget,
-        background: SaveThread,
+        background: SaveThreads,
         preemption: PreemptionConsensus | None,
     ) -> None:
         self._target, self._background, self._preemption = target, background, preemption
         self._callers = [_Caller(name, each, target, background) for name, each in components.items()]
         self._process, self._leaving = os.getpid(), False
         if components:
-            background.listeners.append(self._committed)
+            background.last.listeners.append(self._committed)
             shutdown.wait_for(self)
 
     def _committed(self, step: int) -> None:
@@ -87,7 +87,7 @@ class CommitCalls:
 
 
 class _Caller:
-    def __init__(self, name: str, component: OnCommit, target: StoreTarget, background: SaveThread) -> None:
+    def __init__(self, name: str, component: OnCommit, target: StoreTarget, background: SaveThreads) -> None:
         self.limit_s = background.timeout_s  # of a call
         self._stopped = ""  # why no further call begins
         self._name, self._component = name, component
@@ -158,9 +158,9 @@ class _Caller:
         elif failure is not None:
             self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
         if path_of(self._store, checkpoint) is None:
-            if self._background.newest == step:
+            if self._background.last.newest == step:
                 good = self._store.checkpoints()[0]
-                self._background.newest = good[0].manifest.step if good else None
+                self._background.last.newest = good[0].manifest.step if good else None
             newest = self._background.describe_newest()
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 import stagereg.extensions.diagnostics.first_save as first_save
-from stagereg.checkpoint.extension import CheckpointExtension, SaveTarget
-from stagereg.checkpoint.save.pending_save import Target
-from stagereg.checkpoint.save.schedule import Schedule
+from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.state.module_state import modules_of
 from stagereg.checkpoint.state.nested import state_dicts
+from stagereg.checkpoint.targets import SaveTarget, Schedule
 from stagereg.errors import listed
 from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
 
@@ -41,7 +40,7 @@ class Diagnostics(CheckpointExtension):
 
     name = "diagnostics"
 
-    def __init__(self, target: Target, stores: bool, cast: bool, stager: object) -> None:
+    def __init__(self, target: SaveTarget, stores: bool, cast: bool, stager: object) -> None:
         rank = target.ranks.rank
         self._state: Mapping[str, Any] | None = None  # as it was given last
         self._saved: int | None = None  # the step that was saved last

@@ -26,11 +26,11 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.split_tensors import carry
 from stagereg.checkpoint.format.wrappers import inner_tensors
+from stagereg.checkpoint.ranks.comparing import digest
 from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError
-from stagereg.extensions.replicas.comparing import digest
 from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it

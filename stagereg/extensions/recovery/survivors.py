@@ -28,19 +28,20 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 import stagereg.base.record as record
 import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.recovery.rank_failure as loss
-from stagereg.base.command import command_key
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.manifest import FileDigest, Manifest, new_token
+from stagereg.checkpoint.format.manifest import FileDigest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.committing import write_and_commit
-from stagereg.checkpoint.save.pending_save import PendingSave, StagedCopy
-from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
+from stagereg.checkpoint.targets import ReplicaSave
 from stagereg.errors import CheckpointError, is_consequence, name_ranks, reason
 from stagereg.extensions.recovery.rank_failure import RankFailure
 from stagereg.extensions.recovery.step_snapshot import StepSnapshot
@@ -75,7 +76,7 @@ class Survivors(CheckpointExtension):
 
     name = "survivors"
 
-    def __init__(self, target: StoreTarget, names: ParameterNames, background: SaveThread) -> None:
+    def __init__(self, target: StoreTarget, names: ParameterNames, background: SaveThreads) -> None:
         self._target, self._background = target, background
         self._whole, self._unnoted = StepSnapshot(names), ""
         self._state: Mapping[str, Any] = {}  # as it was given last
@@ -115,7 +116,7 @@ class Survivors(CheckpointExtension):
                 self._target.store.lock().release()
             saved, outcome = made.outcome()
             if saved is not None:
-                self._background.newest = saved
+                self._background.last.newest = saved
                 with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
                     self._background.raise_failure()
                 break
@@ -127,10 +128,9 @@ class Survivors(CheckpointExtension):
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         why = self._unnoted or self._whole.hold()
-        for thread in (self._background, self._background.ahead):
-            if thread is not None:
-                thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
-        if not self._background.ends_by(time.monotonic() + told.notice_s):
+        for thread in self._background.all:
+            thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
+        if not self._background.last.ends_by(time.monotonic() + told.notice_s):
             why = why or "a save before has not ended"
         step = self._whole.step
         return _SurvivorReport(told.rank, -1 if step is None else step, self._whole.kinds, why)
@@ -173,7 +173,7 @@ class Survivors(CheckpointExtension):
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
             if made.leads:
                 _add_positions(captured, lost, state, made)
-                made.begin(self._target, tier=self._background.ahead is not None)
+                made.begin(self._target, tier=len(self._background.all) > 1)
             if made.begun():
                 self._write(made, captured, lost)
         except Exception as error:
@@ -183,11 +183,13 @@ class Survivors(CheckpointExtension):
                 made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
 
     def _write(self, made: _Attempt, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
-        copy = StagedCopy(_on_host(captured))
-        copy.settled.set()
         target = _SurvivorsTarget(self._target, _RanksLeft(made), made, lost, self._whole)
-        save = PendingSave(made.step, target, until=made.told.until, copy=copy)
-        began, nbytes = write_and_commit(save) or (0.0, 0)
+        request = Request(made.step)
+        copy = StagedCopy(request, ReplicaSave())
+        copy.put(_on_host(captured))
+        copy.settled.set()
+        write = Write(request, copy, target, until=made.told.until)
+        began, nbytes = write_and_commit(write, ExchangeCache(target.repeats)) or (0.0, 0)
         record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
         if made.leads and target.committed is not None:
             missing = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in lost.items())
@@ -287,16 +289,13 @@ class _SurvivorsTarget(StoreTarget):
     def __init__(
         self, target: StoreTarget, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
     ) -> None:
-        super().__init__(target.store, _ALL, target.storage, ranks, made.token)
-        self._made, self._lost, self._whole = made, lost, whole
+        fields = {"world_size": made.told.world_size, "lost": lost}
+        super().__init__(target.store, _ALL, target.storage, ranks, made.token, fields=[lambda step: fields])
+        self._whole = whole
 
     def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileDigest]:
         self._whole.expect_unchanged()
         return super().marks(path, results)
-
-    def manifest(self, step: int, files: dict[str, FileDigest]) -> Manifest:
-        size, command = self._made.told.world_size, command_key()
-        return Manifest(step, size, 0, files, self._storage_name, lost=self._lost, command=command)
 
 
 def _add_positions(

@@ -18,12 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+import stagereg.checkpoint.state.entries as state_entries
 from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.ranks.comparing import (
+    BufferNames,
+    EntryContents,
+    HeldTensor,
+    Kind,
+    Part,
+    contents,
+    expect_alike,
+)
 from stagereg.checkpoint.state.entries import local_part
+from stagereg.checkpoint.targets import Question, ReplicaSave, ReplicaSharding
+from stagereg.checkpoint.targets import Shards as WrittenShards
 from stagereg.errors import RankMismatchError, name_ranks
-from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind, Part
+from stagereg.extensions.replicas.comparing import Compared, compare, content_digests
 from stagereg.kernel.memory import view_of
 
+_COMPARING = -1  # in place of the number of a save in which ranks have compared
 _LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
 _SAMPLED = 16  # tensors, and elements of each
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -53,7 +66,7 @@ class Shares(NamedTuple):
     names: frozenset[str] = frozenset()  # dotted names of all values of this rank that were compared, shared or not
 
 
-class ReplicaShards:
+class ReplicaShards(ReplicaSharding):
     """Decides in which saves ranks compare, and which shares of theirs they write in the others.
 
     That follows from how the two saves before have ended, which each rank knows when it writes, so all decide alike.
@@ -69,12 +82,12 @@ class ReplicaShards:
         self.share = share
         self._every = every
         self._numbers = itertools.count()
+        self.buffers = BufferNames()
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
         self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # a save, and names of values compared in it
 
-    def begin_save(self) -> int:
-        """Return the number of the save that begins. On any thread."""
-        return next(self._numbers)
+    def begin_save(self) -> ShardedSave:
+        return ShardedSave(self, next(self._numbers))
 
     def note_compared(self, number: int, names: Iterable[str]) -> None:
         """Note the dotted names of the values of all ranks that are compared in a save. On rank 0."""
@@ -119,6 +132,89 @@ class ReplicaShards:
             if shares is not None and (found := cut(entries, shares)) is not None:
                 return found, shares
         return None
+
+
+class _Post(NamedTuple):
+    """What a rank sends to rank 0 of what it has."""
+
+    found_in: int  # the number of the save in which ranks have compared what it writes
+    samples: Mapping[str, int] = {}
+    differing: Sequence[EntryContents] = ()  # what is new, or differs between ranks
+    digests: Mapping[tuple[str, bytes], bytes] = {}  # of all that it has, if ranks compare
+
+
+class ShardedSave(ReplicaSave):
+    """One save: this rank's shards of what the ranks have compared, or the comparison."""
+
+    def __init__(self, book: ReplicaShards, number: int) -> None:
+        super().__init__()
+        self.number, self._book = number, book
+        # Written by the training thread.
+        self._buffers: Collection[str] | None = None  # tensors in which ranks may differ; ``None``: values are stale
+        self._replicated: Collection[str] = ()  # entries of which ranks may have a share
+        # Written by the training thread if it knows them when it stages, otherwise by the thread of the first target.
+        self._shares: Shares | None = None
+        # Written by the thread of the first target.
+        self._compares = False
+        self._samples: dict[str, int] = {}
+        self._contents: dict[Kind, EntryContents] = {}
+
+    def stage(self, state: Mapping[str, Any], captured: dict[str, Any], follows: bool) -> dict[str, Any]:
+        if not follows:
+            self._buffers = self._book.buffers.find(state, captured)
+        if (found := self._book.cut(self.number, captured)) is not None:
+            captured, self._shares = found
+        elif not follows:
+            self._replicated = state_entries.replicated(state) if self._book.share else ()
+        return captured
+
+    def cut(self, copy: dict[str, Any]) -> dict[str, Any]:
+        if self._shares is None:
+            found = self._book.cut(self.number, copy)
+            self._compares = found is None
+            copy, self._shares = found or (copy, None)
+        self._samples = sampled(copy)
+        self._entries = {name: value for name, value in copy.items() if name != SAMPLES}
+        return self._entries
+
+    def post(self, objects: Collection[str]) -> WrittenShards | Question:
+        # Values that are new since the ranks compared are compared in each save, and not shared.
+        known = () if self._shares is None else self._shares.names
+        if self._buffers is not None:
+            self._contents = contents(self._entries, self._buffers, objects, known)
+        if self._shares is not None:
+            post = _Post(self._shares.found_in, self._samples, [*self._contents.values()])
+            return WrittenShards(self._entries, self._shares.parts, post)
+        names = {kind: [piece.name for piece in each.pieces] for kind, each in self._contents.items()}
+        return Question(_Post(_COMPARING, digests=content_digests(self._contents)), names)
+
+    def answer(self, posts: Sequence[_Post], lasting: Sequence[Mapping[Kind, Sequence[str]]]) -> Sequence[Compared]:
+        self._book.note_compared(self.number, (name for held in lasting for each in held.values() for name in each))
+        return compare([each.digests for each in posts], lasting)
+
+    def take(self, answer: Compared) -> WrittenShards:
+        self._shares = shares(self.number, self._contents, answer, self._replicated)
+        if (found := cut(self._entries, self._shares)) is None:  # a container has other keys than texts
+            self._shares, found = self._shares._replace(cuts={}, parts={}, first={}), self._entries
+        self._entries = {name: value for name, value in found.items() if name != SAMPLES}
+        post = _Post(self.number, differing=[self._contents[kind] for kind in answer.differing])
+        return WrittenShards(self._entries, self._shares.parts, post)
+
+    def check(self, posts: Sequence[_Post], order: Sequence[int]) -> None:
+        if len({each.found_in for each in posts}) > 1:
+            raise RankMismatchError(
+                "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
+                "again: one of the next two saves compares all values."
+            )
+        if not self._compares:
+            new = ((rank, piece.name) for rank in order for x in posts[rank].differing for piece in x.pieces)
+            self._book.expect_not_compared(posts[0].found_in, new)
+        expect_alike({rank: posts[rank].differing for rank in order})
+        expect_samples_alike([each.samples for each in posts])
+
+    def ended(self, error: BaseException | None) -> None:
+        found = self._shares if self._compares and error is None else None
+        self._book.end_save(self.number, found, failed=error is not None)
 
 
 def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import stagereg.base.record as record
 from stagereg.base.option_text import option
-from stagereg.checkpoint.extension import CheckpointExtension, SaveTarget
+from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.format.manifest import is_name
 from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.targets import SaveTarget
 
 _log = logging.getLogger(__name__)
 

@@ -16,16 +16,15 @@ from stagereg.base.small_files import replace_small
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.pending_save import Target
-from stagereg.checkpoint.save.schedule import Schedule
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.targets import SaveTarget, Schedule
 from stagereg.extensions.tiers.near import LocalTier
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
 _PRIVATE = 0o600  # whatever the umask is
 
 
-class TierTarget(Target):
+class TierTarget(SaveTarget):
     required = False
 
     def __init__(self, near: LocalTier, ranks: RankGroup, schedule: Schedule) -> None:

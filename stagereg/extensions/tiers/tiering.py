@@ -13,7 +13,7 @@ from stagereg.checkpoint.extension import RestoreExtension
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError
@@ -49,53 +49,43 @@ class Tiering:
         failure: Failure,
     ) -> None:
         self.near: LocalTier | None = None  # what the ranks share
-        self.background: SaveThread | None = None  # the thread that saves there
+        self.target: TierTarget | None = None  # where saves go
         self.restores: list[RestoreExtension] = []  # what restores from there
         if isinstance(tier, NoTier):
             return
         ranks = RankGroup(process_group, failure.timeout)
         self.near = LocalTier(tier, ranks, store, stores)
         schedule = schedule_of(tier.every, failure.mtbf, process_group, "the tier ", in_tier=True)
-        self.restores = [TierRestores(self.near)]
-        target = TierTarget(self.near, ranks, schedule)
-        self.background = SaveThread(target, failure.timeout, failure.on_error == "warn")
+        self.restores, self.target = [TierRestores(self.near)], TierTarget(self.near, ranks, schedule)
         if ranks.rank == 0:
             _log_what_it_survives(self.near, stores)
 
     def counter(
-        self, store: CheckpointStore, max_crashes: int | None, first: bool, background: SaveThread, token: str
+        self, store: CheckpointStore, max_crashes: int | None, first: bool, background: SaveThreads, token: str
     ) -> CrashCounter:
         """Return what counts crashes: for rank 0, the ``first``, or for one of each machine if none has the store.
 
-        It hears of what ``background`` saves, whose statistics the tier's go into.
+        It hears of what ``background`` saves.
         """
         alone = self.near is not None and not self.near.shared
         counts = self.near.leads if alone and self.near is not None else first
         holds = self.near is not None  # the constructor locks the folder of the tier, and the store
         counter = CrashCounter(store, max_crashes, counts, shared=not alone, token=token, holds=holds)
-        background.listeners.append(counter.committed)
-        if self.background is not None:
-            self.background.listeners.append(partial(counter.committed, near=True))
-            self.background.stats = background.stats
+        for each in background.all:
+            near = each.target is self.target
+            each.listeners.append(partial(counter.committed, near=True) if near else counter.committed)
         return counter
 
-    def due(self, step: int) -> bool:
-        """Whether the tier is to have ``step``. Called once a step; the same on all ranks."""
-        return self.background is not None and self.background.target.schedule.due(step)
+    def names(self, path: str) -> bool:
+        """Whether a path is that of a step in the tier."""
+        return self.near is not None and self.near.names(path)
 
-    def restored(self, step: int, path: str) -> None:
-        """Go on from ``step``, which was restored from ``path``. On all ranks."""
-        if self.near is not None and self.background is not None:
-            self.background.target.schedule.restored(step)
-            if self.near.names(path):
-                self.background.newest = step
-
-    def finish(self, stored: int | None) -> None:
+    def finish(self, newest: int | None, stored: int | None) -> None:
         """The run has come to its end: delete what is in the tier, if the store has come as far; else have it copied.
 
-        Collective. Nothing is done if the tier has saved nothing.
+        Collective. ``newest`` and ``stored`` are the newest steps in the tier and in the store. Nothing is done if the
+        tier has saved nothing.
         """
-        newest = None if self.background is None else self.background.newest
         if self.near is None or newest is None:
             return
         if stored is not None and newest <= stored:

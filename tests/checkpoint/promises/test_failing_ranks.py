@@ -135,7 +135,7 @@ def see_a_failure_at_different_calls(rank: int, root: str) -> tuple[str, int | N
             checkpointer.save(1, {"x": 1})
             background.finish()
         # As if the failure had not reached rank 1 yet at its second call.
-        with mock.patch.object(background, "raise_failure") if rank == 1 else mock.MagicMock():
+        with mock.patch.object(background.last, "raise_failure") if rank == 1 else mock.MagicMock():
             first = message(lambda: checkpointer.save(2, {"x": 2}))
         background.finish()
         first = message(checkpointer.wait) if rank == 1 else first

@@ -102,7 +102,7 @@ def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> N
     assert len(staged) == 1
     with pytest.raises(CheckpointError, match="Nothing was restored"):
         checkpointer.restore({"x": 0})
-    checkpointer._background.timeout_s = 60.0  # of those to come
+    checkpointer._background.last.timeout_s = 60.0  # of those to come
     release.touch()
     wait_while_it_hangs(checkpointer)
     checkpointer.save(50, {"x": 50})
@@ -124,7 +124,7 @@ def test_a_save_that_close_gives_up_commits_nothing_later(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="in use"):
         Checkpointer(str(tmp_path / "run")).lock()
     release.touch()
-    assert checkpointer._background._under_way[0].over.wait(30)
+    assert checkpointer._background.last._under_way[0].over.wait(30)
     assert list((tmp_path / "run").glob("step-*")) == []
 
 

@@ -62,7 +62,7 @@ class Run:
             self.step(step)
             checkpointer.maybe_save(step, state or self.state)
             if step == self.model.writes_from:
-                assert checkpointer._background.ends_by(time.monotonic() + WAIT_S)
+                assert checkpointer._background.last.ends_by(time.monotonic() + WAIT_S)
 
     def checked(self, folder: Path | str) -> list[int]:
         """Return the steps of the checkpoints, which all hold the weight of their step."""
@@ -115,7 +115,7 @@ def test_nothing_is_committed_before_the_copy_is_confirmed(tmp_path: Path, monke
         for step in range(1, 11):
             run.step(step)
             checkpointer.maybe_save(step, run.state)
-        [save] = checkpointer._background._under_way
+        [save] = checkpointer._background.last._under_way
         until = time.monotonic() + WAIT_S
         while not save.at.startswith("waiting until no operation"):
             assert time.monotonic() < until

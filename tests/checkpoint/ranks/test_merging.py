@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from stagereg.checkpoint.format.encoding import Encoded, encode
+from stagereg.checkpoint.ranks.comparing import contents, digest, expect_alike
 from stagereg.checkpoint.ranks.merging import EntryMerger, RankEntries, groups_in
 from stagereg.errors import CheckpointError, RankMismatchError
-from stagereg.extensions.replicas.comparing import compare, content_digests, contents, digest, expect_alike
+from stagereg.extensions.replicas.comparing import compare, content_digests
 
 OPTIONS = {"betas": (0.9, 0.95), "fused": True, "params": [f"stages.0.{i}.weight" for i in range(50)]}
 
@@ -23,12 +24,12 @@ def optimizer(lr: float, **more: Any) -> dict[str, Any]:
 
 
 def structures(value: Any) -> dict[str, Encoded]:
-    return RankEntries({"optimizer": value}, None).structures
+    return RankEntries({"optimizer": value}).structures
 
 
 def exchanged(before: Any, after: Any, change: Any = lambda sent: sent) -> tuple[Any, str]:
     """Return what one rank has sent of a state, and the text that rank 0 makes of it."""
-    own = RankEntries({"optimizer": after}, None)
+    own = RankEntries({"optimizer": after})
     there = {(name, digest(each)): each for name, each in structures(before).items()}
     merging = EntryMerger([own.digests()], [0], (), there)
     [asked] = merging.ask_ranks()
@@ -73,7 +74,7 @@ def test_what_does_not_make_up_the_structure_is_refused() -> None:
 
 
 def test_of_ranks_that_have_the_same_the_first_is_asked() -> None:
-    every = [RankEntries({"optimizer": optimizer(lr)}, None).digests() for lr in (0.5, 0.25, 0.5)]
+    every = [RankEntries({"optimizer": optimizer(lr)}).digests() for lr in (0.5, 0.25, 0.5)]
     merging = EntryMerger(every, [2, 0, 1], (), {})
     assert [sorted(each) for each in merging.ask_ranks()] == [[], ["optimizer"], ["optimizer"]]
 

@@ -14,17 +14,20 @@ import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.save.save_thread as module
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.failures import Failures
-from stagereg.checkpoint.save.pending_save import PendingSave
 from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import open_store
+from stagereg.checkpoint.targets import ReplicaSave
 from stagereg.errors import CheckpointError
 
 LONG_S = 3600.0
 
 
-class Write:
+class Fake:
     """In place of ``write_and_commit``: begins, and ends when it is asked to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: StoreTarget) -> None:
@@ -34,38 +37,40 @@ class Write:
         self.real = module.write_and_commit
         monkeypatch.setattr(module, "write_and_commit", self)
 
-    def __call__(self, save: PendingSave) -> tuple[float, int] | None:
-        if save.to is not self.target:  # of a checkpointer that another test has left
-            return self.real(save)
+    def __call__(self, write: Write, cache: ExchangeCache) -> tuple[float, int] | None:
+        if write.target is not self.target:  # of a checkpointer that another test has left
+            return self.real(write, cache)
         assert self.busy.acquire(blocking=False), "two writes at once"
         self.begun.set()
         assert self.go.wait(30)
         self.busy.release()
-        if save.step in self.errors:
-            raise self.errors[save.step]
+        if write.request.step in self.errors:
+            raise self.errors[write.request.step]
         return 0.0, 0
 
     def background(self, timeout_s: float = LONG_S) -> SaveThread:
         return SaveThread(self.target, datetime.timedelta(seconds=timeout_s))
 
-    def submitted(self, background: SaveThread, step: int = 1) -> PendingSave:
-        save = PendingSave(step, self.target)
-        background.submit(save)
-        return save
+    def submitted(self, background: SaveThread, step: int = 1) -> Write:
+        request = Request(step)
+        write = Write(request, StagedCopy(request, ReplicaSave()), self.target)
+        background.submit(write)
+        return write
 
 
 @pytest.fixture
-def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
+def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
     target = StoreTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), "0123456789ab")
-    yield Write(monkeypatch, target)
+    yield Fake(monkeypatch, target)
     shutdown._forget()  # no failure of a test must reach the exit status of the tests
 
 
-def test_a_third_save_waits_and_writes_never_overlap(write: Write) -> None:
-    background = write.background()
+def test_a_third_save_waits_and_writes_never_overlap(write: Fake) -> None:
+    threads = SaveThreads([write.target], datetime.timedelta(seconds=LONG_S))
+    background = threads.last
     for step in (1, 2):
         write.submitted(background, step)
-    third = threading.Thread(target=background.admit, args=(PendingSave(3, write.target),))
+    third = threading.Thread(target=threads.admit, args=(Request(3),))
     third.start()
     assert write.begun.wait(30)
     third.join(0.2)
@@ -77,7 +82,7 @@ def test_a_third_save_waits_and_writes_never_overlap(write: Write) -> None:
     assert background.newest == 2
 
 
-def test_a_save_behind_one_that_hangs_is_written_after_it(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_behind_one_that_hangs_is_written_after_it(write: Fake, caplog: pytest.LogCaptureFixture) -> None:
     background = write.background(0.0)
     write.errors[1] = OSError("gone")
     first, second = write.submitted(background, 1), write.submitted(background, 2)
@@ -95,7 +100,7 @@ def test_a_save_behind_one_that_hangs_is_written_after_it(write: Write, caplog: 
     assert background.newest == 2
 
 
-def test_the_first_failure_is_raised_and_later_ones_are_logged(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_failure_is_raised_and_later_ones_are_logged(write: Fake, caplog: pytest.LogCaptureFixture) -> None:
     write.errors = {1: OSError("disk"), 2: OSError("once more")}
     write.go.set()
     background = write.background()
@@ -110,7 +115,7 @@ def test_the_first_failure_is_raised_and_later_ones_are_logged(write: Write, cap
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, closed: bool) -> None:
+def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Fake, closed: bool) -> None:
     write.go.set()
     background = write.background()
     write.submitted(background)
@@ -126,7 +131,7 @@ def test_a_background_that_is_closed_or_dropped_leaves_no_thread(write: Write, c
     assert not thread.is_alive()
 
 
-def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> Any:
         raise RuntimeError("can't start new thread")
 
@@ -141,7 +146,7 @@ def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, mon
     assert background.finish()
 
 
-def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     deleting, go_on = threading.Event(), threading.Event()
 
     def clear() -> None:
@@ -162,7 +167,7 @@ def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Write, monkeypat
     go_on.set()
 
 
-def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_fails_leaves_the_thread_to_later_saves(write: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_S", 0.01)
     looked = threading.Event()
 

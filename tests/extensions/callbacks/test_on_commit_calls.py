@@ -183,7 +183,7 @@ def test_close_waits_for_calls_and_no_longer_than_that(tmp_path: Path, held: Hel
     checkpointer = Checkpointer(str(tmp_path / "b"), on_commit=[held])
     checkpointer.save(1, {"x": 1})
     assert held.called.wait(LIMIT_S)
-    checkpointer._background.timeout_s = 2.0
+    checkpointer._background.last.timeout_s = 2.0
     checkpointer.close()
     assert "is given up" in caplog.text
 
