@@ -196,9 +196,7 @@ class Checkpointer:
         parts = token, self._ranks, self._saver, self._leave.grace, self._background, self._save
         self._together = RankCoordinator(process_group, *parts)
         self.preemption = self._together.preemption
-        self._calls = CommitCalls(
-            components if first and self._stores else {}, self._target, self._background, self.preemption
-        )
+        self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
         warn, kept = first and self._leave.save_last, (self.dir, self._saver, self._hold, self._pid)
         self._unclosed = weakref.finalize(self, warn_of_unclosed, *kept) if warn else None
         if self._ranks.group is not None:
@@ -268,13 +266,9 @@ class Checkpointer:
         if self._enabled:
             first_step.take_step()
             self.remember(state)
-            self._save_with_others(checked_step(step), everywhere)
+            self._together.save(checked_step(step), everywhere)
 
-    def _save_with_others(self, step: int, everywhere: bool = True) -> None:
-        what, targets = self._together.begin_save(step, everywhere)
-        self._save(what, step, targets)
-
-    def _save(self, what: str, step: int, targets: Sequence[int] | None, follows: bool = False) -> None:
+    def _save(self, what: str, step: int, targets: Sequence[int] | None, follows: bool) -> None:
         if what == LEAVE and self.preemption is not None:
             self._calls.leave()
             self._saver.leave(step, self.preemption, str(self.dir), self._how, follows)
@@ -298,7 +292,7 @@ class Checkpointer:
         if self._enabled:
             self._background.wait()
             if (step := self._saver.retake.step_to_repeat()) is not None:
-                self._save_with_others(step)
+                self._together.save(step, everywhere=True)
             self._background.wait()
             self._saver.drop_retake()
             self._background.raise_failure()
@@ -353,13 +347,10 @@ class Checkpointer:
         self._resumed = step if source is None and trains else None
         if self._resumed is not None and self.resume in choosing.RESUME:
             record.emit("resumed", step=step, dir=str(self.dir))
-        for each in self._background.all:
-            each.target.schedule.restored(step)
-            if each.target is self._tiering.target and self._tiering.names(restored.path):
-                each.newest = step
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
-        if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
-            self._background.last.newest = step
+        stored = os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root)
+        there = self._target if stored else self._tiering.target if self._tiering.names(restored.path) else None
+        self._background.restored(step, there)
         return step
 
     def _begin_restore(self, own: bool) -> None:

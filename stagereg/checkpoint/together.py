@@ -54,19 +54,18 @@ class RankCoordinator:
         """This rank does ``what`` now; all others are to. On the training thread."""
         self._requests.post(what)
 
-    def begin_save(self, step: int, everywhere: bool) -> tuple[str, Sequence[int] | None]:
-        """This rank saves ``step`` now; return ``SAVE`` or, if the ranks exit after it, ``LEAVE``, and where.
-
-        That are the numbers of the targets; ``None`` for all of them.
-        """
-        if self._saver.leaving:
-            return SAVE, None
-        if self.preemption is not None and self.preemption.agreed_before_save(step):
-            self.post(f"{LEAVE} {step}")
-            return LEAVE, None
-        targets = self._saver.targets_of(step, everywhere)
-        self.post(f"{SAVE} {step} {' '.join(map(str, targets))}")
-        return SAVE, targets
+    def save(self, step: int, everywhere: bool) -> None:
+        """This rank saves ``step`` now, or the ranks exit after it: in the targets that are due, or ``everywhere``."""
+        what, targets, request = SAVE, None, ""
+        if not self._saver.leaving:
+            if self.preemption is not None and self.preemption.agreed_before_save(step):
+                what, request = LEAVE, f"{LEAVE} {step}"
+            else:
+                targets = self._saver.targets_of(step, everywhere)
+                request = f"{SAVE} {step} {' '.join(map(str, targets))}"
+            self.post(request)
+        if (save := self._follow()) is not None:
+            save(what, step, targets, False)
 
     def follow(self) -> None:
         """Do as ranks in a loop do that this rank has left. Called by a join, between two steps."""

@@ -89,6 +89,13 @@ class SaveThreads:
             self.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
 
+    def restored(self, step: int, there: SaveTarget | None) -> None:
+        """Go on from ``step``, which is complete ``there``. On all ranks."""
+        for each in self.all:
+            each.target.schedule.restored(step)
+            if each.target is there:
+                each.newest = step
+
     @property
     def failing(self) -> bool:
         """Whether :meth:`raise_failure` would raise."""

@@ -48,7 +48,7 @@ class CommitCalls:
         self._target, self._background, self._preemption = target, background, preemption
         self._callers = [_Caller(name, each, target, background) for name, each in components.items()]
         self._process, self._leaving = os.getpid(), False
-        if components:
+        if components and background.last.target is target:
             background.last.listeners.append(self._committed)
             shutdown.wait_for(self)
 
