@@ -123,7 +123,8 @@ class Saver:
 
         A discarded save that is made again goes to all targets, and so does a step that is due ``everywhere``.
         """
-        everywhere |= self.retakes_at(step)
+        self.retake.confirm()
+        everywhere |= self.retake.due(step)
         due = [number for number, each in enumerate(self._threads.all) if each.target.schedule.due(step)]
         if everywhere:
             self._due = step, self._everywhere
@@ -186,11 +187,6 @@ class Saver:
         if copy.failure is None:
             self._threads.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=request.called, seconds=stall, **request.tags)
-
-    def retakes_at(self, step: int) -> bool:
-        """Return whether a discarded save is made again after ``step``. Called once a step; not collective."""
-        self.retake.confirm()
-        return self.retake.due(step)
 
     def drop_retake(self) -> None:
         """Report a discarded save as failed: it cannot be made again any more."""
