@@ -21,8 +21,8 @@ from torch.distributed.checkpoint._traverse import set_element
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.base.small_files import read_small
 from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
-from stagereg.checkpoint.format.index import INDEX, ArchiveResult, Index, tables
-from stagereg.checkpoint.format.manifest import MANIFEST, METADATA
+from stagereg.checkpoint.format.index import ArchiveResult, Index, tables
+from stagereg.checkpoint.format.manifest import METADATA
 from stagereg.checkpoint.format.pickled import QUANTIZED
 from stagereg.checkpoint.format.torch_metadata import METADATA_BYTES, loads
 from stagereg.checkpoint.storage.reading import CheckpointFiles
@@ -30,12 +30,6 @@ from stagereg.errors import CheckpointError, reason
 
 _EMPTY = 10_000  # items of lists of which nothing is saved
 _LONGEST_OPTION = 1 << 20  # values and characters that are shown of an option of a group
-
-
-def is_plain_dcp(path: str) -> bool:
-    """Whether it is a local directory that plain torch wrote, and not a checkpoint of this project."""
-    folder = Path(path).expanduser()
-    return (folder / METADATA).is_file() and not any((folder / name).exists() for name in (INDEX, MANIFEST))
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:

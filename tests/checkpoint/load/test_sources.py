@@ -124,6 +124,8 @@ def test_a_corrupt_candidate_is_reported_to_its_source_and_the_next_one_is_tried
         *("lease 5", "restoring 5 of elsewhere, x=0", "corrupt 5", "restoring 1 of store, x=0", "restored 1, x=1")
     ]
     assert "step-00000005 is damaged and skipped:\n" in caplog.text
+    with pytest.raises(CheckpointError, match=r"latest: .*step-00000005 is not a complete checkpoint"):
+        restored(tmp_path, "latest")
 
 
 def test_a_rejected_candidate_is_skipped_with_the_reason_and_the_hint_of_its_extension(
