@@ -43,7 +43,7 @@ _BUILT_IN = {
     ("storage", "safetensors"): "stagereg.extensions.interop.safetensors:SafetensorsStorage",
     ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
     ("on_commit", "command"): "stagereg.extensions.callbacks.shell_command:ShellCommand",
-    ("on_commit", "huggingface"): "stagereg.extensions.callbacks.huggingface:HuggingFaceExport",
+    ("on_commit", "huggingface"): "stagereg.extensions.interop.huggingface:HuggingFaceExport",
     ("on_commit", "mlflow"): "stagereg.extensions.callbacks.mlflow:MlflowArtifact",
     ("on_commit", "wandb"): "stagereg.extensions.callbacks.wandb:WandbArtifact",
     ("tier", "none"): "stagereg.extensions.tiers.tier:NoTier",

@@ -51,8 +51,6 @@ BETWEEN_SIBLINGS: set[tuple[str, str]] = set()
 
 BETWEEN_EXTENSIONS = {
     ("extensions.callbacks.calls", "extensions.preemption.consensus"),
-    ("extensions.callbacks.huggingface", "extensions.interop.export"),
-    ("extensions.callbacks.huggingface", "extensions.interop.opening"),
     ("extensions.preemption.consensus", "extensions.recovery.rank_failure"),
     ("extensions.preemption.signals", "extensions.recovery.rank_failure"),
     ("extensions.tiers.tiering", "extensions.recovery.crashes"),

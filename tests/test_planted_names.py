@@ -39,7 +39,7 @@ from stagereg import cli
 from stagereg.checkpoint.options import Leave
 from stagereg.errors import StageregError
 from stagereg.extensions.callbacks.copy_to import CopyTo
-from stagereg.extensions.callbacks.huggingface import HuggingFaceExport
+from stagereg.extensions.interop.huggingface import HuggingFaceExport
 from stagereg.integrations.named import NamedCheckpoints
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.plan import Plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import re
 from importlib.metadata import Distribution, EntryPoint
 
@@ -72,3 +73,10 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
     if not name or not version:
         raise InstallationError("its METADATA lacks the name or the version")
     return name, version
+
+
+def expect_installed(package: str, extra: str) -> None:
+    """Raise ``InstallationError`` unless a package is there; a folder of its name, as ``wandb`` makes it, is none."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise InstallationError(f"{package} is not installed: pip install 'hydra-stagereg[{extra}]'")

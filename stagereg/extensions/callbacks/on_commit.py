@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.errors import InstallationError
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,3 @@ class OnCommit(Protocol):
         A call that has not returned after ``checkpoint.failure.timeout`` is given up; its thread cannot be ended, so
         the component is not called again before it has returned.
         """
-
-
-def expect_installed(package: str, extra: str) -> None:
-    """Raise ``InstallationError`` unless a package is there; a folder of its name, as ``wandb`` makes it, is none."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise InstallationError(f"{package} is not installed: pip install 'hydra-stagereg[{extra}]'")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from stagereg.base.installed import expect_installed
 from stagereg.checkpoint.format.manifest import metrics_to_json
 from stagereg.errors import CheckpointError
-from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, expect_installed
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.registry import register
 
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from stagereg.base.installed import expect_installed
 from stagereg.base.sizes import ByteSize
 from stagereg.base.small_files import replace_small
 from stagereg.errors import ConfigError
-from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, expect_installed
 from stagereg.extensions.interop.export import TensorOptions, export
 from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import register
 
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
 _WEIGHTS = ".index.json"
+
+
+class _Committed(Protocol):
+    """The part of a committed checkpoint that an export reads."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def path(self) -> Path | str: ...
 
 
 @register("on_commit", "huggingface")
@@ -51,7 +62,7 @@ class HuggingFaceExport:
         self.dir, self.pretrained, self.model, self.upload = dir, pretrained, model, upload
         self.options = TensorOptions(dtype, file_bytes=ByteSize(max_shard_size))
 
-    def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
+    def committed(self, checkpoint: _Committed, /) -> None:
         """Write the files, and upload them if that was asked for.
 
         Raises:
