@@ -34,19 +34,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import stagereg.extensions.replicas.comparing as comparing
+import stagereg.checkpoint.ranks.comparing as comparing
+import stagereg.extensions.replicas.shares as shares
 from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
+from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.ranks.merging import Asked, Sent
 from stagereg.checkpoint.ranks.unchanged import pack, unpack
-from stagereg.checkpoint.save.committing import _Prepared, _Work
-from stagereg.checkpoint.save.pending_save import PendingSave, Sharing, StagedCopy
+from stagereg.checkpoint.save.committing import _Prepared, _RankFiles, _Work
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.store_target import StoreTarget
+from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind
+from stagereg.checkpoint.targets import ReplicaSave
+from stagereg.extensions.replicas.comparing import Compared
 from stagereg.extensions.replicas.shares import ReplicaShards
 from tests.support.memory_backend import MemoryBackend
 
@@ -171,6 +175,7 @@ class Nowhere(CheckpointStore):
     def __init__(self, ranks: int) -> None:
         backend = OfAllRanks("/nowhere")
         backend.ranks = ranks
+        backend.in_place = True  # has files of all ranks from the beginning
         super().__init__(backend)
 
     def publish(self, written: str, manifest: Manifest, keep: Any) -> Checkpoint:
@@ -229,6 +234,7 @@ class Real:
     def __init__(self, place: Place, rank: int, ranks: int) -> None:
         group: Any = SimpleNamespace(rank=rank, size=ranks, number=rank, numbers=range(ranks))
         self.target = StoreTarget(Nowhere(ranks), 1, StorageWithoutFiles(), group, "0" * 12)
+        self.cache = ExchangeCache(self.target.repeats)
         self.place, self.rank, self.ranks = place, rank, ranks
 
     def prepare(self, step: int, compares: bool, clock: Clock) -> Any:
@@ -236,12 +242,14 @@ class Real:
         first = self.rank // self.place.shards * self.place.shards
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.ranks)
         entries = state(self.place, self.rank, step, DeviceMesh("cpu", torch.arange(first, first + self.place.shards)))
-        book = ReplicaShards(0, True) if compares else None
-        save = PendingSave(
-            step, self.target, copy=StagedCopy(entries), sharing=Sharing(book, compares=compares, buffers=())
-        )
-        save.copy.settled.set()
-        self.work = _Work(save, None)
+        replicas = ReplicaSave()
+        if compares:
+            replicas = ReplicaShards(0, True).begin_save()
+            replicas._buffers = ()
+        copy = StagedCopy(request := Request(step), replicas)
+        copy.put(entries)
+        copy.settled.set()
+        self.work = _Work(Write(request, copy, self.target), self.cache)
         self.work._path, _ = self.target.begin(step)
         found = clock(self.work.prepare)
         dist.destroy_process_group()
@@ -249,7 +257,7 @@ class Real:
 
     def prepare_shares(self, compared: Compared, clock: Clock) -> Any:
         """Return what it sends when it has heard what others have as well."""
-        return clock(self.work.prepare_shares, compared)
+        return clock(self.work._take_shards, compared)
 
     def write(self, answer: Any, clock: Clock) -> Any:
         """Return what it sends when it has written."""
@@ -288,17 +296,16 @@ class Derived:
         place = comparing.digest((self._place.shard, self.template.rank))  # another shard has other bytes
         contents = {
             (name, place if layout else b""): place if layout else content
-            for (name, layout), content in sent.contents.items()
+            for (name, layout), content in (sent.post.digests if sent.post else {}).items()
         }
-        structures = {self._named(name): each for name, each in sent.digests.structures.items()}
-        digests = sent.digests._replace(structures=structures)
-        return sent._replace(contents=contents, digests=digests, differing=())
+        post = sent.post and sent.post._replace(digests=contents, differing=())
+        return sent._replace(post=post, digests={self._named(name): each for name, each in sent.digests.items()})
 
-    def written(self, asked: Asked) -> tuple[dict[str, FileDigest], Sent]:
+    def written(self, asked: Asked) -> _RankFiles:
         """What it sends when it has written, beside the places in its file."""
-        there = {self._named(name): each for name, each in self.template.work.entries.structures.items()}
+        there = {self._named(name): each for name, each in self.template.work.own.structures.items()}
         sent: Sent = {name: there[name] for name in asked}
-        return {f"__{self._rank}_0.distcp": FileDigest(10**13, 10**13)}, sent
+        return _RankFiles({f"__{self._rank}_0.distcp": FileDigest(10**13, 10**13)}, sent, {})
 
 
 class Messages:
@@ -386,7 +393,7 @@ class Simulation:
         for one, other in zip(act[1][0].items, sent[rank][1][0].items, strict=True):
             if one != other:
                 raise SystemExit(f"Rank {rank} plans {other}, and not {one}, as is written down of it.")
-        if act[1] != sent[rank][1] or act[0].digests.structures != sent[rank][0].digests.structures:
+        if act[1] != sent[rank][1] or act[0].digests != sent[rank][0].digests:
             raise SystemExit(f"Rank {rank} has other entries than is written down of it.")
         return sent[rank]
 
@@ -404,7 +411,7 @@ class Simulation:
 def simulate(split: str, ranks: int) -> dict[str, dict[str, float]]:
     """Return what a first save and a warm one cost."""
     simulation, found = Simulation(split, ranks), {}
-    with mock.patch.object(comparing, "contents", contents):
+    with mock.patch.object(shares, "contents", contents):
         for step, kind in ((1, "first"), (2, "warm")):
             found[kind] = simulation.save(step)
             found[kind]["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
