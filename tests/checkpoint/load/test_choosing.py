@@ -17,6 +17,7 @@ from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted
+from tests.support.places import PLACES, place
 
 
 def test_one_that_cannot_be_looked_at_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +42,9 @@ def test_one_that_cannot_be_looked_at_is_not_passed_over(tmp_path: Path, monkeyp
         assert checkpointer.restore(state) == 2
 
 
-@pytest.fixture(params=["path", "memory://"])
+@pytest.fixture(params=PLACES)
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "path" else f"memory://choosing{tmp_path}/run"
+    return place(request.param, tmp_path)
 
 
 def delete(root: str, *steps: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from stagereg.checkpoint.format.encoding import Encoded, encode
 from stagereg.checkpoint.format.index import Index, Readable, expect_readable
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.store.directory import Directory
-from stagereg.checkpoint.store.open_store import open_store
+from stagereg.checkpoint.store.backend import Backend
+from stagereg.checkpoint.store.open_store import backend_of, open_store
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.bucket import Bucket
+from tests.support.places import PLACES, place
 from tests.support.states import build
 
 
@@ -165,7 +164,7 @@ def steps(root: Path | str) -> list[int]:
     return [each.manifest.step for each in open_store(str(root)).checkpoints()[0]]
 
 
-def losing(backend: type[Directory | Bucket], name: str, data: bytes) -> Any:
+def losing(backend: type[Backend], name: str, data: bytes) -> Any:
     """Return a ``commit`` of a backend whose disk has something else in one file afterwards."""
 
     def commit(self: Any, written: str, manifest: Manifest) -> str:
@@ -180,7 +179,7 @@ def losing(backend: type[Directory | Bucket], name: str, data: bytes) -> Any:
 OTHER = Manifest(9, 1, 1, {}).dumps().encode()
 
 
-@pytest.mark.parametrize("backend", [Directory, Bucket])
+@pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize(
     ("name", "data", "what"),
     [
@@ -191,9 +190,10 @@ OTHER = Manifest(9, 1, 1, {}).dumps().encode()
     ],
 )
 def test_what_a_disk_loses_at_the_commit_is_not_acknowledged_and_deletes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any, name: str, data: bytes, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, data: bytes, what: str
 ) -> None:
-    root = str(tmp_path) if backend is Directory else f"memory://{uuid.uuid4().hex}/run"
+    root = place(kind, tmp_path)
+    backend = type(backend_of(root))
     save(root, 1, keep=1)
     with monkeypatch.context() as patched:
         patched.setattr(backend, "commit", losing(backend, name, data))
@@ -205,11 +205,12 @@ def test_what_a_disk_loses_at_the_commit_is_not_acknowledged_and_deletes_nothing
     assert 1 not in steps(root)
 
 
-@pytest.mark.parametrize("backend", [Directory, Bucket])
+@pytest.mark.parametrize("kind", PLACES)
 def test_a_checkpoint_that_a_disk_has_lost_does_not_count_among_those_that_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    root = str(tmp_path) if backend is Directory else f"memory://{uuid.uuid4().hex}/run"
+    root = place(kind, tmp_path)
+    backend = type(backend_of(root))
     with stagereg.Checkpointer(root, keep=2, stager=build("blocking")) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(3)})
         checkpointer.wait()

@@ -31,6 +31,7 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
+from tests.support.places import PLACES
 
 VALUES = st.one_of(st.none(), st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
 POLICIES = st.builds(
@@ -147,7 +148,7 @@ def test_a_policy_of_no_use_is_refused(given: dict[str, Any], named: str) -> Non
 # -- a run with a policy
 
 
-@pytest.fixture(params=["path", "url"])
+@pytest.fixture(params=PLACES)
 def dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "path":
         yield str(tmp_path / "run")

@@ -13,7 +13,6 @@ import select
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.object_store import ObjectStore
+from tests.support.places import PLACES, place
 
 from ...commands.checkpoint_directories import save
 from ...support.watching import watching
@@ -68,13 +67,13 @@ def other(tmp_path: Path) -> Iterator[Other]:
 # -- a lock of either kind
 
 
-@pytest.fixture(params=["directory", "url"])
+@pytest.fixture(params=PLACES)
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path) if request.param == "directory" else f"memory://{uuid.uuid4().hex}/runs"
+    return str(tmp_path) if request.param == "path" else place("url", tmp_path)
 
 
 def delete_lock(root: str) -> None:
-    Path(root, ".lock").unlink() if root[0] == "/" else ObjectStore(root).delete(f"{root}/.lock")
+    open_store(root).backend.delete(f"{root}/.lock")
 
 
 def test_a_deleted_lock_is_held_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +112,7 @@ def test_a_run_that_stands_still_in_a_commit_takes_nothing_of_the_one_after_it(r
         if root[0] == "/":
             others.append(Other(Path(root)))
         else:
-            ObjectStore(root).put(
+            open_store(root).backend.write(
                 f"{root}/.lock", LeaseRecord(Owner(4242, "far"), "theirs", "far", time.time()).dumps()
             )
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
+from tests.support.places import PLACES, place
 
 from ...support.watching import watching
 
@@ -44,10 +44,10 @@ with open_store(sys.argv[1]).readers.read_lease(sys.argv[1] + "/step-00000001"):
 """
 
 
-@pytest.fixture(params=["path", "url"])
+@pytest.fixture(params=PLACES)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Checkpointer]:
     """A run that keeps one checkpoint, and has saved steps 1 and 2 of which it keeps both, in either kind of store."""
-    dir = str(tmp_path / "run") if request.param == "path" else f"memory://{uuid.uuid4().hex}/run"
+    dir = place(request.param, tmp_path)
     with Checkpointer(dir, keep=1, leave=Leave(save_last=False)) as checkpointer:
         save(checkpointer, 1)
         yield checkpointer
@@ -114,10 +114,10 @@ def test_a_reader_that_comes_at_the_last_moment_keeps_it(run: Checkpointer) -> N
     assert there(run) == [3]
 
 
-@pytest.fixture(params=["path", "url"])
+@pytest.fixture(params=PLACES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     """A store that nothing was saved to, of either kind."""
-    return open_store(tmp_path / "run" if request.param == "path" else f"memory://{uuid.uuid4().hex}/run")
+    return open_store(place(request.param, tmp_path))
 
 
 def publish(store: CheckpointStore, *steps: int, keep: int, check: Callable[[], None] | None = None) -> list[int]:
