@@ -36,7 +36,7 @@ _BUILT_IN = {
     ("stager", "blocking"): "stagereg.stagers.blocking:BlockingStager",
     ("stager", "overlapped"): "stagereg.stagers.overlapped:OverlappedStager",
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
-    ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
+    ("stager", "torch_default"): "stagereg.extensions.interop.torch_default:TorchDefaultStager",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("on_commit", "copy_to"): "stagereg.extensions.callbacks.copy_to:CopyTo",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
@@ -55,8 +55,9 @@ _BUILT_IN = {
 }
 # Of each of these kinds, the joinable and its hook stand in one file.
 for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
-    _BUILT_IN["joinable", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Joinable"
-    _BUILT_IN["join_hook", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Hook"
+    _where = "join.kinds" if _kind in ("ddp", "module", "step") else "extensions.joinables"
+    _BUILT_IN["joinable", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Joinable"
+    _BUILT_IN["join_hook", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Hook"
 
 # A name is an option on Hydra's command line and a file name there: no dot, slash, comma, equals sign or at sign.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")

@@ -22,11 +22,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, is_native, uncompiled
 from stagereg.join.kinds.ddp import DdpJoinable
-from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
 from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.kinds.step import StepJoinable
-from stagereg.join.kinds.zero import ZeroJoinable
-from stagereg.registry import register
+from stagereg.registry import build, register
 
 
 class ForeignJoinable(BuiltInJoinable):
@@ -55,9 +53,9 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
     if isinstance(thing, DistributedDataParallel):
         return DdpJoinable(thing, hook)
     if isinstance(thing, FSDPModule):
-        return Fsdp2Joinable(thing, hook=hook)
+        return build("joinable", "fsdp2", module=thing, hook=hook)
     if isinstance(thing, ZeroRedundancyOptimizer):
-        return ZeroJoinable(thing, hook=hook)
+        return build("joinable", "zero", optimizer=thing, hook=hook)
     if is_native(thing):
         if hook is not None:
             thing.hook = hook
@@ -85,7 +83,7 @@ def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
     """Return joinables for ``objects``, in their order."""
     joinables = {name: auto(thing) for name, thing in objects.items()}
     name, first = next(iter(joinables.items()))
-    if first.has_no_collectives or isinstance(first, ZeroJoinable):
+    if first.has_no_collectives or not first.may_be_first:
         raise JoinError(
             "the first joinable must announce its rank before each step, and a "
             f"{type(objects[name]).__name__} does not; put the DDP module first: Join([model, optimizer])"

@@ -56,6 +56,7 @@ class Joinable(ABC):
 
     Attributes:
         has_no_collectives: whether it has no collectives itself, so that it cannot announce the rank.
+        may_be_first: whether it announces the rank before each step, as the first of a join must.
         announces_itself: whether it announces in another way than by stagereg's ``Join.notify_join_context``: by the
             forward of a module, or through torch's ``Join``.
         reduces_gradients: whether ranks reduce the gradients of a model by it; what follows steps only where
@@ -68,6 +69,7 @@ class Joinable(ABC):
     """
 
     has_no_collectives: bool = False
+    may_be_first: bool = True
     announces_itself: bool = False
     reduces_gradients: bool = False
     reduced: bool = True

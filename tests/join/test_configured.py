@@ -18,7 +18,6 @@ import stagereg
 from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError, JoinError
 from stagereg.join.kinds.ddp import DdpHook, DdpJoinable
-from stagereg.join.kinds.metrics import MetricsJoinable
 from stagereg.join.kinds.step import StepJoinable
 from stagereg.registry import find
 from stagereg.testing import run_ranks
@@ -236,7 +235,7 @@ def bare(rank: int, world_size: int, cfg: Any) -> list[list[str]]:
     joins = [
         stagereg.instantiate(cfg, [model, optimizer]),
         stagereg.instantiate(cfg, model=model, optimizer=optimizer),
-        stagereg.Join({"net": model, "metrics": MetricsJoinable()}),
+        stagereg.Join({"net": model, "metrics": stagereg.build("joinable", "metrics")}),
     ]
     return [list(join.joinables) for join in joins]
 
@@ -249,6 +248,6 @@ def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "metrics", "module", "step", "zero"])
 def test_every_hook_refuses_a_joinable_of_another_kind(name: str) -> None:
     hook = find("join_hook", name).load()
-    other: Any = StepJoinable(lambda: None) if name == "metrics" else MetricsJoinable()
+    other: Any = StepJoinable(lambda: None) if name == "metrics" else stagereg.build("joinable", "metrics")
     with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}, of which it is no hook"):
         hook(other)

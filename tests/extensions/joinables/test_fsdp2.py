@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.reference import Case, batch
-from .test_numbers import CASES, wrong
+from ...join.test_numbers import CASES, wrong
+from ...support.reference import Case, batch
 
 NAMES = (
     *("adam", "sgd with momentum", "a rank without batches", "a schedule", "a function", "divided by the active ranks"),

@@ -37,6 +37,7 @@ class ZeroJoinable(BuiltInJoinable):
     """
 
     own_hook = ZeroHook
+    may_be_first = False
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ import torch
 
 from stagereg.errors import StagerClosedError, StagingError
 
-from ..support import states
-from ..support.states import settled
+from ...support import states
+from ...support.states import settled
 
 HERE = torch.accelerator.is_available()
 

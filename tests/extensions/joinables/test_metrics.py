@@ -18,7 +18,7 @@ from stagereg.errors import JoinError
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import run_ranks
 
-from ..support.reference import Case, batch, net
+from ...support.reference import Case, batch, net
 
 LENGTHS = (2, 0, 5)
 
