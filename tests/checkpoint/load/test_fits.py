@@ -15,6 +15,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.data import ResumableSampler
 from stagereg.errors import CheckpointError
 
+from ...support.installed import needs
 from ..state.test_nested import Counting, refused, restore, save
 
 
@@ -291,7 +292,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("read", ["each", "once"])
+@pytest.mark.parametrize("read", ["each", pytest.param("once", marks=needs("buckets"))])
 def test_a_refused_restore_changes_nothing(kind: str, read: Any, tmp_path: Path) -> None:
     make_saved, make_here, message = REFUSED[kind]
     model, seen = net(1.0), Counting(1)

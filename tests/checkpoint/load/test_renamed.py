@@ -27,6 +27,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
 
 from ...support.faulty_storage import flip
+from ...support.installed import needs
 from ..state.test_nested import Counting, refused, restore, save
 
 
@@ -217,7 +218,7 @@ def test_a_misspelt_name_is_an_error_with_the_nearest_one(tmp_path: Path) -> Non
     assert "allow_missing has 'b.*', which matches nothing in the state" in text
 
 
-@pytest.mark.parametrize("read", ["each", "once"])
+@pytest.mark.parametrize("read", ["each", pytest.param("once", marks=needs("buckets"))])
 def test_a_new_layer_keeps_nothing_of_a_corrupt_checkpoint_that_had_it(read: Any, tmp_path: Path) -> None:
     with Checkpointer(tmp_path, every=1) as checkpointer:
         checkpointer.save(1, program(1, "a"))
@@ -304,6 +305,7 @@ def test_a_wrapper_around_all_names_is_named(tmp_path: Path) -> None:
     restore(tmp_path / "plain", {"model": holder}, restore=followed(text))
 
 
+@needs("interop")
 @pytest.mark.parametrize("before", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_names_of_wrappers_that_torch_saved_are_left_out(before: str, tmp_path: Path) -> None:
     model = net(1, "a")
@@ -320,6 +322,7 @@ def test_names_of_wrappers_that_torch_saved_are_left_out(before: str, tmp_path: 
         assert all(torch.equal(x, mine.state_dict()[key]) for key, x in model.state_dict().items())
 
 
+@needs("interop")
 def test_a_plain_checkpoint_of_which_all_layers_are_renamed_is_restored(tmp_path: Path) -> None:
     saved, mine = program(1, "a", steps=1), program(2, "inp")
     weights, states = get_state_dict(saved["model"], saved["optimizer"])
@@ -433,6 +436,9 @@ CASES = [
 ]
 
 
+@needs("interop")
+@needs("buckets")
+@needs("tiers")
 def test_with_any_wrapper_and_from_any_source_layers_are_renamed_and_added(tmp_path: Path) -> None:
     assert run_ranks(on_ranks, nproc=2, args=(str(tmp_path), CASES), timeout_s=120) == [[], []]
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore
 
+from ...support.installed import needs
 from ..state.test_nested import refused, restore, save
 
 WARNED = (
@@ -44,6 +45,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+@needs("diagnostics")
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -66,7 +68,7 @@ def test_state_dicts_in_the_place_of_objects_are_warned_of_once(
     with Checkpointer(str(tmp_path), every=1) as checkpointer:
         for step in (1, 2):
             checkpointer.maybe_save(step, make(model, optimizer))
-    assert warnings(caplog, "saver") == [WARNED.format(named)] * bool(named)
+    assert warnings(caplog, "checks") == [WARNED.format(named)] * bool(named)
 
 
 def test_dicts_that_are_given_to_load_state_dict_after_the_restore_bring_objects_back(tmp_path: Path) -> None:
