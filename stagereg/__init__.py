@@ -71,7 +71,7 @@ def _offer_options() -> None:
 def _begin_rank() -> None:
     """In a rank that ``stagereg run`` has started, have a signal before the first step exit with 75."""
     if os.environ.get("STAGEREG_KEEPS_CODE") == str(os.getppid()):
-        importlib.import_module("stagereg.extensions.preemption.signals").exit_before_first_step()
+        importlib.import_module("stagereg.launch.extension").begin()
 
 
 _refuse_foreign(Path(__file__).parents[1])

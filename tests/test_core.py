@@ -31,18 +31,6 @@ TO_EXTENSIONS = {
     ("checkpoint.save.schedule", "extensions.goodput.phases"),
     ("checkpoint.save.schedule", "extensions.planning.interval"),
     ("checkpoint.together", "extensions.preemption.consensus"),
-    ("launch.launch", "extensions.goodput.phases"),
-    ("launch.launch", "extensions.preemption.signals"),
-    ("launch.launch", "extensions.recovery.restarts"),
-    ("launch.launch", "extensions.recovery.warm"),
-    ("launch.local_ranks", "extensions.preemption.signals"),
-    ("launch.local_ranks", "extensions.recovery.warm"),
-    ("launch.main", "extensions.goodput.phases"),
-    ("launch.main", "extensions.preemption.signals"),
-    ("launch.rank", "extensions.goodput.phases"),
-    ("launch.rank", "extensions.recovery.heartbeat"),
-    ("launch.rank", "extensions.recovery.rank_failure"),
-    ("launch.run_store", "extensions.recovery.failure_monitor"),
 }
 """Imports from the core to extensions that are still there: none is added."""
 
@@ -51,8 +39,6 @@ BETWEEN_SIBLINGS: set[tuple[str, str]] = set()
 
 BETWEEN_EXTENSIONS = {
     ("extensions.callbacks.calls", "extensions.preemption.consensus"),
-    ("extensions.preemption.consensus", "extensions.recovery.rank_failure"),
-    ("extensions.preemption.signals", "extensions.recovery.rank_failure"),
     ("extensions.tiers.tiering", "extensions.recovery.crashes"),
 }
 """Likewise from one extension to another one."""

@@ -8,7 +8,6 @@ looks at each import.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 
@@ -67,8 +66,3 @@ def take_step() -> None:
 def is_awaited() -> bool:
     """Whether it is known that this process has not taken a step."""
     return bool(_first.calls)
-
-
-def preempted(received: signal.Signals) -> str:
-    """Return the message of a run that exits with 75 since a signal came before its first step."""
-    return f"preempted by {received.name} before the first step: no step is lost. Start the run again."

@@ -16,7 +16,7 @@ from types import FrameType
 
 from stagereg.base.output import warn
 from stagereg.errors import RESUME_CODE, LaunchError
-from stagereg.launch.rank import KEEPS_CODE
+from stagereg.launch.exits import KEEPS_CODE
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

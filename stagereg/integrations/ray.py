@@ -37,12 +37,12 @@ from omegaconf import OmegaConf
 from ray.train import CheckpointUploadMode, RunConfig
 
 import stagereg.extensions.preemption.signals as preemption
-import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.base.small_files import read_small, replace_small
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped, is_consequence
 from stagereg.integrations.agreed import expect_known
+from stagereg.launch.extension import Cause
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
@@ -54,7 +54,7 @@ _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "val
 _SNAPSHOT, _SNAPSHOT_BYTES = "checkpoint_manager_snapshot.json", 1 << 28
 _ENDED_S = 30.0  # seconds in which Ray ends a worker whose error is a consequence of another error
 _HELD_S = 60.0  # seconds, at most, for which a worker lets Ray wait that saves after a loss
-_LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
+_ENDS_S = 5.0  # seconds that the program has to end by itself once another rank has failed
 
 
 def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
@@ -164,26 +164,25 @@ class _RayRank(Rank):
         """Raise the cause, or that others are lost; wait for Ray where another rank raises that."""
         if not is_consequence(error):
             raise error
-        lost = self.store.lost(_LOST_S)
-        if lost and self._speaks():
-            raise LaunchError(f"rank {self.rank}: {lost} {self.store.saved}".rstrip()) from error
+        cause = self.cause()
+        if cause.text and self._speaks():
+            raise LaunchError(f"rank {self.rank}: {cause.text}") from error
         time.sleep(_ENDED_S)
         raise error
 
     def _speaks(self) -> bool:
-        return self.rank == min(set(range(self.world_size)).difference(self.store.lost_ranks()), default=self.rank)
+        return self.rank == min(set(range(self.world_size)) - self.failed_ranks(), default=self.rank)
 
-    def _end_for_loss(self, after: loss.EmergencySave) -> None:
-        """Save with others that are left, while the main thread is busy: Ray gives that 5 s before it ends a worker."""
+    def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
+        """Save while the main thread is busy: Ray gives that 5 s before it ends a worker."""
         self.worker.execute.remote(_hold)
-        after.save()
+        save()
         _busy.set()
-        if not self.store.ended.wait(_LOST_S) and self._speaks():
-            lost = f"rank {self.rank}: {self.store.lost(0.0)} {self.store.saved}".rstrip()
+        if not self.store.ended.wait(_ENDS_S) and self._speaks():
             with contextlib.suppress(InvalidStateError):
-                self.outcome.set_exception(LaunchError(lost))
+                self.outcome.set_exception(LaunchError(f"rank {self.rank}: {cause().text}"))
 
-    def _report(self, error: Exception, preface: str = "", lost: str = "") -> None:
+    def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
         """Ray prints it, with its rank."""
 
 

@@ -2,7 +2,8 @@
 
 Each rank is a fresh interpreter that composes the same config again, so the typed config is never pickled. The launcher
 makes the run directory and ``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). Of
-several tasks of a scheduler's job, each starts its part of the ranks, and the first one has the store.
+several tasks of a scheduler's job, each starts its part of the ranks, and the first one has the store. What happens
+after a failure is up to extensions (:class:`.LaunchExtension`).
 """
 
 from __future__ import annotations
@@ -13,32 +14,26 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import stagereg.base.first_step as first_step
-from stagereg.base.address import listen
-from stagereg.base.command import command_to_resume, publish_run, resume_overrides
-from stagereg.base.crash_report import signal_name
+from stagereg.base.command import publish_run, resume_overrides
 from stagereg.base.machine import tunables
 from stagereg.base.output import warn
-from stagereg.errors import RESUME_CODE, LaunchError, at_least
-from stagereg.extensions.goodput.phases import FAILURE
-from stagereg.extensions.preemption.signals import SIGNALS
-from stagereg.extensions.recovery.restarts import Progress, Restarts
-from stagereg.extensions.recovery.warm import Start
+from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.agreed_values import VALUES, resolved
-from stagereg.launch.command_line import CommandLine, number
+from stagereg.launch.command_line import CommandLine
+from stagereg.launch.extension import Again, Attempt, End, Exit, LaunchExtension, Start, answers, first
 from stagereg.launch.local_ranks import LocalRanks
-from stagereg.launch.rank import ATTEMPT, LAUNCHER, NEXT_START, STEPPED
-from stagereg.launch.run_secret import GATHER_S, SECRET, agreed_secret, new_secret
-from stagereg.launch.run_store import RunStore
-from stagereg.launch.scheduler_task import SchedulerTask
+from stagereg.launch.progress import Progress
+from stagereg.launch.rank import ATTEMPT, LAUNCHER
+from stagereg.launch.run_secret import SECRET, agreed_secret, new_secret
+from stagereg.launch.run_store import NEXT_START, TIME_TO_END, RunStore
+from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
 _LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
-_MORE_S = 5.0
-"""Seconds that ranks have to report and end by themselves once one is lost, and they have saved what is left."""
+_MORE_S = 5.0  # seconds that ranks have to report and end by themselves once one has died
 _RANKS_PER_CORE = 4
 
 
@@ -56,74 +51,30 @@ def checked_nproc(value: Any) -> int:
     return value
 
 
-def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int) -> Any:
+def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: Sequence[LaunchExtension]) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have ended.
 
     In a scheduler's job with several tasks these are the ranks of this task, and only the first one returns a value. A
-    signal that stopped the run, or that all ranks have saved for and exited, is a ``SystemExit``. A run that fails is
-    started again as often as ``restarts`` of the config says.
+    signal that stopped the run, or that all ranks have saved for and exited, is a ``SystemExit``. ``extensions`` have
+    checked the config; one of them may have a run that fails started again.
     """
-    from omegaconf import OmegaConf
-
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     overrides = resume_overrides(hydra, cfg)
     publish_run(directory, overrides)
-    restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
-    with LocalRanks() as local:
-        store = _open_store(task)
+    with LocalRanks(extensions) as local:
+        store = open_store(task)
         variables = {**_variables(task, nproc, store), VALUES: json.dumps(resolved(cfg))}
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, variables)
-        run = _Run(local, store, task, start, directory, overrides, restarts)
+        run = _Run(local, store, task, start, directory, overrides)
         while True:
             end = run.attempt()
-            if not end.errors and end.unstepped is not None:
-                raise _preempted(end.unstepped, _newest_checkpoint(run.progress(), end.skipped))
-            if not end.errors and RESUME_CODE in end.codes.values():
-                raise SystemExit(RESUME_CODE)
-            if not end.errors and not end.codes:
+            if not end.errors and not end.codes and end.stopped is None:
                 return end.result if task.index == 0 else None
-            received = local.forwarded or end.received
-            refusal = "" if received else run.refusal(end)
-            if refusal is not None:
-                _raise(end, received, refusal + _newest_checkpoint(run.progress(), end.skipped))
-            run.prepare(end, OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto"))
-            warn(f"{end}\n{restarts}")
-
-
-@dataclass
-class _End:
-    """How the ranks have ended: exit codes that are not 0, reported errors, rank 0's value; when that was noticed."""
-
-    run: RunStore
-    codes: dict[int, int]
-    noticed: float
-    errors: dict[int, str] = field(default_factory=dict)
-    result: Any = None
-    unstepped: signal.Signals | None = None  # ended ranks, and no rank had taken a step
-    skipped: str = ""  # that the next start skips the newest checkpoint, if so
-
-    @property
-    def received(self) -> signal.Signals | None:
-        return next((each for each in SIGNALS if 128 + each in self.codes.values()), None)
-
-    def hear(self) -> None:
-        """Read what the ranks have reported; what came of another rank's end counts where no code tells of that."""
-        self.errors, self.result = self.run.errors(), self.run.get("result")
-        self.skipped = self.run.get(NEXT_START) or ""
-        consequences = self.run.errors("consequences")
-        causes = {rank: code for rank, code in self.codes.items() if rank not in consequences}
-        if not self.errors and set(causes.values()) <= {RESUME_CODE}:
-            self.errors = consequences
-        elif not self.errors:
-            self.codes = causes
-
-    def __str__(self) -> str:
-        texts = {
-            rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            for rank, code in self.codes.items()
-            if not self.errors or code < 0  # an error says more than the code that came of it
-        } | self.errors
-        return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
+            answer = first(extensions, lambda each, end=end: each.after(end))  # type: ignore[misc]
+            if not isinstance(answer, Again):
+                _end(end, answer.why if answer is not None else "", answer.code if isinstance(answer, Exit) else None)
+            start.command.extend(each for each in answer.overrides if each not in start.command)
+            warn(f"{end}\n{answer.why}")
 
 
 @dataclass
@@ -134,105 +85,74 @@ class _Run:
     start: Start
     directory: str
     overrides: list[str]  # as `resume_overrides`
-    restarts: Restarts
-    name = ""  # by which the record has what this attempt has done
+    number = 0  # of the next attempt
 
-    def attempt(self) -> _End:
+    def attempt(self) -> End:
+        """Start the ranks; return how they have ended, once they all have."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        local, task, variables = self.local, self.task, self.start.variables
-        nproc, attempt = int(variables["LOCAL_WORLD_SIZE"]), str(self.restarts.count)
+        local, task, extensions = self.local, self.task, self.local.extensions
+        for more in answers(extensions, lambda each: each.variables()):
+            self.start.variables.update(more)
+        nproc, number = int(self.start.variables["LOCAL_WORLD_SIZE"]), self.number
+        self.number += 1
         ranks = range(task.index * nproc, (task.index + 1) * nproc)
-        run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, attempt)
+        run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, str(number))
         if task.index == 0:
             run.begin(self.directory, self.overrides)
-        self.name = run.run()["attempt"]
+        name = run.run()["attempt"]
+        attempt = Attempt(number, task, self.start, run, self.store, lambda: Progress.of(self.directory, name))
         for local_rank, rank in enumerate(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: attempt}
-            local.start(rank, self.start._replace(variables=variables | own))
-
-        def warm_up() -> None:
-            if self.restarts.most and run.get("in job/0"):  # before, it would take their cores
-                local.warm_up(self.start)
-
-        codes = local.wait(warm_up)
-        end = _End(run, codes, time.time())
-        if local.stopped is not None:
-            self._stop(run, ranks, local.stopped)
-        end.unstepped = _find_unstepped(run, codes, local.forwarded)
-        if min(codes.values(), default=0) < 0 and end.unstepped is None:
-            local.wait_for_rest((run.get("saves after a loss") or 0.0) + _MORE_S)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: str(number)}
+            local.start(rank, self.start._replace(variables=self.start.variables | own))
+        codes = local.wait(lambda: answers(extensions, lambda each: each.poll(attempt)))
+        end = End(attempt, codes, time.time(), local.forwarded, local.stopped, not local.ran_none)
+        if end.stopped is not None:
+            # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print
+            # a traceback from the middle of an import, so it is terminated instead.
+            in_job = all(run.get(f"in job/{rank}") for rank in ranks)
+            end.codes, end.skipped = local.end(end.stopped if in_job else signal.SIGTERM), run.get(NEXT_START) or ""
+            return end
+        at_once = any(answers(extensions, lambda each: each.ending(end)))
+        if min(codes.values(), default=0) < 0 and not at_once:
+            local.wait_for_rest((run.get(TIME_TO_END) or 0.0) + _MORE_S)
         local.end(signal.SIGTERM)
         with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
-            end.hear()
-            _meet(self.store, task, f"ended {attempt}", _LEAVE_S)
+            _read_reports(end)
+            meet(self.store, task, f"ended {number}", _LEAVE_S)
         return end
 
-    def refusal(self, end: _End) -> str | None:
-        """Return why this run is not started again, or nothing if nobody asked for that; ``None`` if it is."""
-        restarts = self.restarts
-        if restarts.most == 0:
-            return ""
-        key = f"refused {restarts.count}"
-        with contextlib.suppress(RuntimeError):  # of the store, whose task is gone
-            if end.run.get("comes again"):
-                return ""
-            if self.task.index > 0:
-                refusal, restarts.progressed = json.loads(self.store.get(key))
-                restarts.count += refusal is None
-                return str(refusal) if refusal else None
-            killed = min(end.codes.values(), default=0) < 0
-            refusal = restarts.refusal(end.errors, killed, self.progress())
-            self.store.set(key, json.dumps([refusal, restarts.progressed]))
-            return refusal
-        return ""
 
-    def progress(self) -> Progress:
-        return Progress.of(self.directory, self.name)
-
-    def prepare(self, end: _End, has_begun_elsewhere: bool) -> None:
-        """Have the next attempt know of the failure, and go on from what this one has made."""
-        failure = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": self.restarts.count}
-        self.start.variables[FAILURE] = json.dumps(failure)
-        resume = "++checkpoint.resume=auto"
-        if self.restarts.progressed and has_begun_elsewhere and resume not in self.start.command:
-            self.start.command.append(resume)  # the run has passed the checkpoint that it was to begin from
-
-    def _stop(self, run: RunStore, ranks: range, stopped: signal.Signals) -> NoReturn:
-        if self.local.ran_none and stopped in SIGNALS:
-            self.local.end(signal.SIGTERM)
-            raise _preempted(stopped, _newest_checkpoint(self.progress()))
-        # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
-        # traceback from the middle of an import, so it is terminated instead.
-        in_job = all(run.get(f"in job/{rank}") for rank in ranks)
-        killed = self.local.end(stopped if in_job else signal.SIGTERM).get(0, 0) < 0
-        # If it is, rank 0 waited in a collective, and could not say this itself.
-        skipped = run.get(NEXT_START) or ""
-        raise _stopped(stopped, _newest_checkpoint(self.progress(), skipped) if killed else "")
+def _read_reports(end: End) -> None:
+    """Read what the ranks have reported; what came of another rank's end counts where no code tells of that."""
+    run = end.attempt.store
+    end.errors, end.result, end.skipped = run.errors(), run.get("result"), run.get(NEXT_START) or ""
+    if not end.codes:
+        return
+    consequences = run.errors("consequences")
+    causes = {rank: code for rank, code in end.codes.items() if rank not in consequences}
+    if not end.errors and set(causes.values()) <= {RESUME_CODE}:
+        end.errors = consequences
+    elif not end.errors:
+        end.codes = causes
 
 
-def _open_store(task: SchedulerTask) -> Any:
-    """The store of the run, which task 0 has, once all tasks have come to it."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    limit, port, listener = timedelta(seconds=GATHER_S), task.port, None
-    try:
-        if task.index == 0 and task.is_one_machine:  # else torch listens on all interfaces
-            opened = listen(task.host, task.port)
-            port, listener = opened.getsockname()[1], opened.detach()
-        begins = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listener}
-        store: Any = TCPStore(task.host, port, is_master=task.index == 0, **begins)  # type: ignore[arg-type]
-        _meet(store, task, "started", GATHER_S)
-    except (RuntimeError, OSError) as error:
-        where = f"the {task.count} tasks of the job have not met at {task.host}:{task.port} in {GATHER_S} s"
-        raise LaunchError(f"{where}: {error}") from error
-    return store
-
-
-def _meet(store: Any, task: SchedulerTask, what: str, limit_s: float) -> None:
-    """Wait until all tasks have come here. Raises ``RuntimeError`` if they have not in so many seconds."""
-    store.set(f"{what}/{task.index}", "")
-    store.wait([f"{what}/{index}" for index in range(task.count)], timedelta(seconds=limit_s))
+def _end(end: End, why: str, code: int | None) -> NoReturn:
+    """End the run as the attempt has ended, or with an exit ``code`` and ``why`` if that is given."""
+    newest = end.attempt.progress().describe(end.skipped)
+    if code is not None:
+        warn(f"{why}{newest}")
+        raise SystemExit(code)
+    if end.preempted:
+        raise SystemExit(RESUME_CODE)
+    if end.received is None:
+        raise RanksFailedError(f"{end}{why}{newest}")
+    if end.stopped is None and end.errors:
+        warn(f"{end}{newest}")
+    # If rank 0 was killed, it waited in a collective, and could not print this itself.
+    killed = end.stopped is not None and end.codes.get(0, 0) < 0
+    warn(f"stopped by {end.received.name}{newest if killed else ''}")
+    raise SystemExit(128 + end.received)
 
 
 def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
@@ -254,47 +174,3 @@ def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
         SECRET: secret or new_secret(),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own
     }
-
-
-def _newest_checkpoint(progress: Progress, skipped: str = "") -> str:
-    """Return a line on the newest checkpoint of a run, and how to resume from it; ``skipped`` as of `_End`."""
-    stored, near = progress.stored or progress.resumed, progress.near
-    if stored is None and near is None:
-        return skipped and f"\n{skipped}"
-    found = [] if stored is None else [f"The newest checkpoint is step {stored['step']}, in {stored['dir']}"]
-    if near is not None and (stored is None or near["step"] > stored["step"]):
-        found.append(f"step {near['step']} is in {near['dir']}")
-    command = command_to_resume("" if stored is None else stored["dir"])
-    text = "; ".join([*found, *([] if skipped else [f"{command} resumes from there"])])
-    return f"\n{text[0].upper()}{text[1:]}. {skipped}".rstrip()
-
-
-def _raise(end: _End, received: signal.Signals | None, more: str) -> NoReturn:
-    if received is None:
-        raise RanksFailedError(f"{end}{more}")
-    if end.errors:
-        warn(f"{end}{more}")
-    raise _stopped(received)
-
-
-def _find_unstepped(run: RunStore, codes: dict[int, int], forwarded: signal.Signals | None) -> signal.Signals | None:
-    """Return the signal that has ended ranks, if nothing else has ended one, and no rank had taken a step.
-
-    A rank that exits with 75 does not name the signal; ``forwarded`` is the one that the launcher got.
-    """
-    if not codes or not {*codes.values()} <= {RESUME_CODE, *(-each for each in SIGNALS)}:
-        return None
-    received = next((each for each in SIGNALS if -each in codes.values()), forwarded or signal.SIGTERM)
-    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
-        return None if run.get(STEPPED) else received
-    return None
-
-
-def _preempted(received: signal.Signals, more: str) -> SystemExit:
-    warn(f"{first_step.preempted(received)}{more}")
-    return SystemExit(RESUME_CODE)
-
-
-def _stopped(received: signal.Signals, more: str = "") -> SystemExit:
-    warn(f"stopped by {received.name}{more}")
-    return SystemExit(128 + received)

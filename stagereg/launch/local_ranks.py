@@ -8,14 +8,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import stagereg.base.first_step as first_step
+from stagereg.base.signals import SAME_SIGNAL_S, SIGNALS
 from stagereg.errors import RESUME_CODE
-from stagereg.extensions.preemption.signals import SAME_SIGNAL_S, SIGNALS
-from stagereg.extensions.recovery.warm import Start, WarmProcess, WarmStart
+from stagereg.launch.extension import LaunchExtension, Process, Start, answers, first
 
 _KILL_S = 3.0  # seconds ranks have to end after a signal, before they are killed
 
@@ -27,13 +27,13 @@ class LocalRanks:
     again later, and where it is any other one, the ranks are to be ended (``stopped``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, extensions: Sequence[LaunchExtension] = ()) -> None:
+        self.extensions = extensions  # one of them may start a rank; all are closed at the end
         self.forwarded: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
         self.ran_none = False  # when the signal came for which they are stopped
         self._forwarded_at = 0.0
-        self._processes: dict[int, subprocess.Popen[bytes] | WarmProcess] = {}
-        self._warm: WarmStart | None = None
+        self._processes: dict[int, Process] = {}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> LocalRanks:
@@ -49,23 +49,18 @@ class LocalRanks:
 
     def __exit__(self, *raised: object) -> None:
         self.end(signal.SIGTERM)
-        if self._warm is not None:
-            self._warm.close()
+        answers(self.extensions, lambda each: each.close())
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def start(self, rank: int, start: Start) -> None:
         """Start a rank, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
-        warm = None if self._warm is None else self._warm.start(start)
         command, folder, variables = start
-        process = warm or subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
+        process = first(self.extensions, lambda each: each.start(rank, start))
+        process = process or subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
         self._processes[rank] = process
         if self.forwarded is not None:  # meanwhile
             process.send_signal(self.forwarded)
-
-    def warm_up(self, start: Start) -> None:
-        """Have ranks that are started from now on begin at once, unless that is so."""
-        self._warm = self._warm or WarmStart(start)
 
     def wait(self, poll: Callable[[], object] = lambda: None) -> dict[int, int]:
         """Wait until all have ended, one has failed, or a signal is to end them; return exit codes that are not 0.

@@ -16,16 +16,17 @@ from typing import Any
 
 import stagereg.base.first_step as first_step
 import stagereg.base.shutdown as shutdown
-import stagereg.extensions.goodput.phases as phases
 from stagereg.base.command import publish_run, resume_overrides
 from stagereg.base.crash_report import format_error
 from stagereg.base.output import warn
 from stagereg.base.overrides import raw
-from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped, at_least
-from stagereg.extensions.preemption.signals import exit_before_first_step
+from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
 from stagereg.launch.command_line import CommandLine, number, parsed
+from stagereg.launch.exits import print_exit
+from stagereg.launch.extension import begin, expect_installed, launch_extensions, mark
+from stagereg.launch.job import run_recorded
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.rank import LAUNCHER, Rank, alone, is_rank, print_exit, run_recorded
+from stagereg.launch.rank import Rank, alone, is_rank
 from stagereg.launch.run_secret import SECRET, new_secret
 from stagereg.launch.scheduler_task import SchedulerTask
 
@@ -90,8 +91,7 @@ def main(
 def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
     rank = None
     try:
-        if LAUNCHER not in os.environ:  # else the launcher decides
-            exit_before_first_step()
+        begin()
         rank = Rank.current()
         job = _Job(task, CommandLine.of_this_process(), rank)
         _import_plugins()
@@ -218,13 +218,14 @@ class _Job:
         from stagereg.config.instantiate import check_values
         from stagereg.config.suggestions import refuse_unused
 
-        phases.mark("composed")
+        mark("composed")
         hydra = HydraConfig.get()
         one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):
             try:
                 refuse_unused(cfg, raw(hydra.overrides.task))
                 check_values(cfg)
+                expect_installed(cfg)
                 if self._rank is not None:
                     if one_of_several:
                         raise LaunchError(_how_to_sweep(self._rank))
@@ -240,11 +241,12 @@ class _Job:
                 raise SystemExit(1) from None
 
     def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:
-        nproc, restarts = checked_nproc(number(cfg, "nproc", 1)), at_least(0, "restarts", number(cfg, "restarts", 0))
-        if nproc > 1 or restarts or one_of_several or SchedulerTask.current().count > 1:
+        nproc, extensions = checked_nproc(number(cfg, "nproc", 1)), launch_extensions()
+        needed = [each.check(cfg) for each in extensions]
+        if nproc > 1 or any(needed) or one_of_several or SchedulerTask.current().count > 1:
             if not self._is_first:
                 raise LaunchError(_SECOND_CALL)
-            return launch(self._command, cfg, hydra, nproc)
+            return launch(self._command, cfg, hydra, nproc, extensions)
         publish_run(hydra.runtime.output_dir, resume_overrides(hydra, cfg))
         try:
             return alone(functools.partial(run_recorded, self._task), cfg)

@@ -10,24 +10,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import logging
 import math
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
-import stagereg.base.first_step as first_step
-import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
-import stagereg.extensions.goodput.phases as phases
-import stagereg.extensions.recovery.rank_failure as loss
-from stagereg.base.address import is_one_machine, listen, loopback
-from stagereg.base.command import command_to_resume, publish_run, resume_overrides
+from stagereg.base.command import publish_run, resume_overrides
 from stagereg.base.crash_report import format_error
 from stagereg.base.machine import end_with, ranks_here
 from stagereg.base.output import warn
@@ -42,26 +34,18 @@ from stagereg.errors import (
     UnevenInputsError,
     is_consequence,
 )
-from stagereg.extensions.recovery.heartbeat import ENDED
 from stagereg.launch.agreed_values import VALUES, resolved, take
-from stagereg.launch.command_line import number
+from stagereg.launch.exits import print_exit
+from stagereg.launch.extension import Cause, RankExtension, answers, first, mark, rank_extensions
+from stagereg.launch.job import for_json, open_store, process_group, run_recorded
 from stagereg.launch.run_store import RunStore, name_attempt
-
-log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
 ATTEMPT = "STAGEREG_ATTEMPT"  # the environment variable with how often it has started the run again
-KEEPS_CODE = "STAGEREG_KEEPS_CODE"
-"""The environment variable with the process number of the ``stagereg run`` that has started a rank."""
-STEPPED = "stepped"  # the key that a rank sets in the store of the run when it takes its first step
-NEXT_START = "next start"  # the key of what rank 0 publishes of the next start, if that skips the newest checkpoint
 _LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
 _EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
 _TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving
-_LOST_S = 5.0  # seconds in which a rank that failed since another one is gone hears of that
-_MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
-NOTICE_S = 10.0  # seconds in which a loss is noticed where the config does not say
 _DIFFERS = (
     "comes from a resolver that gives each process another value, so all ranks use the value that was resolved first. "
     "For a value of each rank's own, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
@@ -78,26 +62,26 @@ class Rank:
     local_world_size: int
     launched: bool  # whether `stagereg.main` has started the rank
     store: RunStore
+    extensions: Sequence[RankExtension] = field(default_factory=rank_extensions)
 
     @classmethod
     def current(cls) -> Rank | None:
         """This process's rank, or ``None`` if it is none. Waits for the other ranks."""
-        phases.mark("imported")
+        mark("imported")
         if not is_rank():
             return None
         launcher = os.environ.get(LAUNCHER)
         if launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with(int(launcher or os.getppid()))
-            phases.mark("launched", phases.process_start(str(os.getppid())))
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = PrefixStore("stagereg", _open_store(rank, world_size))
+        store = PrefixStore("stagereg", open_store(rank, world_size))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = ranks_here(world_size)
         attempt = name_attempt(store, rank, world_size) if launcher is None else os.environ.get(ATTEMPT, "0")
         run_store = RunStore(store, rank, world_size, attempt)
-        phases.mark("connected")
+        mark("connected")
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
     def overrides(self) -> list[str]:
@@ -117,21 +101,23 @@ class Rank:
         # Before there is a process group, of which a resolver could ask for the number of the rank.
         values = json.loads(os.environ[VALUES]) if self.launched else resolved(cfg)
         try:
-            with self._watched(_checked_notice(cfg)), _process_group(self):
+            with contextlib.ExitStack() as around:
+                for each in self.extensions:
+                    around.enter_context(each.around(self, cfg))
+                around.enter_context(
+                    process_group(self.store.group, self.rank, self.world_size, self.local_rank, self.local_world_size)
+                )
                 self.store.set(f"in job/{self.rank}", True)
-                if self.launched:  # the launcher sees that a signal has ended this rank
-                    first_step.call_at_first_step(self._report_step)
                 try:
                     self._agree_on_values(cfg, values)
-                    attempt, failure = self.store.run()["attempt"], self.store.failure
-                    value = run_recorded(task, cfg, attempt, failure.take() if self.rank == 0 else None)
+                    value = run_recorded(task, cfg, self.store.run()["attempt"], self.extensions)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
                     # Before the group closes, so that a cause is known before a consequence can come of it.
                     self._report_cause(error)
                     if is_consequence(error):
-                        loss.await_saved()
+                        answers(self.extensions, lambda each, error=error: each.ending(error))  # type: ignore[misc]
                     raise
                 except SystemExit as error:
                     if error.code:
@@ -140,11 +126,11 @@ class Rank:
                 finally:
                     self.store.set_ended()
                 # A group that one rank closes while another still connects to it, fails there.
-                self.store.await_ended(math.inf)
+                self.store.await_ended(math.inf, self._expect_no_failure)
         except Exception as error:
             self.fail(error)
         if self.rank == 0 and self.launched:
-            self.store.set("result", _for_json(value))
+            self.store.set("result", for_json(value))
         return value
 
     def fail(self, error: Exception) -> NoReturn:
@@ -152,63 +138,60 @@ class Rank:
         try:
             self._report_cause(error)
             self.store.set_ended()
-            self.store.await_ended(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
+            limit_s = _TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S
+            self.store.await_ended(limit_s, self.failed_ranks)
             if self.store.get("cause is known") is None:
-                lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
+                cause = self.cause()  # on all ranks, since the first to exit has the others ended
                 if self.store.is_first("a consequence"):
-                    self._report(error, lost and f"{lost} {self.store.saved}".rstrip() + " Seen here:\n", lost)
+                    self._report(error, cause)
         except Exception:  # of the store; others may have reported a cause before it went
             if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                lost = f"{self.store.lost(_LOST_S)} {self.store.saved}".strip()
+                lost = self.cause().text
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone"
                 text = f"{gone}{lost and '; '}{lost.rstrip('.')}. If a rank there reported a cause, that is it."
                 self._print(f"{text} Seen here:\n{format_error(error)}")
-        self.store.leave()
+        answers(self.extensions, lambda each: each.leave())
         shutdown.exit_now(1)
 
-    def _may_be_known(self, lost: str) -> bool:
-        """Whether the launcher may have seen what happened: of its own processes, with the signal or the exit code."""
-        ended = bool(lost) and all(how.endswith(ENDED) for how in self.store.lost_ranks().values())
-        return ended and self.launched and self.local_world_size == self.world_size and not self.store.saved
-
-    @contextlib.contextmanager
-    def _watched(self, notice_s: float) -> Iterator[None]:
-        """Know of lost ranks in a ``with`` block, in which what registers saves after a loss."""
-        after, ending = loss.EmergencySave(self.store, self.rank, self.world_size, notice_s), threading.Lock()
-
-        def end(lost: str) -> None:
-            if ending.acquire(blocking=False):  # once; the watch goes on to listen
-                # Either may hang where the store is lost, too.
-                threading.Thread(target=self.store.failure.leave, args=(lost,), daemon=True).start()
-                threading.Thread(target=self._end_for_loss, args=(after,), daemon=True).start()
-
-        with self.store.watch(notice_s, end) as after.watch, loss.of_process(after):
-            yield
-
-    def _end_for_loss(self, after: loss.EmergencySave) -> None:
-        """Save with others that are left, and end this rank, which may wait for ever for one that is lost."""
-        after.save()
-        mercy_s = min(_MERCY_S, after.notice_s / 8)
+    def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
+        """Save, and end this rank unless it ends by itself; see :class:`.ThisRank`."""
+        save()
         if not self.store.ended.wait(mercy_s):
-            self._report_loss(mercy_s)
+            self._report_failure(cause(), mercy_s)
             shutdown.exit_now(1)
 
-    def _report_loss(self, limit_s: float) -> None:
-        lost = f"{self.store.lost(0.0)} {self.store.saved}".rstrip()
-
+    def _report_failure(self, cause: Cause, limit_s: float) -> None:
         def report() -> None:
             try:
                 if self.store.is_first("a loss"):
-                    self._report(LaunchError(lost), lost=lost)
+                    self._report(None, cause)
             except RuntimeError:  # of the store, which is gone
-                self._print(lost)
+                self._print(cause.text)
 
         reporting = threading.Thread(target=report, daemon=True)  # where the store is lost too, it may hang
         reporting.start()
         reporting.join(limit_s)
         if reporting.is_alive():
-            self._print(lost)
+            self._print(cause.text)
+
+    def failed_ranks(self) -> set[int]:
+        """Return the ranks that are known to have failed. Thread-safe."""
+        return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
+
+    def cause(self) -> Cause:
+        """Return what has failed on other ranks, with an empty text if that is not known. May wait for some seconds."""
+        return first(self.extensions, lambda each: each.cause()) or Cause("", False)
+
+    def note(self, why: str) -> None:
+        """Have extensions know why this attempt fails. Any thread."""
+        answers(self.extensions, lambda each: each.noted(self, why))
+
+    def _expect_no_failure(self) -> tuple[int, ...]:
+        """Return no ranks. Raises: ``LaunchError`` if ranks have failed."""
+        if self.failed_ranks():
+            raise LaunchError(self.cause().text)
+        return ()
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
         """End this rank because the run was signalled: with the others, so that none takes its end for a failure."""
@@ -216,7 +199,7 @@ class Rank:
             if self.rank == 0:
                 print_exit(error)
             self.store.set_ended()
-            self.store.await_ended(_EXIT_S)
+            self.store.await_ended(_EXIT_S, self.failed_ranks)
         raise error from None
 
     def _agree_on_run(self, cfg: Any) -> None:
@@ -245,10 +228,6 @@ class Rank:
             if self.store.is_first(f"differs: {key}"):
                 warn(f"stagereg: {key} {_DIFFERS}")
 
-    def _report_step(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of the store, which is gone
-            self.store.set(STEPPED, True)
-
     def _report_cause(self, error: Exception) -> None:
         if not is_consequence(error):
             self.store.set("cause is known", True)
@@ -257,33 +236,21 @@ class Rank:
             if self.store.is_first(format_error(error)):
                 self._report(error)
 
-    def _report(self, error: Exception, preface: str = "", lost: str = "") -> None:
-        """Report an error, or what came of ranks that are ``lost``; ``preface`` comes first."""
-        text = preface + format_error(error)
-        self.store.failure.leave(text)
+    def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
+        """Report an error of this rank, and before it the ``cause`` on other ranks that the error came of, if any."""
+        texts = [*([cause.text] if cause else []), *([format_error(error)] if error else [])]
+        text = " Seen here:\n".join(filter(None, texts))
+        self.note(text)
         if self.launched:
-            self.store.add_error(text, "consequences" if self._may_be_known(lost) else "errors")
+            seen = (
+                cause is not None and cause.seen and self.local_world_size == self.world_size
+            )  # by the launcher of all ranks
+            self.store.add_error(text, "consequences" if seen else "errors")
         else:
             self._print(text)
 
     def _print(self, text: str) -> None:
         warn(f"rank {self.rank}: {text}")
-
-
-def _open_store(rank: int, world_size: int) -> Any:
-    """Connect to the store of the run; rank 0 opens it, unless the launcher has, on loopback where that is enough."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.constants import default_pg_timeout
-    from torch.distributed.rendezvous import rendezvous
-
-    if is_one_machine() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        os.environ["MASTER_ADDR"] = host = loopback()
-        if rank == 0:
-            port = int(os.environ["MASTER_PORT"])
-            with contextlib.suppress(OSError):  # torch says why, or has this process's store there
-                own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
-                return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
-    return next(iter(rendezvous("env://")))[0]
 
 
 def is_rank() -> bool:
@@ -300,89 +267,5 @@ def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
         return task(cfg)
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     store = RunStore(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
-    with env_override(variables), _process_group(Rank(0, 1, 0, 1, False, store)):
+    with env_override(variables), process_group(store.group, 0, 1, 0, 1):
         return task(cfg)
-
-
-def run_recorded(task: Callable[[Any], Any], cfg: Any, attempt: str = "", failure: dict[str, Any] | None = None) -> Any:
-    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
-
-    ``attempt`` is as ``run`` of :func:`stagereg.base.record.recording`; ``failure`` is what rank 0 was told of the
-    failure that this start follows.
-    """
-    import torch
-    import torch.distributed as dist
-    from hydra.core.hydra_config import HydraConfig
-
-    directory = Path(HydraConfig.get().runtime.output_dir)
-    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    if dist.get_rank() == 0:
-        phases.begin(directory, attempt, failure)
-    with record.recording(directory, dist.get_rank(), dist.get_world_size(), attempt, **device):
-        try:
-            value = task(cfg)
-        except BaseException as error:
-            shutdown.note_failure(error)
-            raise
-        shutdown.finish()
-    return value
-
-
-@contextlib.contextmanager
-def _process_group(rank: Rank) -> Iterator[None]:
-    """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one."""
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_initialized():  # by what has started the rank
-        yield
-        return
-    if is_one_machine() and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens at the address of the host's name
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
-        # NCCL refuses a group in which ranks share a device.
-        enough = rank.local_world_size <= torch.cuda.device_count()
-        backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
-    dist.init_process_group(backend, store=rank.store.group, rank=rank.rank, world_size=rank.world_size)
-    phases.mark("grouped")
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def print_exit(error: Preempted | Stopped) -> None:
-    """Print how a run has ended, and the command that resumes."""
-    text = str(error)
-    if isinstance(error, Preempted):
-        command = command_to_resume(error.directory)
-        if ".dir=" in command:
-            text = f"preempted by {error.received.name}: step {error.step} is saved"
-        text += f"; {command} resumes from there{torchrun_note()}"
-    warn(text)
-
-
-def torchrun_note() -> str:
-    """Return what a run that has saved and exits says of ``torchrun``; empty below any other launcher."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or KEEPS_CODE in os.environ:
-        return ""
-    return "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
-
-
-def _checked_notice(cfg: Any) -> float:
-    value = number(cfg, "notice_s", NOTICE_S)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 3600:
-        raise LaunchError(f"notice_s={value} is no number of seconds from 1 to 3600, in which a lost rank is noticed")
-    return float(value)
-
-
-def _for_json(value: Any) -> Any:
-    """The value as JSON has it, tensors of one number as that number; ``None`` if JSON cannot have it."""
-    try:
-        return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        log.warning("the %s that rank 0 returned cannot be sent as JSON, so the job returns None", type(value).__name__)
-        return None

@@ -7,63 +7,38 @@ agent that follows the restart of another agent does not count it (:func:`name_a
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Collection
 from typing import Any
 
 import stagereg.base.record as record
 from stagereg.errors import LaunchError
-from stagereg.extensions.recovery.failure_monitor import FailureMonitor
-from stagereg.launch.run_secret import GATHER_S, agreed_secret, await_key, given_secret
+from stagereg.launch.run_secret import GATHER_S, await_key
 
-
-class FailureNote:
-    """What an attempt leaves for the next one, when it fails."""
-
-    def __init__(self, all_attempts: Any, store: Any) -> None:
-        self._all_attempts, self._store = all_attempts, store
-
-    def leave(self, why: str) -> None:
-        """Leave what has ended this attempt, unless a rank has; returns at once if so, or if the store is gone."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.add("failed", 1) == 1:
-                self._all_attempts.set("failure", json.dumps({"why": why, "noticed": time.time()}))
-
-    def take(self) -> dict[str, Any] | None:
-        """On rank 0, take that of the attempt before; ``None`` if there is none."""
-        if not self._all_attempts.check(["failure"]):
-            return None
-        note = dict(json.loads(self._all_attempts.get("failure")))
-        self._all_attempts.delete_key("failure")
-        return note
+STEPPED = "stepped"  # the key that a rank sets when it takes its first step
+NEXT_START = "next start"  # the key of what rank 0 publishes of the next start, if that skips the newest checkpoint
+TIME_TO_END = "time to end"  # the key of the seconds that ranks may take to end once one has died
 
 
 class RunStore:
     """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
-    ``store`` is torch's, and nothing else uses it; it may fail with its machine. ``group`` is the store for the process
-    group; ``failure`` is what the next attempt is told; ``ended`` is set once this rank has come to the end of its job;
-    ``saved`` is a sentence on what was saved after a loss.
+    ``store`` is torch's, and nothing else uses it; it may fail with its machine. ``of_attempt`` is the part of it with
+    the keys of this attempt, and ``group`` the part for the process group. ``ended`` is set once this rank has come to
+    the end of its job.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self._all_attempts, self._attempt = store, attempt
-        self._store: Any = PrefixStore(attempt, store)
-        self.group = PrefixStore("group", self._store)
-        self.failure = FailureNote(store, self._store)
+        self._all_attempts, self.attempt = store, attempt
+        self.of_attempt: Any = PrefixStore(attempt, store)
+        self.group = PrefixStore("group", self.of_attempt)
         self._rank = rank
         self._world_size = world_size
         self.ended = threading.Event()
-        self.saved = ""
-        self._watch: FailureMonitor | None = None
 
     def begin(self, directory: str, resume: list[str]) -> None:
         """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
@@ -81,116 +56,54 @@ class RunStore:
         """
         await_key(self._all_attempts, "run", "rank 0 did not begin")
         about = json.loads(self._all_attempts.get("run"))
-        return {**about, "attempt": record.attempt_of(about["name"], self._attempt)}
+        return {**about, "attempt": record.attempt_of(about["name"], self.attempt)}
 
     def set(self, key: str, value: Any) -> None:
         """Report ``value``, which JSON has, under a name."""
-        self._store.set(key, json.dumps(value))
+        self.of_attempt.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
         """What was reported under this name; ``None`` if nothing was."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return json.loads(self.of_attempt.get(key)) if self.of_attempt.check([key]) else None
 
     def add_error(self, text: str, kind: str = "errors") -> None:
         """Report an error of this rank to the launcher, or what came of another rank's end (``"consequences"``)."""
-        self._store.append(kind, json.dumps([self._rank, text]) + "\n")
+        self.of_attempt.append(kind, json.dumps([self._rank, text]) + "\n")
 
     def errors(self, kind: str = "errors") -> dict[int, str]:
         """What was reported of this kind, by rank."""
-        lines = self._store.get(kind).splitlines() if self._store.check([kind]) else []
+        lines = self.of_attempt.get(kind).splitlines() if self.of_attempt.check([kind]) else []
         return dict(sorted(json.loads(line) for line in lines))
 
     def is_first(self, text: str) -> bool:
         """Return True for the first rank that reports this text, and False for all later ones."""
-        return bool(self._store.add(f"reported/{text}", 1) == 1)
+        return bool(self.of_attempt.add(f"reported/{text}", 1) == 1)
 
     def set_ended(self) -> None:
         self.ended.set()
-        self._store.set(f"ended/{self._rank}", "")
+        self.of_attempt.set(f"ended/{self._rank}", "")
 
-    def await_ended(self, limit_s: float) -> None:
-        """Wait until all ranks have ended, at most ``limit_s`` seconds. Raises ``LaunchError`` if ranks are lost."""
+    def await_ended(self, limit_s: float, failed: Callable[[], Collection[int]]) -> None:
+        """Wait until all ranks have ended except those that have ``failed``, at most ``limit_s`` seconds."""
         deadline = time.monotonic() + limit_s
         while True:
-            lost = self.lost_ranks()
-            if limit_s == math.inf and lost:
-                raise LaunchError(self.lost(0.0))
+            lost = failed()
             ended = [f"ended/{rank}" for rank in range(self._world_size) if rank not in lost]
-            if self._store.check(ended) or time.monotonic() > deadline:
+            if self.of_attempt.check(ended) or time.monotonic() > deadline:
                 return
             time.sleep(0.02)
 
-    @contextlib.contextmanager
-    def watch(self, notice_s: float, on_lost: Callable[[str], None]) -> Iterator[FailureMonitor | None]:
-        """Know of lost ranks, in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
-        if self._world_size == 1:
-            yield None
-            return
+    def leave(self, key: str, value: Any) -> None:
+        """Leave a value, which JSON has, for the next attempt."""
+        self._all_attempts.set(key, json.dumps(value))
 
-        def meet(hub: list[Any] | None) -> list[Any]:
-            if hub is not None:
-                self.set("hub", hub)
-                return hub
-            await_key(self._store, "hub", "rank 0 did not come to its job")
-            return list(self.get("hub"))
-
-        # Of this attempt alone: a process that an earlier one has left is a stranger.
-        secret = agreed_secret(self._store, self._rank, self._world_size, given_secret()) + self._attempt
-        self._watch = FailureMonitor(self._rank, self._world_size, notice_s, secret, meet, on_lost)
-        failed = False
-        try:
-            yield self._watch
-        except Exception:
-            failed = True  # the rank hears who is lost, until it leaves
-            raise
-        finally:
-            if not failed:
-                self.leave()
-
-    def leave(self) -> None:
-        """This rank ends, and the others are not to take that for a loss. Twice is harmless."""
-        if self._watch is not None:
-            self._watch.close()
-
-    def lost_ranks(self) -> dict[int, str]:
-        """The ranks that are lost, each with its process and how it was lost: ``(process 12 on node3): ...``."""
-        return {} if self._watch is None else {**self._watch.lost}
-
-    def meet(self, limit_s: float) -> Any:
-        """Return torch's store with this attempt's keys, over a connection that no other thread waits in.
-
-        Raises:
-            LaunchError: the store does not answer within ``limit_s`` seconds.
-        """
-        answer: Future[Any] = Future()
-
-        def ask() -> None:
-            try:
-                _expect_open(self._store, limit_s)
-                store = self._store.clone()
-                store.check(["hub"])
-                answer.set_result(store)
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=ask, name="stagereg-meet", daemon=True).start()
-        try:
-            return answer.result(limit_s)
-        except (RuntimeError, OSError) as error:
-            ends = "does not answer" if isinstance(error, TimeoutError) else "is gone"
-            raise LaunchError(
-                f"the rendezvous store of this run {ends}, so the surviving ranks cannot agree on a step. The next "
-                "start resumes from the newest checkpoint, in the tier or in checkpoint storage."
-            ) from error
-
-    def give_time(self, seconds: float) -> None:
-        """Let this rank live so much longer that cannot hear of rank 0: the store answers, so it is not cut off."""
-        if self._watch is not None:
-            self._watch.give_time(seconds)
-
-    def lost(self, for_s: float) -> str:
-        """The ranks that are lost, or become so within so many seconds, as a sentence; else nothing."""
-        return "" if self._watch is None else self._watch.sentence(for_s)
+    def take(self, key: str) -> Any:
+        """Take a value that an earlier attempt has left; ``None`` if there is none."""
+        if not self._all_attempts.check([key]):
+            return None
+        value = json.loads(self._all_attempts.get(key))
+        self._all_attempts.delete_key(key)
+        return value
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:
@@ -215,11 +128,3 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
             raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
         time.sleep(0.01)
     return str(mine)
-
-
-def _expect_open(store: Any, limit_s: float) -> None:
-    """Raise ``OSError`` if a store takes no connection; torch's own tries for as long as a rank may be late."""
-    while not hasattr(store, "port") and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if hasattr(store, "port"):
-        socket.create_connection((store.host, store.port), limit_s).close()

@@ -181,7 +181,7 @@ class Run:
 
 
 def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """Return the attempts of the run that the last one belongs to, as :mod:`stagereg.launch.earlier` finds them."""
+    """Return the attempts of the run that the last one belongs to, as ``extensions.goodput.earlier`` finds them."""
     run, saves_to = run_of(recordings[-1].attempt), _saves_to(recordings[-1])
     own = [each for each in recordings if run_of(each.attempt) == run or (saves_to and _saves_to(each) == saves_to)]
     ends = [(record.end or {}).get("status") == "completed" for record in own[:-1]]

@@ -29,6 +29,8 @@ import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.extensions.recovery.launching import monitored
+from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 from tests.benchmarks import on_ranks, program
 from tests.benchmarks.on_ranks import Turn
@@ -92,11 +94,12 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int,
     with ExitStack() as stack:
         options: dict[str, Any] = {"every": _NEVER, "resume": "never"}
         without = stack.enter_context(Checkpointer(folder / "without", **options))  # which has nothing to register at
-        stack.enter_context(store.watch(_NOTICE_S, print))
-        stack.enter_context(loss.of_process(loss.EmergencySave(store, rank, world, _NOTICE_S)))
+        save = loss.EmergencySave(store, rank, world, _NOTICE_S)
+        stack.enter_context(monitored(Rank(rank, world, rank, world, False, store), save, print))
+        stack.enter_context(loss.of_process(save))
         both = stack.enter_context(Checkpointer(folder / "with", **options))
-        assert store._watch is not None
-        pulse = store._watch._pulse.pid
+        assert save.monitor is not None
+        pulse = save.monitor._pulse.pid
         turns = [Noticing(row, training, pulse, {CHECKPOINTER: without, BOTH: both}) for row in rows]
         found = {one.row: one for one in interleave(turns, rounds)}
         os.kill(pulse, signal.SIGCONT)

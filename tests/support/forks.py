@@ -32,6 +32,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from stagereg.base.providers import has
+
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.checkpoint.checkpointer"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
 _IMPORTED += ["stagereg.launch.main", "stagereg.sweep.render", "matplotlib.backends.backend_svg", "jinja2"]
@@ -168,7 +170,7 @@ def _next_program() -> CodeType:
         else:
             del globals()["__file__"]
         sys.path[:1] = [os.path.dirname(file), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        if asked["forks_ranks"]:
+        if asked["forks_ranks"] and has("recovery"):
             _fork_server_of_ranks(os.path.dirname(file))
         return compile(program, file or "<string>", "exec", dont_inherit=True)
     sys.exit()
@@ -177,7 +179,8 @@ def _next_program() -> CodeType:
 def _fork_server_of_ranks(folder: str) -> None:
     """Fork the server of ``stagereg.extensions.recovery.warm``, and have launchers here start ranks there."""
     import stagereg.extensions.recovery.warm as warm
-    from stagereg.launch.local_ranks import LocalRanks
+    from stagereg.extensions.recovery.launching import RecoveryLauncher
+    from stagereg.launch.extension import Start
 
     class Forking(warm.WarmStart):
         def __init__(self, link: socket.socket) -> None:
@@ -203,14 +206,13 @@ def _fork_server_of_ranks(folder: str) -> None:
         sys.exit()
     theirs.close()
     found: list[warm.WarmStart] = []
-    enter = LocalRanks.__enter__
 
-    def enter_forking(ranks: LocalRanks) -> LocalRanks:
+    def start_forking(launcher: RecoveryLauncher, rank: int, start: Start) -> warm.WarmProcess | None:
         found[:] = found or [Forking(ours)]
-        ranks._warm = found[0]
-        return enter(ranks)
+        launcher._warm = found[0]
+        return found[0].start(start)
 
-    LocalRanks.__enter__ = enter_forking  # type: ignore[method-assign]
+    RecoveryLauncher.start = start_forking  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

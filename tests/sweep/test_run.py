@@ -16,8 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.base import record
+from stagereg.base.recorded import last_event
 from stagereg.errors import ConfigError
-from stagereg.launch.earlier import Earlier, last_event
+from stagereg.extensions.goodput.earlier import Earlier
 from stagereg.sweep.run import Run, Span, Started
 
 from ..support.samples import BEGAN, Sample, rank_file, write_events, write_run

@@ -19,7 +19,7 @@ from typing import Any
 
 import stagereg.base.first_step as first_step
 import stagereg.base.record as record
-from stagereg.launch.earlier import Earlier
+from stagereg.extensions.goodput.earlier import Earlier
 
 _log = logging.getLogger(__name__)
 

@@ -18,17 +18,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import stagereg.base.rank_failures as rank_failures
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
-import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.base.option_text import option
+from stagereg.base.signals import SIGNALS
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
-from stagereg.extensions.preemption.signals import SIGNALS, PreemptionHandler
+from stagereg.extensions.preemption.signals import PreemptionHandler
 from stagereg.extensions.preemption.stragglers import BusyClock, Stragglers
 from stagereg.kernel.broken import is_lost_connection
-from stagereg.launch.rank import torchrun_note
+from stagereg.launch.exits import torchrun_note
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class PreemptionConsensus:
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
 
     def _give_up(self, error: Exception) -> None:
-        if loss.is_expected() and is_lost_connection(error):
+        if rank_failures.response().is_expected() and is_lost_connection(error):
             self._exchanging = False  # a launcher's SIGTERM must not end this rank before it has saved, and ended
             return
         self.close()

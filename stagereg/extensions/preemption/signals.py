@@ -21,13 +21,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import stagereg.base.first_step as first_step
-import stagereg.extensions.recovery.rank_failure as loss
+import stagereg.base.rank_failures as rank_failures
 from stagereg.base.option_text import option
+from stagereg.base.signals import SAME_SIGNAL_S, SIGNALS
 from stagereg.errors import RESUME_CODE
 from stagereg.launch.rank import LAUNCHER
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the signals that ask a run to save and exit
-SAME_SIGNAL_S = 5.0  # seconds in which a signal that comes again is the same one, from another of those who forward it
 _REPORT_S = 1.0  # seconds that finding the newest checkpoint may take, once the time is up
 
 
@@ -209,7 +208,7 @@ class SignalListener:
                         self._end("it came twice, so nothing more is saved")
                         return
                 if self.received is not None:
-                    loss.hurry()
+                    rank_failures.response().shorten_timeout()
         finally:
             os.close(read)
 
@@ -236,7 +235,7 @@ class SignalListener:
 
     def _exit_unstepped(self, received: signal.Signals) -> NoReturn:
         prints = os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ  # the launcher prints for its ranks
-        self._exit(first_step.preempted(received) if prints else "", RESUME_CODE)
+        self._exit(describe_unstepped(received) if prints else "", RESUME_CODE)
 
     @staticmethod
     def _exit(text: str, code: int) -> NoReturn:
@@ -260,6 +259,11 @@ def exit_before_first_step() -> None:
     if not _listener.unstepped and install_signal_handlers():
         _listener.unstepped = True
         first_step.call_at_first_step(_listener.take_first_step)
+
+
+def describe_unstepped(received: signal.Signals) -> str:
+    """Return the message of a run that exits with 75 since a signal came before its first step."""
+    return f"preempted by {received.name} before the first step: no step is lost. Start the run again."
 
 
 def _is_free(number: signal.Signals) -> bool:

@@ -39,7 +39,7 @@ from stagereg.checkpoint.format.manifest import MOST, RESTORED, Checkpoint, plai
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped, is_consequence
 from stagereg.extensions.recovery.restarts import is_automatic
-from stagereg.launch.rank import NEXT_START
+from stagereg.launch.run_store import NEXT_START
 
 _BEST_EFFORT_S = 10.0
 _MOST_TRIED = 5  # crashes in a row, in units of `max_crashes`, after which nothing is tried any more

@@ -80,8 +80,8 @@ class FailureMonitor:
             self._given_s += seconds
             self._write(seconds)
 
-    def hurry(self) -> None:
-        """Have losses be noticed sooner, on all ranks: this one is to end. As often as one likes."""
+    def shorten_timeout(self) -> None:
+        """Shorten the failure detection timeout, on all ranks: this one is to exit. Idempotent."""
         with self._changed:
             self._hurries = True
             self._write("hurry")

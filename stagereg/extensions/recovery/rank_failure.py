@@ -1,26 +1,29 @@
-"""What the surviving ranks do when ranks are lost, before they end: what is to be saved then registers here.
+"""The emergency save of surviving ranks when other ranks fail: an :class:`EmergencySaver` registers here.
 
-A rank detects a loss by its watch, on a thread, or by a failed collective, on the training thread. Either way what has
-registered saves once, on its own thread, for a bounded time; the training thread waits. Nothing is saved if a rank has
-reported a cause, such as an error in the program.
+A rank detects a rank failure by its failure monitor, on a thread, or by a failed collective, on the training thread.
+Either way the saver saves once, on a thread of its own, for a bounded time; the training thread waits. Nothing is saved
+if a rank has reported a cause, such as an error in the program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from stagereg.base.rank_failures import responding
 from stagereg.errors import LaunchError, reason
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import HURRIED_S
-from stagereg.launch.run_store import RunStore
+from stagereg.launch.run_store import TIME_TO_END, RunStore
 
-_NOTICES = 3.0  # times ``notice_s`` that a save after a loss may take
+_TIMEOUTS = 3.0  # times the heartbeat timeout that an emergency save may take
 _HEARD_S = 5.0  # seconds from a broken collective to the report of the failed rank
 _POLL_INTERVAL_S = 0.02
 _PUBLISH_S = 2.0
@@ -29,10 +32,10 @@ _NOT_SAVED = "Those who are left have not saved: "
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What those who save are told, on each rank that is left.
+    """What an emergency save is given, on each surviving rank.
 
-    ``store`` is torch's, in which all who are left meet (:meth:`.RunStore.meet`). ``lost`` returns the ranks that are
-    lost by now, as :meth:`.RunStore.lost_ranks`. ``notice_s`` is the time in which others are, and at ``until``
+    ``store`` is torch's, in which the surviving ranks meet (:func:`connect`). ``lost`` returns the ranks that have
+    failed by now, as :meth:`EmergencySave.failed_ranks`. Other ranks fail within ``notice_s`` seconds, and at ``until``
     (``time.monotonic``) this rank ends, whatever is under way.
     """
 
@@ -48,32 +51,37 @@ class RankFailure:
         return any(how.startswith(f"({process}):") for how in self.lost().values())
 
 
-class SavesAfterLoss(Protocol):
-    """Something that can save what the ranks that are left have."""
+class EmergencySaver(Protocol):
+    """Saves what surviving ranks have."""
 
-    def save_after_loss(self, loss: RankFailure) -> str:
-        """Save, together with the other ranks that are left, and return a sentence on what has come of it."""
+    def save_after_loss(self, failure: RankFailure) -> str:
+        """Save, together with the other surviving ranks, and return a sentence on the outcome."""
 
 
 class EmergencySave:
-    """Saves once after a loss, on one rank; see the module. Thread-safe."""
+    """Saves once after rank failures, on one rank; see the module. Thread-safe.
+
+    Attributes:
+        saved: a sentence on the outcome of the save; empty before, and if nothing was to be saved.
+    """
 
     def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
         self._store, self._ranks = store, (rank, world_size)
-        self.notice_s, self._limit_s = notice_s, _NOTICES * notice_s
-        self.saver: Callable[[], SavesAfterLoss | None] = lambda: None  # returns what saves
-        self.watch: FailureMonitor | None = None
+        self.notice_s, self._limit_s = notice_s, _TIMEOUTS * notice_s
+        self.saved = ""
+        self.saver: Callable[[], EmergencySaver | None] = lambda: None  # returns what saves
+        self.monitor: FailureMonitor | None = None
         self._lock = threading.Lock()
         self._began = False
         self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
 
-    def expect(self, saver: SavesAfterLoss) -> Callable[[str, Any], None]:
-        """Have ``saver``, which is held weakly, save after a loss, in place of an earlier one.
+    def expect(self, saver: EmergencySaver) -> Callable[[str, Any], None]:
+        """Have ``saver``, which is held weakly, save after rank failures, in place of an earlier one.
 
         Returns what publishes a value, as JSON, in the store that it will be given.
         """
         self.saver = weakref.ref(saver)
-        self._store.set("saves after a loss", self._limit_s)
+        self._store.set(TIME_TO_END, self._limit_s)
         return self._store.set
 
     def publish(self, key: str, value: Any) -> None:
@@ -87,11 +95,24 @@ class EmergencySave:
         publishing.start()
         publishing.join(_PUBLISH_S)
 
-    def hurry(self) -> None:
-        """This rank is to end, so nobody is waited for who does not answer. As often as one likes."""
+    def is_expected(self) -> bool:
+        """Whether something saves after a rank failure."""
+        return self.saver() is not None
+
+    def shorten_timeout(self) -> None:
+        """Shorten the failure detection timeout on all ranks: this rank is to exit. Idempotent."""
         self.notice_s = min(self.notice_s, HURRIED_S)
-        if self.watch is not None:
-            self.watch.hurry()
+        if self.monitor is not None:
+            self.monitor.shorten_timeout()
+
+    def failed_ranks(self) -> dict[int, str]:
+        """Return the failed ranks, each with its process and its failure: ``(process 12 on node3): ...``."""
+        return {} if self.monitor is None else {**self.monitor.lost}
+
+    def describe(self, wait_s: float = 0.0) -> str:
+        """Return sentences on the ranks that have failed, or fail within that time, and on the save; may be empty."""
+        text = "" if self.monitor is None else self.monitor.sentence(wait_s)
+        return f"{text} {self.saved}".strip()
 
     def save(self) -> str:
         """Save, or wait for the thread that does; return a sentence on what has come of it, which may be empty."""
@@ -104,37 +125,74 @@ class EmergencySave:
         if first:
             threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
         if not self._answered.wait(0.6 * self.notice_s):  # a rank that is cut off is killed after all of it
-            self._store.saved = f"{_NOT_SAVED}no store of this run answers."
+            self.saved = f"{_NOT_SAVED}no store of this run answers."
         elif not self._over.wait(until - time.monotonic()):
-            self._store.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
-        return self._store.saved
+            self.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
+        return self.saved
 
     def await_saved(self) -> None:
-        """Wait for the save of others' loss, where a collective has failed and that may be why."""
+        """Wait for the emergency save, if a collective has failed and a rank failure may be the cause."""
         ends = time.monotonic() + _HEARD_S
-        while self.saver() is not None and not self._store.lost_ranks() and time.monotonic() < ends:
+        while self.saver() is not None and not self.failed_ranks() and time.monotonic() < ends:
             with contextlib.suppress(RuntimeError):  # of the store, which is gone
                 if self._store.get("cause is known"):
                     return
             time.sleep(_POLL_INTERVAL_S)
-        if self._store.lost_ranks():
+        if self.failed_ranks():
             self.save()
 
-    def _save(self, saver: SavesAfterLoss, until: float) -> None:
+    def _save(self, saver: EmergencySaver, until: float) -> None:
         try:
-            store = self._store.meet(self.notice_s / 6)
+            store = connect(self._store, self.notice_s / 6)
             known = store.check(["cause is known"])
             self._answered.set()
             if not known:
-                self._store.give_time(self._limit_s)
-                loss = RankFailure(*self._ranks, store, self._store.lost_ranks, self.notice_s, until)
-                self._store.saved = saver.save_after_loss(loss)
+                if self.monitor is not None:
+                    self.monitor.give_time(self._limit_s)  # the store answers, so this rank is not cut off
+                failure = RankFailure(*self._ranks, store, self.failed_ranks, self.notice_s, until)
+                self.saved = saver.save_after_loss(failure)
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
             why = str(error) if isinstance(error, LaunchError) else reason(error)
-            self._store.saved = f"{_NOT_SAVED}{'the store of this run is gone.' if gone else why}"
+            self.saved = f"{_NOT_SAVED}{'the store of this run is gone.' if gone else why}"
         self._answered.set()
         self._over.set()
+
+
+def connect(store: RunStore, limit_s: float) -> Any:
+    """Return torch's store with the keys of this attempt, over a connection that no other thread waits in.
+
+    Raises:
+        LaunchError: the store does not answer within ``limit_s`` seconds.
+    """
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            _expect_open(store.of_attempt, limit_s)
+            connection = store.of_attempt.clone()
+            connection.check(["hub"])
+            answer.set_result(connection)
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="stagereg-meet", daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except (RuntimeError, OSError) as error:
+        ends = "does not answer" if isinstance(error, TimeoutError) else "is gone"
+        raise LaunchError(
+            f"the rendezvous store of this run {ends}, so the surviving ranks cannot agree on a step. The next "
+            "start resumes from the newest checkpoint, in the tier or in checkpoint storage."
+        ) from error
+
+
+def _expect_open(store: Any, limit_s: float) -> None:
+    """Raise ``OSError`` if a store takes no connection; torch's own tries for as long as a rank may be late."""
+    while not hasattr(store, "port") and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        socket.create_connection((store.host, store.port), limit_s).close()
 
 
 # Global because a process is one rank, and what saves is not given the launcher.
@@ -142,18 +200,19 @@ _of_process: EmergencySave | None = None
 
 
 @contextlib.contextmanager
-def of_process(after: EmergencySave) -> Iterator[None]:
-    """Have :func:`expect` and :func:`await_saved` go to this one, in a ``with`` block."""
+def of_process(save: EmergencySave) -> Iterator[None]:
+    """Have :func:`expect` and :func:`publish` use this one, and the core respond with it, in a ``with`` block."""
     global _of_process
-    _of_process = after
+    _of_process = save
     try:
-        yield
+        with responding(save):
+            yield
     finally:
         _of_process = None
 
 
-def expect(saver: SavesAfterLoss) -> Callable[[str, Any], None] | None:
-    """Have ``saver`` save after a loss, as :meth:`EmergencySave.expect`; ``None`` if losses are not noticed."""
+def expect(saver: EmergencySaver) -> Callable[[str, Any], None] | None:
+    """Have ``saver`` save after rank failures, as :meth:`EmergencySave.expect`; ``None`` if none are detected."""
     return None if _of_process is None else _of_process.expect(saver)
 
 
@@ -161,20 +220,3 @@ def publish(key: str, value: Any) -> None:
     """Publish a value for the launcher, as :meth:`EmergencySave.publish`; nothing without our launcher."""
     if _of_process is not None:
         _of_process.publish(key, value)
-
-
-def is_expected() -> bool:
-    """Whether something saves after a loss."""
-    return _of_process is not None and _of_process.saver() is not None
-
-
-def hurry() -> None:
-    """This process is asked to end by a signal; any thread, as often as one likes."""
-    if _of_process is not None:
-        _of_process.hurry()
-
-
-def await_saved() -> None:
-    """Wait for a save after a loss; to be called on the thread that trains before it lets go of what is saved."""
-    if _of_process is not None:
-        _of_process.await_saved()

@@ -6,48 +6,16 @@ again at the same step ends the run, unless the error reports bad numbers: an ol
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
 
-import stagereg.base.record as record
-from stagereg.launch.earlier import last_event
+from stagereg.launch.progress import Progress
 from stagereg.launch.rank import ATTEMPT
 
 _RESTARTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """The environment variables with how often a launcher, torchrun or Slurm has started a process again."""
 _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot finite\b", re.IGNORECASE)
-
-
-class Progress(NamedTuple):
-    """How far a run has come, as its ranks have recorded it."""
-
-    step: int | None = None  # the last step of the attempt; `None` before the first one
-    stored: dict[str, Any] | None = None  # the event of the newest checkpoint in checkpoint storage
-    near: dict[str, Any] | None = None  # the same, in a tier
-    resumed: dict[str, Any] | None = None  # `step` and `dir` of the checkpoint there that the run resumed from last
-
-    @property
-    def newest(self) -> int | None:
-        """The step of the newest checkpoint that the run has made."""
-        return max((each["step"] for each in (self.stored, self.near) if each is not None), default=None)
-
-    @classmethod
-    def of(cls, directory: str, attempt: str) -> Progress:
-        """Read the progress of an attempt: its last step, and the newest checkpoint of all attempts of its run."""
-        newest: dict[bytes, dict[str, Any]] = {}
-        paths = Path(directory).glob(record.FILES)  # if rank 0 has failed, another rank may have saved last
-        for path, kind in itertools.product(paths, (b"step", b"write", b"tier", b"begin", b"restart")):
-            event = last_event(path, kind, attempt if kind == b"step" else record.run_of(attempt))
-            if event is not None and event["t"] >= newest.get(kind, event)["t"]:
-                newest[kind] = event
-        begun = newest.get(b"restart") or newest.get(b"begin", {})  # a run begins once
-        own = begun.get("source") and begun["source"].rpartition("/")[0] == begun.get("dir")
-        resumed = {"step": begun["restored"], "dir": begun["dir"]} if own else None
-        return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"), resumed)
 
 
 class Restarts:

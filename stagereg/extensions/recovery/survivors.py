@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+import stagereg.base.rank_failures as rank_failures
 import stagereg.base.record as record
 import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.recovery.rank_failure as loss
@@ -101,7 +102,7 @@ class Survivors(CheckpointExtension):
         self._expected = None
 
     def save(self, told: RankFailure) -> str:
-        """Save with the other ranks that are left; see :class:`.SavesAfterLoss`."""
+        """Save with the other ranks that are left; see :class:`.EmergencySaver`."""
         store, ranks = told.store, self._target.ranks
         if ranks.size != told.world_size:
             return ""
@@ -329,4 +330,4 @@ def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
 def await_saved(error: BaseException | None) -> None:
     """Wait for the save of those who are left, if ``error`` may come of a loss."""
     if error is not None and is_consequence(error):
-        loss.await_saved()
+        rank_failures.response().await_saved()

@@ -5,7 +5,7 @@ modules of the launcher; each rank imports the program's own files. The server e
 several threads or an open GPU, and ranks are fresh interpreters then.
 
 The launcher sends lines of JSON over a socket: names of modules and the first folder of ``sys.path``, then a
-:class:`Start` for each rank. The server reports when it is ready, each process number, and how each process ended.
+:class:`.Start` for each rank. The server reports when it is ready, each process number, and how each process ended.
 """
 
 from __future__ import annotations
@@ -29,19 +29,12 @@ import types
 from typing import Any, NamedTuple
 
 from stagereg.base.machine import end_with
+from stagereg.launch.extension import Start
 
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
 """Modules that every rank comes to import."""
 _ANSWER_S = 10.0
 _SEED = 67280421310721  # what torch seeds its generator with in each process, where that is not another number in each
-
-
-class Start(NamedTuple):
-    """What a rank is to run, as :class:`subprocess.Popen` takes it."""
-
-    command: list[str]
-    folder: str
-    variables: dict[str, str]
 
 
 class WarmProcess:
@@ -61,7 +54,7 @@ class WarmProcess:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self._code or 0
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number: int, /) -> None:
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

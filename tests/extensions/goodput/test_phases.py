@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import stagereg.extensions.goodput.phases as phases
 from stagereg.base import record
+from stagereg.extensions.goodput.launching import GoodputRank, note_failure
+from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
 from ...support.programs import TORCHRUN
@@ -160,15 +162,24 @@ def test_the_rate_of_failures_is_what_was_seen_and_what_is_expected(tmp_path: Pa
 
 def test_the_first_to_fail_notes_why_and_one_attempt_takes_it() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    first = [RunStore(store, rank, 2, attempt="1") for rank in (0, 1)]
-    assert first[0].failure.take() is None
-    first[1].failure.leave("lost rank 0.\nSeen here: an error")
-    first[0].failure.leave("a consequence")
-    second = [RunStore(store, rank, 2, attempt="2") for rank in (0, 1)]
-    assert second[0].failure.take() == {"why": "lost rank 0.\nSeen here: an error", "noticed": NOW}
-    assert RunStore(store, 0, 2, attempt="3").failure.take() is None
-    second[1].failure.leave("again")
-    assert RunStore(store, 0, 2, attempt="3").failure.take() == {"why": "again", "noticed": NOW}
+
+    def ranks(attempt: str) -> list[Rank]:
+        return [Rank(rank, 2, rank, 2, False, RunStore(store, rank, 2, attempt)) for rank in (0, 1)]
+
+    def taken(rank: Rank) -> Any:
+        extension = GoodputRank()
+        extension.around(rank, None)
+        return extension._previous
+
+    first, second, third = ranks("1"), ranks("2"), ranks("3")
+    assert taken(first[0]) is None
+    note_failure(first[1], "lost rank 0.\nSeen here: an error")
+    note_failure(first[0], "a consequence")
+    assert taken(second[1]) is None
+    assert taken(second[0]) == {"why": "lost rank 0.\nSeen here: an error", "noticed": NOW}
+    assert taken(third[0]) is None
+    note_failure(second[1], "again")
+    assert taken(third[0]) == {"why": "again", "noticed": NOW}
 
 
 def test_the_start_of_a_process_is_known_to_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

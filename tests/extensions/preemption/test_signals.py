@@ -21,9 +21,9 @@ import stagereg.launch.local_ranks as local_ranks
 from stagereg.base.command import publish_run, resume_overrides
 from stagereg.errors import Preempted, Stopped
 from stagereg.extensions.preemption.signals import PreemptionHandler
-from stagereg.extensions.recovery.warm import Start
+from stagereg.launch.exits import KEEPS_CODE, print_exit
+from stagereg.launch.extension import Start
 from stagereg.launch.local_ranks import LocalRanks
-from stagereg.launch.rank import KEEPS_CODE, print_exit
 from stagereg.sweep.result import JobResult
 
 from ...support.programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true

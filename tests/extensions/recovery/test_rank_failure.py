@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
+import stagereg.base.rank_failures as rank_failures
+import stagereg.extensions.recovery.rank_failure as rank_failure
 from stagereg.errors import LaunchError
 from stagereg.extensions.recovery.rank_failure import EmergencySave, RankFailure, of_process
 from stagereg.launch.run_store import RunStore
 
 NOTICE_S, LIMIT_S = 0.2, 60.0
+CONNECT = rank_failure.connect
 
 
 class Saves:
@@ -25,23 +28,32 @@ class Saves:
         return str(self.act(told))
 
 
-def after_loss(meet: Any = None) -> tuple[EmergencySave, RunStore]:
+@pytest.fixture(autouse=True)
+def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in this process has no second connection."""
+    monkeypatch.setattr(rank_failure, "connect", lambda run, limit_s: run.of_attempt)
+
+
+def after_loss() -> tuple[EmergencySave, RunStore]:
     run = RunStore(HashStore(), 0, 3)
-    run.meet = meet or (lambda limit_s: run._store)  # type: ignore[method-assign]
-    run.lost_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
-    return EmergencySave(run, 0, 3, NOTICE_S), run
+    after = EmergencySave(run, 0, 3, NOTICE_S)
+    after.failed_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
+    return after, run
 
 
 def test_it_saves_once_and_all_who_ask_hear_of_it() -> None:
-    (after, run), saves = after_loss(), Saves()
+    (after, _), saves = after_loss(), Saves()
     after.expect(saves)
+    assert not rank_failures.response().is_expected()
     with of_process(after):
+        assert rank_failures.response().is_expected()
         assert [after.save(), after.save()] == ["All is saved."] * 2
-        after.await_saved()
+        rank_failures.response().await_saved()
+    assert not rank_failures.response().is_expected()
     [told] = saves.told
     assert (told.rank, told.world_size, [*told.lost()]) == (0, 3, [1])
     assert (told.is_lost("process 1 on here"), told.is_lost("process 11 on here")) == (True, False)
-    assert run.saved == "All is saved."
+    assert after.saved == "All is saved."
 
 
 def test_what_is_gone_saves_nothing() -> None:
@@ -70,7 +82,7 @@ def refuse(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meet", "act", "why"),
+    ("connect", "act", "why"),
     [
         (hang, None, "no store of this run answers."),
         (refuse, None, "it is gone."),
@@ -78,8 +90,12 @@ def refuse(*_: object) -> None:
         (None, fail, "the store of this run is gone."),
     ],
 )
-def test_what_hangs_or_fails_costs_a_bounded_time(meet: Any, act: Any, why: str) -> None:
-    (after, _), saves = after_loss(meet), Saves(act)
+def test_what_hangs_or_fails_costs_a_bounded_time(
+    connect: Any, act: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if connect is not None:
+        monkeypatch.setattr(rank_failure, "connect", connect)
+    (after, _), saves = after_loss(), Saves(act)
     after.expect(saves)
     assert after.save() == f"Those who are left have not saved: {why}"
 
@@ -91,10 +107,10 @@ def test_a_loss_is_waited_for_where_the_store_of_the_run_went_first() -> None:
         looks[0] += 1
         return {1: "gone"} if looks[0] > 3 else {}
 
-    run.lost_ranks, run.get = lost, fail  # type: ignore[method-assign]
+    after.failed_ranks, run.get = lost, fail  # type: ignore[method-assign, assignment]
     after.expect(saves)
     after.await_saved()
-    assert (run.saved, len(saves.told)) == ("All is saved.", 1)
+    assert (after.saved, len(saves.told)) == ("All is saved.", 1)
 
 
 def test_a_store_that_is_gone_is_found_at_once() -> None:
@@ -103,7 +119,7 @@ def test_a_store_that_is_gone_is_found_at_once() -> None:
     late = timedelta(seconds=300)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=late)
     run = RunStore(PrefixStore("stagereg", client), 1, 2)
-    assert run.meet(LIMIT_S).check(["hub"]) is False
+    assert CONNECT(run, LIMIT_S).check(["hub"]) is False
     del server
     with pytest.raises(LaunchError, match=r"store of this run is gone.*next start resumes"):
-        run.meet(LIMIT_S)
+        CONNECT(run, LIMIT_S)

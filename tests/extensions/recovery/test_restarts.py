@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import stagereg.base.record as record
-from stagereg.extensions.recovery.restarts import Progress, Restarts
+from stagereg.extensions.recovery.restarts import Restarts
+from stagereg.launch.progress import Progress
 
 from ...support.programs import SAVING, Program
 
@@ -32,7 +33,7 @@ def train(cfg):
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         begun = checkpointer.restore(state)
         with open(f"{cfg.answers}/{rank}.json", "a") as file, open(f"/proc/{os.getppid()}/cmdline") as parent:
-            warm, backend = "launch.warm" in parent.read(), dist.get_backend_config()
+            warm, backend = "recovery.warm" in parent.read(), dist.get_backend_config()
             file.write(json.dumps({"begun": begun, "warm": warm, "backend": backend}) + "\\n")
         for step in range((begun or 0) + 1, cfg.steps + 1):
             optimizer.zero_grad()

@@ -85,8 +85,8 @@ def lose(
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
-    run.lost_ranks = lambda: dict.fromkeys(lost or [1 - rank], "")  # type: ignore[method-assign]
     after = EmergencySave(run, rank, world_size, NOTICE_S)
+    after.failed_ranks = lambda: dict.fromkeys(lost or [1 - rank], "")  # type: ignore[method-assign]
     with loss.of_process(after):
         training = Training(how)
         checkpointer = training.checkpointer = Checkpointer(root, every=STEPS if saves else 1000)

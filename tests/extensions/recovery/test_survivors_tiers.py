@@ -51,8 +51,8 @@ def lose(rank: int, world_size: int, root: str) -> tuple[str, dict[str, Any]]:
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
-    run.lost_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
     after = EmergencySave(run, rank, world_size, NOTICE_S)
+    after.failed_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
     with loss.of_process(after):
         training = Training("ddp")
         tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=2)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import stagereg.extensions.recovery.warm as warm
-from stagereg.extensions.recovery.warm import PythonCommand, Start, WarmProcess, WarmStart, split_command
+from stagereg.extensions.recovery.warm import PythonCommand, WarmProcess, WarmStart, split_command
+from stagereg.launch.extension import Start
 
 from ...support.programs import await_gone, comes_true
 

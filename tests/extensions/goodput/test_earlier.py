@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg.base import record
-from stagereg.launch.earlier import Earlier
+from stagereg.extensions.goodput.earlier import Earlier
 
 
 class _Written:

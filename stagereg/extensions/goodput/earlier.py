@@ -1,0 +1,78 @@
+"""The earlier attempts of a run, as rank 0's record has them.
+
+Several programs may record in one directory. An attempt belongs to this run if the same launcher started the attempt,
+or if the attempt took steps with the same directory of checkpoints. A run ends with the attempt that completes. Only
+the few lines that matter are parsed, since a start waits for them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stagereg.base.record import run_of
+from stagereg.base.recorded import events, last_of, mapped
+from stagereg.errors import MALFORMED
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What came before an attempt. Times are seconds since the epoch."""
+
+    began: float  # when the first attempt did
+    last: float  # when the attempt before took its last step, or began if it took none
+    step: int | None  # the last step that was taken; `None` if there was none yet
+    attempts: int
+    failures: int  # that training went on after
+    stored: int  # of these, after how many it went on from a periodic checkpoint of the store, or from nothing
+    # How the attempt before ended: ``why``, unless in order; when that was ``noticed``; when it had ``ended``
+    failure: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, size: int, run: str, checkpoints: str) -> Earlier | None:
+        """Return the earlier attempts of ``run`` in the first ``size`` bytes of a record; ``None`` if there are none.
+
+        ``checkpoints`` is the directory that the run saves to. Returns ``None`` as well if the file cannot be read.
+        """
+        try:
+            with mapped(path, size) as data:
+                return _of(data, run, checkpoints) if size else None
+        except (OSError, *MALFORMED):  # the file is missing or empty, or another program's
+            return None
+
+
+def _of(data: mmap.mmap, run: str, checkpoints: str) -> Earlier | None:
+    every = [*events(data, b"start"), *events(data, b"begin"), *events(data, b"restart")]
+    attempts = {e["run"] for _, e in every if run_of(e["run"]) == run or (checkpoints and e.get("dir") == checkpoints)}
+
+    def belongs(event: dict[str, Any]) -> bool:
+        return event["run"] in attempts
+
+    completed = [at for at, event in events(data, b"end", 0, belongs) if event["status"] == "completed"]
+    starts = [*events(data, b"start", max(completed, default=0), belongs)]
+    if not starts:
+        return None
+    (first, start), (at, last) = starts[0], starts[-1]
+    own = last_of(data, b"step", at, lambda event: event["run"] == last["run"])
+    taken = own or last_of(data, b"step", first, belongs)
+    restarts = [event for _, event in events(data, b"restart", first, belongs)]
+    return Earlier(
+        began=float(start["t"]),
+        last=float((own or last)["t"]),
+        step=None if taken is None else int(taken["step"]),
+        attempts=len(starts),
+        failures=len(restarts),
+        stored=sum(event["origin"] in ("store", "") for event in restarts),
+        failure=_failure([event for _, event in events(data, b"end", at, lambda event: event["run"] == last["run"])]),
+    )
+
+
+def _failure(ends: list[dict[str, Any]]) -> dict[str, Any]:
+    if not ends:
+        return {"why": "its process was killed"}
+    end = ends[-1]
+    if end["status"] == "preempted":
+        return {"ended": float(end["t"])}
+    return {"why": str(end.get("error")), "noticed": float(end["t"])}

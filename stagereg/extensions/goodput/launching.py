@@ -1,0 +1,66 @@
+"""Measures the phases of each start (:mod:`.phases`): the launcher and the ranks of an attempt note how it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import stagereg.extensions.goodput.phases as phases
+from stagereg.launch.extension import End, LaunchExtension, RankExtension, ThisRank
+from stagereg.launch.rank import LAUNCHER, is_rank
+
+_NOTE = "failure"  # the key of what an attempt leaves for the next one
+
+
+class GoodputLauncher(LaunchExtension):
+    """Gives the ranks of the next attempt what the launcher saw of the last failure."""
+
+    def __init__(self) -> None:
+        self._failure: dict[str, Any] = {}
+
+    def variables(self) -> Mapping[str, str]:
+        return {phases.FAILURE: json.dumps(self._failure)} if self._failure else {}
+
+    def after(self, end: End) -> None:
+        if end.failed:
+            self._failure = {"why": str(end), "noticed": end.noticed, "ended": time.time()}
+            self._failure["restart"] = end.attempt.number + 1
+
+
+class GoodputRank(RankExtension):
+    """Marks the phases of this process's start, and notes a failure for a next attempt on the same store."""
+
+    def __init__(self) -> None:
+        self._previous: dict[str, Any] | None = None  # the failure of the previous attempt, on rank 0
+
+    def marked(self, moment: str) -> None:
+        phases.mark(moment)
+        if moment == "imported" and is_rank() and {LAUNCHER, "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+            phases.mark("launched", phases.process_start(str(os.getppid())))
+
+    def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
+        self._previous = rank.store.take(_NOTE) if rank.rank == 0 else None
+        return nullcontext()
+
+    def recording(self, directory: str, attempt: str, rank: int) -> None:
+        if rank == 0:
+            phases.begin(Path(directory), attempt, self._previous)
+
+    def noted(self, rank: ThisRank, why: str) -> None:
+        note_failure(rank, why)
+
+
+def note_failure(rank: ThisRank, why: str) -> None:
+    """Leave what has ended this attempt, unless a rank has; returns at once if so, or if the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        if rank.store.is_first("a failure"):
+            rank.store.leave(_NOTE, {"why": why, "noticed": time.time()})
+
+
+launcher, rank = GoodputLauncher, GoodputRank

@@ -1,0 +1,175 @@
+"""Recovery in a run: heartbeats and emergency saves on the ranks, and restarts by the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from stagereg.errors import LaunchError, at_least
+from stagereg.extensions.recovery.failure_monitor import FailureMonitor
+from stagereg.extensions.recovery.heartbeat import ENDED
+from stagereg.extensions.recovery.rank_failure import EmergencySave, of_process
+from stagereg.extensions.recovery.restarts import Restarts
+from stagereg.extensions.recovery.warm import WarmProcess, WarmStart
+from stagereg.launch.command_line import number
+from stagereg.launch.extension import (
+    Again,
+    Attempt,
+    Cause,
+    End,
+    LaunchExtension,
+    RankExtension,
+    Refusal,
+    Start,
+    ThisRank,
+)
+from stagereg.launch.run_secret import agreed_secret, await_key, given_secret
+
+_LOST_S = 5.0  # seconds from the error of a rank to the report of the failed rank that has caused it
+_MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
+_NOTICE_S = 10.0  # seconds in which a loss is noticed where the config does not say
+_RESUME = "++checkpoint.resume=auto"
+
+
+class RecoveryLauncher(LaunchExtension):
+    """Starts a failed run again as often as ``restarts`` of the config allows, from a warm process."""
+
+    def __init__(self) -> None:
+        self._restarts = Restarts(0)
+        self._begins_elsewhere = False  # whether the first attempt begins from a checkpoint of another run
+        self._warm: WarmStart | None = None
+
+    def check(self, cfg: Any) -> bool:
+        _checked_notice(cfg)
+        self._restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
+        self._begins_elsewhere = OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto")
+        return self._restarts.most > 0
+
+    def start(self, rank: int, start: Start) -> WarmProcess | None:
+        return None if self._warm is None else self._warm.start(start)
+
+    def poll(self, attempt: Attempt) -> None:
+        # Before a rank is in its job, the warm process would take the cores of the ranks.
+        if self._restarts.most and self._warm is None and attempt.store.get("in job/0"):
+            self._warm = WarmStart(attempt.start)
+
+    def after(self, end: End) -> Again | Refusal | None:
+        if self._restarts.most == 0 or not end.failed:
+            return None
+        try:
+            refusal = self._refusal(end)
+        except RuntimeError:  # of the store, whose task is gone
+            return None
+        if refusal is not None:
+            return Refusal(refusal)
+        # The run may have passed the checkpoint that it was to begin from.
+        resumes = self._restarts.progressed and self._begins_elsewhere
+        return Again(str(self._restarts), (_RESUME,) if resumes else ())
+
+    def close(self) -> None:
+        if self._warm is not None:
+            self._warm.close()
+
+    def _refusal(self, end: End) -> str | None:
+        """Return why this run is not started again; ``None`` if it is. Task 0 decides for all tasks."""
+        restarts, attempt = self._restarts, end.attempt
+        if attempt.store.get("comes again"):
+            return ""
+        key = f"refused {restarts.count}"
+        if attempt.task.index > 0:
+            refusal, restarts.progressed = json.loads(attempt.tasks.get(key))
+            restarts.count += refusal is None
+            return refusal if refusal is None else str(refusal)
+        killed = min(end.codes.values(), default=0) < 0
+        refusal = restarts.refusal(end.errors, killed, attempt.progress())
+        attempt.tasks.set(key, json.dumps([refusal, restarts.progressed]))
+        return refusal
+
+
+class RecoveryRank(RankExtension):
+    """Detects failures of other ranks while this rank runs its job, and ends this rank after an emergency save."""
+
+    def __init__(self) -> None:
+        self._save: EmergencySave | None = None
+
+    @contextlib.contextmanager
+    def around(self, rank: ThisRank, cfg: Any) -> Iterator[None]:
+        save = self._save = EmergencySave(rank.store, rank.rank, rank.world_size, _checked_notice(cfg))
+        ending = threading.Lock()
+
+        def end(lost: str) -> None:
+            if ending.acquire(blocking=False):  # once; the monitor goes on to listen
+                # Either may hang where the store is lost, too.
+                threading.Thread(target=rank.note, args=(lost,), daemon=True).start()
+                threading.Thread(target=self._end, args=(rank, save), daemon=True).start()
+
+        with monitored(rank, save, end), of_process(save):
+            yield
+
+    def failed_ranks(self) -> Collection[int]:
+        return () if self._save is None else self._save.failed_ranks()
+
+    def ending(self, error: Exception) -> None:
+        if self._save is not None:
+            self._save.await_saved()
+
+    def cause(self) -> Cause | None:
+        return None if self._save is None else _cause(self._save, _LOST_S)
+
+    def leave(self) -> None:
+        if self._save is not None and self._save.monitor is not None:
+            self._save.monitor.close()
+
+    def _end(self, rank: ThisRank, save: EmergencySave) -> None:
+        rank.end_after_failure(save.save, lambda: _cause(save, 0.0), min(_MERCY_S, save.notice_s / 8))
+
+
+@contextlib.contextmanager
+def monitored(rank: ThisRank, save: EmergencySave, on_lost: Callable[[str], None]) -> Iterator[None]:
+    """Detect failures of other ranks in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
+    if rank.world_size == 1:
+        yield
+        return
+    store = rank.store
+
+    def connect(hub: list[Any] | None) -> list[Any]:
+        if hub is not None:
+            store.set("hub", hub)
+            return hub
+        await_key(store.of_attempt, "hub", "rank 0 did not come to its job")
+        return list(store.get("hub"))
+
+    # Of this attempt alone: a process that an earlier one has left is a stranger.
+    secret = agreed_secret(store.of_attempt, rank.rank, rank.world_size, given_secret()) + store.attempt
+    monitor = save.monitor = FailureMonitor(rank.rank, rank.world_size, save.notice_s, secret, connect, on_lost)
+    failed = False
+    try:
+        yield
+    except Exception:
+        failed = True  # the rank detects which ranks have failed until it leaves
+        raise
+    finally:
+        if not failed:
+            monitor.close()
+
+
+def _cause(save: EmergencySave, wait_s: float) -> Cause:
+    """Return what has failed, or fails within that time. The launcher sees a process that ends, and not a save."""
+    text = save.describe(wait_s)
+    ended = all(how.endswith(ENDED) for how in save.failed_ranks().values())
+    return Cause(text, bool(text) and ended and not save.saved)
+
+
+def _checked_notice(cfg: Any) -> float:
+    value = number(cfg, "notice_s", _NOTICE_S)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 3600:
+        raise LaunchError(f"notice_s={value} is no number of seconds from 1 to 3600, in which a lost rank is noticed")
+    return float(value)
+
+
+launcher, rank = RecoveryLauncher, RecoveryRank

@@ -1,0 +1,94 @@
+"""What the job of a rank runs in: the rendezvous store, the process group, and the record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import stagereg.base.record as record
+import stagereg.base.shutdown as shutdown
+from stagereg.base.address import is_one_machine, listen, loopback
+from stagereg.launch.extension import RankExtension, answers, mark, rank_extensions
+
+log = logging.getLogger(__name__)
+
+
+def open_store(rank: int, world_size: int) -> Any:
+    """Connect to the store of the run; rank 0 opens it, unless the launcher has, on loopback where that is enough."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.rendezvous import rendezvous
+
+    if is_one_machine() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_ADDR"] = host = loopback()
+        if rank == 0:
+            port = int(os.environ["MASTER_PORT"])
+            with contextlib.suppress(OSError):  # torch says why, or has this process's store there
+                own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
+                return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
+    return next(iter(rendezvous("env://")))[0]
+
+
+def run_recorded(
+    task: Callable[[Any], Any], cfg: Any, attempt: str = "", extensions: Sequence[RankExtension] | None = None
+) -> Any:
+    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
+
+    ``attempt`` is as ``run`` of :func:`stagereg.base.record.recording`. ``extensions`` are those of this process.
+    """
+    import torch
+    import torch.distributed as dist
+    from hydra.core.hydra_config import HydraConfig
+
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    answers(extensions or rank_extensions(), lambda each: each.recording(str(directory), attempt, dist.get_rank()))
+    with record.recording(directory, dist.get_rank(), dist.get_world_size(), attempt, **device):
+        try:
+            value = task(cfg)
+        except BaseException as error:
+            shutdown.note_failure(error)
+            raise
+        shutdown.finish()
+    return value
+
+
+@contextlib.contextmanager
+def process_group(store: Any, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[None]:
+    """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # by what has started the rank
+        yield
+        return
+    if is_one_machine() and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens at the address of the host's name
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        # NCCL refuses a group in which ranks share a device.
+        enough = local_world_size <= torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    mark("grouped")
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def for_json(value: Any) -> Any:
+    """The value as JSON has it, tensors of one number as that number; ``None`` if JSON cannot have it."""
+    try:
+        return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        log.warning("the %s that rank 0 returned cannot be sent as JSON, so the job returns None", type(value).__name__)
+        return None
