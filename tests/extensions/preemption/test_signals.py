@@ -14,6 +14,7 @@ import pytest
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from torch.distributed import HashStore
 
 import stagereg.extensions.preemption.signals as preemption
 import stagereg.launch.launch as launch
@@ -22,8 +23,11 @@ from stagereg.base.command import publish_run, resume_overrides
 from stagereg.errors import Preempted, Stopped
 from stagereg.extensions.preemption.signals import PreemptionHandler
 from stagereg.launch.exits import KEEPS_CODE, print_exit
-from stagereg.launch.extension import Start
+from stagereg.launch.extension import Attempt, End, Start
 from stagereg.launch.local_ranks import LocalRanks
+from stagereg.launch.progress import Progress
+from stagereg.launch.run_store import RunStore
+from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.result import JobResult
 
 from ...support.programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
@@ -260,9 +264,9 @@ def test_what_is_ignored_stays_ignored_and_sigterm_ends_the_ranks() -> None:
 
 def test_a_signal_to_ranks_alone_ends_the_run_with_its_code() -> None:
     for code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):
-        end = launch._End(None, {1: code}, 0.0)  # type: ignore[arg-type]
+        attempt = Attempt(0, SchedulerTask(), Start([], "", {}), RunStore(HashStore(), 0, 2), None, Progress)
         with pytest.raises(SystemExit) as ended:
-            launch._raise(end, end.received, "")
+            launch._end(End(attempt, {1: code}, 0.0), "", None)
         assert ended.value.code == code
 
 
