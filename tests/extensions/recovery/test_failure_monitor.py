@@ -49,7 +49,7 @@ if what == "is asked to end":
     while not (root / "asked").exists():
         time.sleep(0.01)
     if rank == 2:
-        watch.hurry()
+        watch.shorten_timeout()
 if what == "ends":
     time.sleep(1)
     watch.close()
