@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from stagereg.base.number_text import decimal
 from stagereg.checkpoint.format.checksum import crc32
@@ -30,7 +30,6 @@ CHECKSUMS = "checksums.json"  # of `DcpWriter`, whose directories have no manife
 METADATA = ".metadata"  # of torch
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d{1,19}(?!\d))(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
-_BLOCK_BYTES = 1 << 20
 _LONGEST_NAME = 255  # bytes, as file systems have it
 MOST = (1 << 63) - 1  # the greatest number that a manifest may have, of a step as of bytes
 LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
@@ -179,15 +178,6 @@ def step_within(name: str) -> int | None:
 def new_token() -> str:
     """Return what makes the temporary names of one save unique; draws from the system, not from ``random``."""
     return uuid.uuid4().hex[:12]
-
-
-def file_mark(stream: IO[bytes], most: int = MOST) -> FileDigest:
-    """Read a stream to its end, or ``most`` bytes of it, in blocks, and return size and checksum of that."""
-    size = crc = 0
-    while block := stream.read(min(_BLOCK_BYTES, most - size)):
-        size += len(block)
-        crc = crc32(block, crc)
-    return FileDigest(size, crc)
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:

@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from stagereg.base.deadline import within
+from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileDigest, Manifest, file_mark, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileDigest, Manifest, step_of
 from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lock import Owner, StoreLock
@@ -24,6 +25,7 @@ from stagereg.extensions.buckets.object_store import ObjectStore, Upload
 from stagereg.extensions.buckets.retry import answered, retrying
 
 _BEST_EFFORT_S = 10.0
+_BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,10 @@ class Bucket(StoredFiles):
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
         with self.objects.open(path) as stream:
             stream.seek(part.start)
-            return file_mark(stream, len(part))
+            size = crc = 0
+            while block := stream.read(min(_BLOCK_BYTES, len(part) - size)):
+                size, crc = size + len(block), crc32(block, crc)
+            return FileDigest(size, crc)
 
     def holder(self) -> Owner | None:
         return leaseholder(self.objects, self.root)

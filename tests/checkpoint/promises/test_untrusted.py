@@ -34,8 +34,9 @@ from stagereg import cli, registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.encoding import decode
 from stagereg.checkpoint.format.index import INDEX, Index
-from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest, file_mark
+from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest
 from stagereg.checkpoint.storage.reading import CheckpointFiles
+from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.errors import CheckpointError
 from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import build
@@ -110,8 +111,7 @@ def seal(path: Path, **changes: Any) -> None:
     files = {}
     for file in sorted(path.iterdir()):
         if file.name != MANIFEST and file.is_file():
-            with file.open("rb") as stream:
-                files[file.name] = file_mark(stream)
+            files[file.name] = mark_file(file)
     (path / MANIFEST).write_text(replace(old, files=files, **changes).dumps())
 
 
