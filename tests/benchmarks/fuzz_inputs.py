@@ -500,9 +500,10 @@ def _say_otherwise(rng: Random, metadata: Any) -> str:
     elif what == "place":
         info = metadata.storage_data[index]
         field = rng.choice(("offset", "length", "relative_path"))
-        near = (
-            (getattr(info, field),) if field == "relative_path" else (info.offset + 1, info.length - 1, info.length * 2)
-        )
+        is_known = isinstance(info.offset, int) and isinstance(info.length, int)  # else it was changed before
+        near = (info.offset + 1, info.length - 1, info.length * 2) if is_known else ()
+        if field == "relative_path":
+            near = (info.relative_path,)
         setattr(info, field, rng.choice((*odd, *near)))
     elif what in ("size", "chunk", "properties") and hasattr(entry, "chunks"):
         sizes = [each for each in NUMBERS if abs(each) < 1 << 63]
