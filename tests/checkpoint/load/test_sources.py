@@ -97,6 +97,13 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
     return found
 
 
+def corrupt(checkpoint: Path) -> None:
+    [data] = checkpoint.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
 def restored(folder: Path, resume: str = "auto", x: int = 0) -> int | None:
     with Checkpointer(str(folder / "own"), resume=resume, leave=STAY) as checkpointer:
         return checkpointer.restore({"x": x})
@@ -115,10 +122,7 @@ def test_candidates_of_all_sources_are_tried_in_one_order(tmp_path: Path, watchi
 def test_a_corrupt_candidate_is_reported_to_its_source_and_the_next_one_is_tried(
     tmp_path: Path, watching: Watching, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [data] = (tmp_path / "other" / "step-00000005").glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    corrupt(tmp_path / "other" / "step-00000005")
     assert restored(tmp_path) == 1
     assert watching.calls[2:] == [
         *("lease 5", "restoring 5 of elsewhere, x=0", "corrupt 5", "restoring 1 of store, x=0", "restored 1, x=1")
@@ -126,6 +130,17 @@ def test_a_corrupt_candidate_is_reported_to_its_source_and_the_next_one_is_tried
     assert "step-00000005 is damaged and skipped:\n" in caplog.text
     with pytest.raises(CheckpointError, match=r"latest: .*step-00000005 is not a complete checkpoint"):
         restored(tmp_path, "latest")
+
+
+def test_a_corrupt_checkpoint_of_the_directory_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), leave=STAY) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": step})
+    corrupt(tmp_path / "step-00000002")
+    with Checkpointer(str(tmp_path), keep=2, leave=STAY) as checkpointer:
+        assert checkpointer.restore({"x": 0}) == 1
+        checkpointer.save(3, {"x": 3})
+    assert (tmp_path / "step-00000001").exists()
 
 
 def test_a_rejected_candidate_is_skipped_with_the_reason_and_the_hint_of_its_extension(

@@ -104,6 +104,16 @@ def crash(folder: Path, more: int = 0) -> tuple[int | None, str]:
     return step, found
 
 
+def test_a_step_that_no_machine_has_whole_any_more_is_skipped_with_what_reading_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert crash(tmp_path, more=2)[0] is None
+    newest = max((tmp_path / "near").rglob("*.distcp"), key=lambda each: each.stat().st_mtime_ns)
+    newest.write_bytes(bytes(byte ^ 1 for byte in newest.read_bytes()))
+    assert crash(tmp_path)[0] == 1
+    assert "is damaged and skipped:\n  rank 0: no machine has block 0" in caplog.text
+
+
 def test_a_step_of_the_tier_that_runs_crash_after_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert crash(tmp_path, 3)[0] is None
     restored = [crash(tmp_path) for _ in range(6)]
