@@ -194,8 +194,8 @@ class _Work:
         if (generators := rng_name(self._ranks.number)) in state:
             state[generators] = rng.as_tensors(state[generators])
         self.entries = copy.replicas.cut(state)
-        copy.nbytes = self._nbytes(state, (x for _, x in walk({name: state[name] for name in self.entries})))
         self.own = RankEntries(self.entries)  # refuses what cannot be saved
+        copy.nbytes = self._nbytes(state, (x for _, x in walk({name: state[name] for name in self.entries})))
         found = copy.replicas.post(self.own.objects)
         failpoint("staged")
         if isinstance(found, Shards):
