@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def _modules(stub: Path) -> dict[str, str]:
 def _attribute(owner: str, stub: Path, name: str) -> Any:
     """Return an attribute of the module ``owner`` that its stub file imports; imports it now."""
     if name == "__all__":
-        return sorted(_modules(stub))
+        return sorted(name for name, module in _modules(stub).items() if not missing(module))
     module = _modules(stub).get(name)
     if module is None:
         raise AttributeError(f"module {owner!r} has no attribute {name!r}")
@@ -45,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(_modules(_STUB))
+    return list(__getattr__("__all__"))
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -58,16 +57,6 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _offer_options() -> None:
-    """Offer the registry's options to Hydra from a checkout on the path; installed, ``hydra_plugins`` has a file."""
-    try:
-        found = importlib.util.find_spec("hydra_plugins.stagereg_plugin") is not None
-    except ImportError:  # no plugin of any package is installed
-        found = False
-    if not found and importlib.util.find_spec("hydra") is not None:
-        importlib.import_module("stagereg.hydra_plugins.stagereg_plugin").offer()
-
-
 def _begin_rank() -> None:
     """In a rank that ``stagereg run`` has started, have a signal before the first step exit with 75."""
     if os.environ.get("STAGEREG_KEEPS_CODE") == str(os.getppid()):
@@ -75,5 +64,4 @@ def _begin_rank() -> None:
 
 
 _refuse_foreign(Path(__file__).parents[1])
-_offer_options()
 _begin_rank()

@@ -4,9 +4,9 @@ from stagereg import errors as errors
 from stagereg import plugin as plugin
 from stagereg import registry as registry
 from stagereg import testing as testing
-from stagereg._version import __version__ as __version__
 from stagereg.base.record import log as log
 from stagereg.base.sizes import ByteSize as ByteSize
+from stagereg.base.version import __version__ as __version__
 from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
 from stagereg.checkpoint.options import Failure as Failure
 from stagereg.checkpoint.options import Leave as Leave

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import stagereg.base.output as output
-from stagereg._version import __version__
 from stagereg.base.installed import announced
 from stagereg.base.machine import become_a_rank
+from stagereg.base.providers import missing
+from stagereg.base.version import __version__
 from stagereg.errors import InstallationError, StageregError, nearest, reason
 
 ENTRY_POINTS = "stagereg.commands"
@@ -60,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except StageregError as error:
         output.warn(f"stagereg: {error}")
+        return 2
+    except ModuleNotFoundError as error:
+        if not (why := missing(str(error.name))):
+            raise
+        output.warn(f"stagereg: `stagereg {given[0]}` cannot do that. {why}")
         return 2
     except KeyboardInterrupt:
         return 130

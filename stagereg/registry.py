@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
-from stagereg._version import __version__
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.installed import DISTRIBUTION, announced, normalized, unmet
 from stagereg.base.providers import missing
 from stagereg.base.spec import REQUIRED, check, check_component, refuse_unknown, with_article
+from stagereg.base.version import __version__
 from stagereg.errors import RegistryError, UnknownNameError, nearest
 
 ENTRY_POINTS = "stagereg.plugins"
@@ -46,7 +46,7 @@ _BUILT_IN = {
     ("on_commit", "huggingface"): "stagereg.extensions.interop.huggingface:HuggingFaceExport",
     ("on_commit", "mlflow"): "stagereg.extensions.callbacks.mlflow:MlflowArtifact",
     ("on_commit", "wandb"): "stagereg.extensions.callbacks.wandb:WandbArtifact",
-    ("tier", "none"): "stagereg.extensions.tiers.tier:NoTier",
+    ("tier", "none"): "stagereg.config.no_tier:NoTier",
     ("tier", "memory"): "stagereg.extensions.tiers.memory:MemoryTier",
     ("tier", "disk"): "stagereg.extensions.tiers.disk:DiskTier",
     ("keep", "policy"): "stagereg.checkpoint.store.keep:Keep",

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "stagereg"
 # From the bottom up. The modules of one line may import those of the lines above it, and each other. What the core
 # still imports of extensions is listed in :mod:`.test_core`.
 LAYERS = [
-    {"_version", "errors"},
+    {"errors"},
     {"base"},
     {"registry", "data"},
     {"kernel"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"extensions"},
     {"testing"},
     {"sweep", "bench", "commands", "integrations"},
-    {"cli", "__main__", "__init__", "hydra_plugins", "plugin"},
+    {"cli", "__main__", "__init__", "plugin"},
 ]
 # The rooms of checkpoint/ and what a program holds, likewise; those of one line do not import each other.
 ROOMS = [

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from stagereg import cli
+
 from .support.app import App
 from .support.wheels import ROOT, build, environment, plain, run
 
@@ -70,7 +72,7 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     shipped = {name for name in names if not name.startswith(COMPILED)}
     program, plugin = ROOT / "examples", ROOT / "examples" / "plugin"
-    own = [p for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc" and p.name != "stagereg_plugin.py"]
+    own = [p for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc"]
     own += [p for p in (ROOT / "stagereg/sweep/render/templates").rglob("*") if p.is_file()]
     conf = [p for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")]
     copied = [plugin / "pyproject.toml", *plugin.glob("lean_export/*.py"), *plugin.glob("tests/*.py")]
@@ -190,3 +192,8 @@ def test_the_constraints_pin_every_dependency_and_extra() -> None:
     asked = {re.split(r"[^\w-]", need)[0].lower() for need in (*project["dependencies"], *extras)}
     asked.remove("hydra-stagereg")
     assert asked <= set(pins)
+
+
+def test_the_entry_points_of_commands_are_those_of_a_checkout() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["stagereg.commands"] == cli.BUILT_IN

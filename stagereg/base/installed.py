@@ -12,7 +12,7 @@ import importlib.util
 import re
 from importlib.metadata import Distribution, EntryPoint
 
-from stagereg._version import __version__
+from stagereg.base.version import __version__
 from stagereg.errors import InstallationError, StageregError
 
 DISTRIBUTION = "hydra-stagereg"

@@ -59,7 +59,7 @@ def describe(device: str) -> dict[str, Any]:
     """Versions, processor, cores, the load before the run (1, 5 and 15 minutes), and on ``cuda`` device and driver."""
     import torch
 
-    from stagereg._version import __version__
+    from stagereg.base.version import __version__
 
     found: dict[str, Any] = {
         "stagereg": __version__,

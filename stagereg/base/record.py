@@ -208,7 +208,7 @@ def file_name(rank: int) -> str:
 
 
 def _about_process() -> dict[str, Any]:
-    from stagereg._version import __version__
+    from stagereg.base.version import __version__
 
     found: dict[str, Any] = {"format": FORMAT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     found |= {"pid": os.getpid(), "host": platform.node(), "stagereg": __version__}

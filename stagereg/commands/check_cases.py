@@ -22,15 +22,17 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+import stagereg.testing
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.installed import normalized
+from stagereg.base.providers import has
 from stagereg.base.spec import with_article
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.keep import KeepRule
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
+from stagereg.config.no_tier import NoTier
 from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
-from stagereg.extensions.tiers.tier import NoTier, Tier
 from stagereg.registry import Entry
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import (
@@ -38,22 +40,22 @@ from stagereg.testing import (
     JoinableContract,
     JoinHookContract,
     KeepContract,
-    OnCommitContract,
     StagerContract,
     StorageContract,
-    TierContract,
     ranks,
 )
 
-_KINDS = {
+_KINDS: dict[str, type[Contract]] = {
     "stager": StagerContract,
     "join_hook": JoinHookContract,
     "joinable": JoinableContract,
-    "on_commit": OnCommitContract,
     "keep": KeepContract,
     "storage": StorageContract,
-    "tier": TierContract,
 }
+if has("callbacks"):
+    _KINDS["on_commit"] = stagereg.testing.OnCommitContract
+if has("tiers"):
+    _KINDS["tier"] = stagereg.testing.TierContract
 _KEEPS = "It keeps what {} promises."
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
@@ -100,18 +102,18 @@ class ConfiguredStorageContract(StorageContract):
         return made
 
 
-class ConfiguredTierContract(TierContract):
-    """The contract of a tier that has none of its own: it is built from its folder and the options of every tier."""
+if has("tiers"):
 
-    def make(self, dir: str, **options: Any) -> Tier:
-        made: Tier = _made("tier", dir=dir, **options)
-        return made
+    class ConfiguredTierContract(stagereg.testing.TierContract):
+        """The contract of a tier without one of its own: it is built from its folder and the options of every tier."""
 
+        def make(self, dir: str, **options: Any) -> Any:
+            return _made("tier", dir=dir, **options)
 
-class ConfiguredMemoryTierContract(ConfiguredTierContract):
-    """The same, of a tier that refuses a folder on disk."""
+    class ConfiguredMemoryTierContract(ConfiguredTierContract):
+        """The same, of a tier that refuses a folder on disk."""
 
-    root = "/dev/shm"
+        root = "/dev/shm"
 
 
 def _made(kind: str, **options: Any) -> Any:

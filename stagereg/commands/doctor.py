@@ -22,9 +22,9 @@ import stagereg.base.machine as machine
 import stagereg.base.output as output
 import stagereg.kernel.compiled as compiled
 import stagereg.registry as registry
-from stagereg._version import __version__
 from stagereg.base.installed import DISTRIBUTION
 from stagereg.base.output import size_text
+from stagereg.base.version import __version__
 from stagereg.commands.child import call_in_child
 
 _TORCH_LIMIT_S = 120.0  # seconds for PyTorch, whose first import from a network disk takes its time

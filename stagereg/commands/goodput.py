@@ -13,9 +13,12 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from stagereg.extensions.goodput.phases import PHASES
+from stagereg.base.providers import providers
 from stagereg.sweep.figures import Covered
 from stagereg.sweep.run import RankRecord, Run, Started
+
+PHASES: dict[str, str] = {name: what for each in providers("phases") for name, what in each.PHASES.items()}
+"""The phases of a start, in order, and what ends each of them; none where the extension is missing."""
 
 
 @dataclass(frozen=True)

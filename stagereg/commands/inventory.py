@@ -4,7 +4,7 @@
 and do not disturb a run. ``ls --leftovers`` deletes what killed runs have left half-written. ``verify`` exits with 0 if
 no checkpoint is corrupt, 1 if one is, 2 if there is nothing to read. Plain torch writes no checksums: of its
 directories both commands compare the files with ``.metadata``, by name and size, and call them "no checksums".
-``tier_inventory`` does the same for a tier.
+The module ``listing`` of an extension does the same for directories of its own, such as those of a local tier.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import stagereg.base.output as output
-import stagereg.commands.tier_inventory as tier_inventory
 from stagereg.base.output import size_text
+from stagereg.base.providers import providers
 from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.manifest import step_of, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -25,7 +25,6 @@ from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError
-from stagereg.extensions.recovery.crashes import crashes_in
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,10 +45,12 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     """Print the checkpoints; return 0, also if some are corrupt."""
     if asked.leftovers:
         return _clear(asked)
-    if (shown := tier_inventory.list_steps(asked)) is not None:
-        return shown
+    for extension in providers("listing"):
+        if (shown := extension.list_steps(asked)) is not None:
+            return int(shown)
     found = located(asked.directory, empty=True, every_name=True)
-    owner, latest, crashes = found.store.holder(), found.store.latest(), crashes_in(found.store)
+    owner, latest = found.store.holder(), found.store.latest()
+    crashes = {path: each for one in providers("crashes") for path, each in one.crashes_in(found.store).items()}
     kept, readers = found.store.retention.kept(), found.store.readers.found()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
@@ -101,8 +102,9 @@ def _clear(asked: argparse.Namespace) -> int:
 
 def verify(asked: argparse.Namespace) -> int:
     """Print the condition of each checkpoint; return 0 if none is corrupt or unclear, else 1."""
-    if (shown := tier_inventory.verify_steps(asked)) is not None:
-        return shown
+    for extension in providers("listing"):
+        if (shown := extension.verify_steps(asked)) is not None:
+            return int(shown)
     found = located(asked.directory, every_name=True)
     looked = _still_there(found.store, list(found.conditions) if asked.fast else _read(found))
     bad = sum(bool(each.damages) for each in looked)

@@ -17,13 +17,12 @@ from typing import Any
 import stagereg.base.output as output
 import stagereg.commands.baseline as baseline
 import stagereg.commands.several as several
-import stagereg.extensions.goodput.phases as phases
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.base.number_text import counted, percent, quantity, shown
 from stagereg.base.overrides import by_key
 from stagereg.commands.baseline import Change
-from stagereg.commands.goodput import Goodput, failures, goodput, starts
+from stagereg.commands.goodput import PHASES, Goodput, failures, goodput, starts
 from stagereg.errors import ConfigError, printable
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
@@ -313,7 +312,7 @@ def _time_of(life: Goodput) -> Table:
         ("saves", life.saves, "that held the training loop"),
         ("again", life.again, "steps that had been taken before"),
         ("starts", life.starts, "from the beginning, or an end in order, to the first step"),
-        *((f"restarts: {name}", s, f"until {phases.PHASES.get(name, name)}") for name, s in life.restarts.items()),
+        *((f"restarts: {name}", s, f"until {PHASES.get(name, name)}") for name, s in life.restarts.items()),
         ("the rest", life.rest, "starts that came to no step, and what follows the last step"),
     ]
     rows = tuple((name, seconds, 100 * seconds / (life.seconds or 1.0), what) for name, seconds, what in parts)
@@ -321,7 +320,7 @@ def _time_of(life: Goodput) -> Table:
 
 
 def _starts(every: Sequence[Started]) -> Table:
-    names = [name for name in phases.PHASES if any(name in one.phases for one in every)]
+    names = [name for name in PHASES if any(name in one.phases for one in every)]
     rows = tuple((one.number, *(one.phases.get(name) for name in names), one.seconds) for one in every)
     note = "Each is the time since the one before; the first, since the last step before a failure, or the beginning."
     return Table("Seconds of each start, by phase", ("restart", *names, "in all"), rows, note)

@@ -26,11 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 
 import stagereg.base.machine as machine
 import stagereg.base.record as record
-from stagereg._version import __version__
 from stagereg.base.crash_report import format_error
 from stagereg.base.number_text import counted
 from stagereg.base.output import echo, warn
 from stagereg.base.overrides import SWEEP_KEYS, raw, split
+from stagereg.base.version import __version__
 from stagereg.errors import ConfigError, StageregError
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.rank import is_rank

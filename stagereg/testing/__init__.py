@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stagereg.base.providers import missing
+from stagereg.errors import InstallationError
 from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.ranks import RankFailure, run_ranks
 
@@ -49,6 +51,9 @@ def __getattr__(name: str) -> Any:
         "StorageContract": "storage_contract",
         "TierContract": "tier_contract",
     }
+    extension = {"OnCommitContract": "callbacks", "TierContract": "tiers"}.get(name)
+    if extension and (why := missing(f"stagereg.extensions.{extension}")):
+        raise InstallationError(f"There is no stagereg.testing.{name}. {why}")
     return getattr(importlib.import_module(f"stagereg.testing.{modules.get(name, 'join')}"), name)
 
 

@@ -30,6 +30,7 @@ def copy(to: Path, extensions: list[str]) -> None:
         if name and (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
+    (to / "stagereg" / "conf").symlink_to(to / "conf")  # or an editable install's would be found
     installed = sorted(each.name for each in (to / "stagereg" / "extensions").iterdir() if each.is_dir())
     if unknown := set(extensions) - set(installed):
         raise SystemExit(f"There is no extension {', '.join(sorted(unknown))}, but: {', '.join(installed)}")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("stagereg", "conf", "examples", "tests")
+COPIED = ("stagereg", "hydra_plugins", "conf", "examples", "tests")
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun", "*.so")
 
 

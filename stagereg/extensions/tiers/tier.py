@@ -17,7 +17,6 @@ from stagereg.base.option_text import constructed, option
 from stagereg.base.output import size_text
 from stagereg.base.sizes import ByteSize
 from stagereg.errors import ConfigError, at_least, one_of
-from stagereg.registry import register
 
 
 class Tier(ABC):
@@ -92,20 +91,6 @@ class Tier(ABC):
         room = free.f_bavail * free.f_frsize
         if nbytes > room:
             return f"{self.dir} has {size_text(room)} left, and {size_text(nbytes)} are needed"
-        return ""
-
-
-@register("tier", "none")
-class NoTier(Tier):
-    """No copies nearer than the store."""
-
-    def __init__(self) -> None:
-        super().__init__("/")
-
-    def __str__(self) -> str:
-        return "none"
-
-    def prepare(self) -> str:
         return ""
 
 

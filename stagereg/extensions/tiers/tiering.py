@@ -16,13 +16,14 @@ from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.config.no_tier import NoTier
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.recovery.crashes import CrashCounter
 from stagereg.extensions.tiers.folder import make_private
 from stagereg.extensions.tiers.near import LocalTier
 from stagereg.extensions.tiers.source import TierRestores
 from stagereg.extensions.tiers.target import TierTarget
-from stagereg.extensions.tiers.tier import NoTier, Tier
+from stagereg.extensions.tiers.tier import Tier
 
 _NOTES = "notes"
 

@@ -33,7 +33,7 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
     import jinja2
     from markupsafe import Markup
 
-    from stagereg._version import __version__
+    from stagereg.base.version import __version__
 
     jobs = [job for row in comparison.ranked for job in row.jobs]
     began = min((job.started for job in jobs if job.started > 0), default=None)

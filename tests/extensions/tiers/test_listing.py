@@ -16,9 +16,10 @@ from stagereg.extensions.tiers.folder import NOTE, MachineFolder, notes_of_part
 from stagereg.extensions.tiers.inventory import Lineage
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
-from .checkpoint_directories import flip, instead, save
-from .conftest import Command
+from ...commands.checkpoint_directories import flip, instead, save
+from ...commands.conftest import Command, command
 
+__all__ = ["command"]  # a fixture
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
