@@ -47,7 +47,7 @@ AGAIN_S = 6.0  # until a launcher that has ended is started again
 LIMIT_S = 240.0  # of any wait; a launcher that comes back may cost two of torch's time-outs, of a minute each
 CONFIG = f"""
 defaults: [stagereg, _self_]
-notice_s: {NOTICE_S}
+heartbeat_timeout: {NOTICE_S}
 restarts: 20
 step_s: 0.03
 checkpoint: {{every: 10}}

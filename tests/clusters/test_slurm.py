@@ -62,7 +62,7 @@ if __name__ == "__main__":
 CONFIG = """
 defaults: [stagereg, _self_]
 nproc: 1
-notice_s: 5
+heartbeat_timeout: 5
 steps: 40
 step_s: 0.02
 fails_at: 0

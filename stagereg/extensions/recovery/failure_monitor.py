@@ -29,7 +29,7 @@ _PAUSE_S = 0.1  # before the second start once more, twice as long before each l
 
 
 class FailureMonitor:
-    """The pulse of one rank, which detects a loss in ``notice_s`` seconds. All ranks construct theirs.
+    """The pulse of one rank, which detects a loss in ``timeout_s`` seconds. All ranks construct theirs.
 
     ``secret`` is that of the run. ``meet`` publishes where rank 0's pulse is; given ``None``, it returns that. A thread
     of the watch calls ``on_lost`` with a sentence on each loss, and starts a pulse again that ends before its rank.
@@ -39,7 +39,7 @@ class FailureMonitor:
         self,
         rank: int,
         world_size: int,
-        notice_s: float,
+        timeout_s: float,
         secret: str,
         meet: Callable[[list[Any] | None], list[Any]],
         on_lost: Callable[[str], None],
@@ -58,7 +58,7 @@ class FailureMonitor:
             host, port, its = meet(None)  # through a store to which any process may write
             self._hub = [host, port, printable(its)]
         self._about = rank, name, secret
-        self._config = {"rank": rank, "name": name, "notice_s": notice_s, "secret": secret, "hub": self._hub}
+        self._config = {"rank": rank, "name": name, "timeout_s": timeout_s, "secret": secret, "hub": self._hub}
         self._config["world_size"] = world_size
         self._here: dict[int, str] = {}  # on rank 0: the names of the others that have come, and not left
         self._given_s, self._hurries, self._closed = 0.0, False, False

@@ -4,10 +4,10 @@ A process of its own, since a thread of the rank waits for the interpreter's loc
 hold for longer than any time-out; and since somebody has to end a rank that is cut off and does not end by itself. It
 needs the standard library alone, and runs as a file, ``python -I -S heartbeat.py``, so that it starts in milliseconds.
 
-All pulses are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``notice_s``. That a rank's
-process has ended is told to all at once; that it was stopped, or that nothing was heard of it, after ``notice_s``. One
+All pulses are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``timeout_s``. That a rank's
+process has ended is told to all at once; that it was stopped, or that nothing was heard of it, after ``timeout_s``. One
 that hears nothing of the hub for so long is cut off, or the hub's machine is gone: it cannot know which. If it has not
-ended ``notice_s`` later, its pulse kills it. A rank that a debugger holds is not lost. Where one is asked to end by a
+ended ``timeout_s`` later, its pulse kills it. A rank that a debugger holds is not lost. Where one is asked to end by a
 signal, all ranks are about to, and none waits for longer than :data:`HURRIED_S` for one that is silent or stopped.
 
 A pulse that ends before its rank is started again (:mod:`.watch`). Rank 0 holds the port of the hub and passes it on as
@@ -69,7 +69,7 @@ class Config(NamedTuple):
 
     rank: int
     name: str  # of the rank's process, for messages
-    notice_s: float
+    timeout_s: float
     secret: str  # of the run
     hub: list[Any] | None  # host, port and name of the hub; ``None`` on the hub itself
     world_size: int = 1 << 31
@@ -117,8 +117,8 @@ class Heartbeat:
 
     def __init__(self, config: Config, parent: int, rank: Line, listener: socket.socket | None = None) -> None:
         self.config, self._parent, self._rank = config, parent, rank
-        self._notice_s = config.notice_s
-        self._beat_s = min(1.0, config.notice_s / 5)
+        self._timeout_s = config.timeout_s
+        self._beat_s = min(1.0, config.timeout_s / 5)
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Line] = {}  # to other pulses, by descriptor
         self._strangers: dict[int, Line] = {}  # connections without a proof, the oldest first
@@ -192,7 +192,7 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         stopped = _state(self._parent) == "T"
         self._stopped_since = (self._stopped_since or now) if stopped else None
-        if self._stopped_since is not None and now - self._stopped_since > self._notice_s:
+        if self._stopped_since is not None and now - self._stopped_since > self._timeout_s:
             self._tell(self.config.rank, self.config.name, _STOPPED)
         for line in self._ranks.values():
             line.send(".")
@@ -202,15 +202,15 @@ class Heartbeat:
             if now - line.heard > (_STRANGER_S if self._accepts else _CROWDED_S):
                 self._close(line)
         for line in [*self._ranks.values()]:
-            if now - line.heard > self._notice_s:
-                self._tell(line.rank, line.name, _SILENT.format(self._notice_s))
+            if now - line.heard > self._timeout_s:
+                self._tell(line.rank, line.name, _SILENT.format(self._timeout_s))
                 self._close(line)
         for rank, (name, since, limit_s, why) in [*self._awaited.items()]:
             if self._has_ended(name):
                 self._tell(rank, name, ENDED)
-            elif now - since > min(limit_s, self._notice_s):
+            elif now - since > min(limit_s, self._timeout_s):
                 self._tell(rank, name, why)
-        limit_s = max(self._notice_s, _WELCOME_S)
+        limit_s = max(self._timeout_s, _WELCOME_S)
         if not (self._is_welcome() or self._is_off) and now - self._away_since > limit_s:
             self._tell(0, self.config.hub[2] if self.config.hub else "", _SHUT_OUT.format(limit_s))
         if self._kill_at is not None and now > self._kill_at + self._given_s and os.getppid() == self._parent:
@@ -230,13 +230,13 @@ class Heartbeat:
         for line in (self._rank, *self._ranks.values()):
             line.send(told)
         if rank == self.config.rank:
-            self._kill_at = time.monotonic() + self._notice_s
+            self._kill_at = time.monotonic() + self._timeout_s
         elif rank == 0 and self.config.hub is not None and self._kill_at is None:  # or this one is cut off
-            self._kill_at = time.monotonic() + self.config.notice_s
+            self._kill_at = time.monotonic() + self.config.timeout_s
 
     def _hurry(self) -> None:
-        if self._notice_s > HURRIED_S:
-            self._notice_s = HURRIED_S
+        if self._timeout_s > HURRIED_S:
+            self._timeout_s = HURRIED_S
             for line in self._ranks.values():
                 line.send("hurry")
 
@@ -261,8 +261,8 @@ class Heartbeat:
         elif value == "hurry":
             self._hurry()
         elif isinstance(value, dict):
-            now, why = time.monotonic(), _SILENT.format(self._notice_s)
-            self._awaited = {int(rank): Awaited(name, now, self._notice_s, why) for rank, name in value.items()}
+            now, why = time.monotonic(), _SILENT.format(self._timeout_s)
+            self._awaited = {int(rank): Awaited(name, now, self._timeout_s, why) for rank, name in value.items()}
         else:
             self._given_s += value
 
@@ -345,11 +345,11 @@ class Heartbeat:
         host, port, name = self.config.hub
         self._again_at = now + _AGAIN_S
         try:
-            limit_s = max(_AGAIN_S, self._away_since + self._notice_s - now)
+            limit_s = max(_AGAIN_S, self._away_since + self._timeout_s - now)
             self._add(socket.create_connection((host, port), limit_s)).name = name
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
-            if refused or time.monotonic() - self._away_since > self._notice_s:
+            if refused or time.monotonic() - self._away_since > self._timeout_s:
                 gone = f"its pulse at {host}:{port} cannot be reached: {error}"
                 self._tell(0, name, ENDED if refused and self._was_welcome else gone)
 
@@ -379,7 +379,7 @@ class Heartbeat:
             self._away_since, self._again_at = now, 0.0
         elif line.rank not in self._lost:
             lives = self._is_alone and _PROCESS.match(line.name) and not self._has_ended(line.name)
-            limit_s, why = (self._notice_s, _SILENT.format(self._notice_s)) if lives else (RETURN_S, ENDED)
+            limit_s, why = (self._timeout_s, _SILENT.format(self._timeout_s)) if lives else (RETURN_S, ENDED)
             self._awaited[line.rank] = Awaited(line.name, now, limit_s, why)
 
     def _end(self) -> None:

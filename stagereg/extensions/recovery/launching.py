@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from stagereg.errors import LaunchError, at_least
+from stagereg.base.durations import seconds_of
+from stagereg.errors import ConfigError, LaunchError, at_least
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import ENDED
 from stagereg.extensions.recovery.rank_failure import EmergencySave, of_process
@@ -32,7 +33,7 @@ from stagereg.launch.run_secret import agreed_secret, await_key, given_secret
 
 _LOST_S = 5.0  # seconds from the error of a rank to the report of the failed rank that has caused it
 _MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
-_NOTICE_S = 10.0  # seconds in which a loss is noticed where the config does not say
+_TIMEOUT_S = 10.0  # where the config has none
 _RESUME = "++checkpoint.resume=auto"
 
 
@@ -45,7 +46,7 @@ class RecoveryLauncher(LaunchExtension):
         self._warm: WarmStart | None = None
 
     def check(self, cfg: Any) -> bool:
-        _checked_notice(cfg)
+        _checked_timeout(cfg)
         self._restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
         self._begins_elsewhere = OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto")
         return self._restarts.most > 0
@@ -99,7 +100,7 @@ class RecoveryRank(RankExtension):
 
     @contextlib.contextmanager
     def around(self, rank: ThisRank, cfg: Any) -> Iterator[None]:
-        save = self._save = EmergencySave(rank.store, rank.rank, rank.world_size, _checked_notice(cfg))
+        save = self._save = EmergencySave(rank.store, rank.rank, rank.world_size, _checked_timeout(cfg))
         ending = threading.Lock()
 
         def end(lost: str) -> None:
@@ -126,7 +127,7 @@ class RecoveryRank(RankExtension):
             self._save.monitor.close()
 
     def _end(self, rank: ThisRank, save: EmergencySave) -> None:
-        rank.end_after_failure(save.save, lambda: _cause(save, 0.0), min(_MERCY_S, save.notice_s / 8))
+        rank.end_after_failure(save.save, lambda: _cause(save, 0.0), min(_MERCY_S, save.timeout_s / 8))
 
 
 @contextlib.contextmanager
@@ -146,7 +147,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_lost: Callable[[str], None
 
     # Of this attempt alone: a process that an earlier one has left is a stranger.
     secret = agreed_secret(store.of_attempt, rank.rank, rank.world_size, given_secret()) + store.attempt
-    monitor = save.monitor = FailureMonitor(rank.rank, rank.world_size, save.notice_s, secret, connect, on_lost)
+    monitor = save.monitor = FailureMonitor(rank.rank, rank.world_size, save.timeout_s, secret, connect, on_lost)
     failed = False
     try:
         yield
@@ -165,11 +166,13 @@ def _cause(save: EmergencySave, wait_s: float) -> Cause:
     return Cause(text, bool(text) and ended and not save.saved)
 
 
-def _checked_notice(cfg: Any) -> float:
-    value = number(cfg, "notice_s", _NOTICE_S)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 3600:
-        raise LaunchError(f"notice_s={value} is no number of seconds from 1 to 3600, in which a lost rank is noticed")
-    return float(value)
+def _checked_timeout(cfg: Any) -> float:
+    """Return ``heartbeat_timeout`` of the config in seconds."""
+    value = number(cfg, "heartbeat_timeout", _TIMEOUT_S)
+    with contextlib.suppress(ConfigError):
+        if not isinstance(value, bool) and 1 <= (seconds := seconds_of(str(value))) <= 3600:
+            return seconds
+    raise LaunchError(f"heartbeat_timeout={value} is not a duration from 1s to 1h. Write for example 10s.")
 
 
 launcher, rank = RecoveryLauncher, RecoveryRank

@@ -35,15 +35,15 @@ class RankFailure:
     """What an emergency save is given, on each surviving rank.
 
     ``store`` is torch's, in which the surviving ranks meet (:func:`connect`). ``lost`` returns the ranks that have
-    failed by now, as :meth:`EmergencySave.failed_ranks`. Other ranks fail within ``notice_s`` seconds, and at ``until``
-    (``time.monotonic``) this rank ends, whatever is under way.
+    failed by now, as :meth:`EmergencySave.failed_ranks`. Other failures are detected in ``timeout_s`` seconds. At
+    ``until`` (``time.monotonic``) this rank ends, whatever is under way.
     """
 
     rank: int
     world_size: int
     store: Any
     lost: Callable[[], Mapping[int, str]]
-    notice_s: float
+    timeout_s: float
     until: float
 
     def is_lost(self, process: str) -> bool:
@@ -65,9 +65,9 @@ class EmergencySave:
         saved: a sentence on the outcome of the save; empty before, and if nothing was to be saved.
     """
 
-    def __init__(self, store: RunStore, rank: int, world_size: int, notice_s: float) -> None:
+    def __init__(self, store: RunStore, rank: int, world_size: int, timeout_s: float) -> None:
         self._store, self._ranks = store, (rank, world_size)
-        self.notice_s, self._limit_s = notice_s, _TIMEOUTS * notice_s
+        self.timeout_s, self._limit_s = timeout_s, _TIMEOUTS * timeout_s
         self.saved = ""
         self.saver: Callable[[], EmergencySaver | None] = lambda: None  # returns what saves
         self.monitor: FailureMonitor | None = None
@@ -101,7 +101,7 @@ class EmergencySave:
 
     def shorten_timeout(self) -> None:
         """Shorten the failure detection timeout on all ranks: this rank is to exit. Idempotent."""
-        self.notice_s = min(self.notice_s, HURRIED_S)
+        self.timeout_s = min(self.timeout_s, HURRIED_S)
         if self.monitor is not None:
             self.monitor.shorten_timeout()
 
@@ -124,7 +124,7 @@ class EmergencySave:
             return ""
         if first:
             threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
-        if not self._answered.wait(0.6 * self.notice_s):  # a rank that is cut off is killed after all of it
+        if not self._answered.wait(0.6 * self.timeout_s):  # a rank that is cut off is killed after all of it
             self.saved = f"{_NOT_SAVED}no store of this run answers."
         elif not self._over.wait(until - time.monotonic()):
             self.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
@@ -143,13 +143,13 @@ class EmergencySave:
 
     def _save(self, saver: EmergencySaver, until: float) -> None:
         try:
-            store = connect(self._store, self.notice_s / 6)
+            store = connect(self._store, self.timeout_s / 6)
             known = store.check(["cause is known"])
             self._answered.set()
             if not known:
                 if self.monitor is not None:
                     self.monitor.give_time(self._limit_s)  # the store answers, so this rank is not cut off
-                failure = RankFailure(*self._ranks, store, self.failed_ranks, self.notice_s, until)
+                failure = RankFailure(*self._ranks, store, self.failed_ranks, self.timeout_s, until)
                 self.saved = saver.save_after_loss(failure)
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")

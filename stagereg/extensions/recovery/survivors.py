@@ -131,7 +131,7 @@ class Survivors(CheckpointExtension):
         why = self._unnoted or self._whole.hold()
         for thread in self._background.all:
             thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
-        if not self._background.last.ends_by(time.monotonic() + told.notice_s):
+        if not self._background.last.ends_by(time.monotonic() + told.timeout_s):
             why = why or "a save before has not ended"
         step = self._whole.step
         return _SurvivorReport(told.rank, -1 if step is None else step, self._whole.kinds, why)
@@ -139,7 +139,7 @@ class Survivors(CheckpointExtension):
     def _gather(self, told: RankFailure, own: _SurvivorReport) -> list[_SurvivorReport]:
         """Return what those who are left have posted, once all of them have, or the others are likely to be lost."""
         told.store.append("posted", json.dumps(own) + "\n")
-        ends = time.monotonic() + told.notice_s
+        ends = time.monotonic() + told.timeout_s
         while True:
             posted = [_SurvivorReport(*json.loads(line)) for line in told.store.get("posted").splitlines()]
             lost = told.lost()
@@ -232,9 +232,9 @@ class _Attempt:
         store, told = target.store, self.told
         while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
             left_s = told.until - time.monotonic()
-            if left_s < told.notice_s:
+            if left_s < told.timeout_s:
                 break  # to hear who has it
-            if left_s < 2 * told.notice_s and told.is_lost(holder.process):
+            if left_s < 2 * told.timeout_s and told.is_lost(holder.process):
                 store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
             time.sleep(_POLL_INTERVAL_S)
         self._lock = store.lock()

@@ -38,8 +38,8 @@ def meet(hub):
         time.sleep(0.01)
     return json.loads((root / "hub").read_text())
 
-notice_s = 60.0 if what == "is asked to end" else 2.0
-watch = FailureMonitor(rank, 3, notice_s, "sesame", meet, lambda text: print(text, flush=True))
+timeout_s = 60.0 if what == "is asked to end" else 2.0
+watch = FailureMonitor(rank, 3, timeout_s, "sesame", meet, lambda text: print(text, flush=True))
 print("UP", flush=True)
 if what == "needs time":
     watch.give_time(100)

@@ -29,11 +29,11 @@ SECRET, WORLD = "sesame", 4
 class Hub:
     """The heartbeat process of rank 0, whose rank this process is."""
 
-    def __init__(self, most_files: int = 1024, notice_s: float = 60.0) -> None:
+    def __init__(self, most_files: int = 1024, timeout_s: float = 60.0) -> None:
         limited = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"]
         command = [*limited, sys.executable, "-I", "-S", pulse.__file__, str(os.getpid())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self.send(Config(0, "process 1 on host", notice_s, SECRET, None, WORLD)._asdict())
+        self.send(Config(0, "process 1 on host", timeout_s, SECRET, None, WORLD)._asdict())
         self.port = self.said()["port"]
 
     def send(self, value: Any) -> None:

@@ -62,7 +62,7 @@ train()
 """
 CONFIG = """
 defaults: [stagereg, _self_]
-notice_s: 3
+heartbeat_timeout: 3
 hangs: nowhere
 checkpoint: {every: 5}
 """
@@ -170,8 +170,8 @@ def test_a_rank_that_is_stopped_in_a_commit_costs_no_step(lab: Lab, app: App) ->
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_cut_off_ends_at_a_signal_whatever_notice_s_is(lab: Lab, app: App) -> None:
-    _, lost, _ = started(lab, app, "notice_s=3600", "checkpoint.leave.grace=3000s")
+def test_a_rank_that_is_cut_off_ends_at_a_signal_whatever_heartbeat_timeout_is(lab: Lab, app: App) -> None:
+    _, lost, _ = started(lab, app, "heartbeat_timeout=3600", "checkpoint.leave.grace=3000s")
     lab.machines[1].cut()
     lost.kill(signal.SIGTERM)
     end_for((lost,), 0, lab.machines[0].name)
