@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.state.rng as rng
+import stagereg.extensions.interop.opened  # noqa: F401  # a first import looks like code that was run
 from stagereg import cli, registry
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.encoding import decode
