@@ -4,5 +4,4 @@
 ``pinned_cached``). ``overlapped`` copies later (``deferred_copy``); ``guard`` finds what only an optimizer writes and
 calls before each write, ``hooks`` before methods of torch, and ``step_observer`` finds other writes.
 ``device_sources`` finds writes on accelerators.
-``torch_default`` is torch's own.
 """

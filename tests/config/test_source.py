@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.base.providers import has
 from stagereg.config.plugins import NAMED
 
 from ..support.app import STAGER, App
@@ -84,7 +85,7 @@ def test_an_option_is_offered_at_any_package(app: App) -> None:
     assert "PARTS {'a': 'Other', 'b': 'Stager'}" in out
 
 
-BUILT_IN = ["blocking", "overlapped", "pinned_cached", "torch_default"]
+BUILT_IN = ["blocking", "overlapped", "pinned_cached", *(["torch_default"] if has("interop") else [])]
 STAGERS = sorted([*BUILT_IN, "broken", "other", "theirs"])  # the others are of the packages installed above
 
 

@@ -31,7 +31,7 @@ from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group
 
-from ..support.reference import await_published, batch, mlp
+from ..support.reference import JOINABLES, await_published, batch, mlp
 
 SOON_S = 30.0
 """Seconds in which the error of a rank reaches the others: a quarter of a second, or far more on a busy machine."""
@@ -520,15 +520,15 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
                     for again in joined.iterate([x]):
                         one(again)
         elif what.endswith("on rank 0 alone"):
-            metrics = stagereg.build("joinable", "metrics")
+            metrics = [stagereg.build("joinable", "metrics")] if "metrics" in what else []
             mode = "counted" if "counted" in what else "planned"
-            joined = stagereg.Join([one, metrics], mode=mode, loader=range(3), timeout=TIMEOUT_S)
+            joined = stagereg.Join([one, *metrics], mode=mode, loader=range(3), timeout=TIMEOUT_S)
             with joined:
                 for step in range(1, 4):
                     loss = one(x).sum()
                     loss.backward()
                     if rank == 0 or step < 2:
-                        metrics.compute() if "metrics" in what else joined.mean(loss, 1)
+                        metrics[0].compute() if metrics else joined.mean(loss, 1)
         elif what.startswith("never announced"):
             reduces = NeverNotifies()
             with stagereg.Join([reduces], mode="counted" if "counted" in what else None, timeout=TIMEOUT_S):
@@ -538,6 +538,7 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
     return outcome(act)
 
 
+OF_METRICS = [("metrics.compute", "counted")] if JOINABLES else []
 MESSAGES = {
     "a loop inside a loop": "only one runs at a time",
     "nested, both used inside": "used inside an inner one",
@@ -549,7 +550,9 @@ MESSAGES = {
     **{
         f"{mode} {call}, on rank 0 alone": f"rank 0 called {call} in step 2, rank 1 did not: call it on all ranks, and "
         "not under `if rank == 0`."
-        for call, mode in (("join.mean", "counted"), ("join.mean", "planned"), ("metrics.compute", "counted"))
+        for call, mode in (("join.mean", "counted"), ("join.mean", "planned"), ("metrics.compute", "counted"))[
+            : 2 + JOINABLES
+        ]
     },
     "never announced": "never announced",
     "never announced, counted": "never announced",

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 from stagereg.testing import run_ranks
 
+from ..support.reference import JOINABLES
+
 LENGTHS = (2, 5, 3)
 WAYS = ("iterate", "planned", "counted", "torch")
 
@@ -82,7 +84,9 @@ def every(rank: int, world_size: int, whats: list[str], ways: tuple[str, ...]) -
 
 
 def test_what_is_alike_is_no_error() -> None:
-    whats = ["listed", "more ranks than parameters", "more ranks than parameters, SGD", "another optimizer"]
+    whats = ["listed", "another optimizer"]
+    if JOINABLES:
+        whats += ["more ranks than parameters", "more ranks than parameters, SGD"]
     for found in run_ranks(every, 3, args=([*whats, "SGD, not listed"], WAYS), timeout_s=100):
         assert {case: each for case, each in found.items() if each != ("", [])} == {}
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.reference import EXACT, Case, batch, difference, net
+from ..support.reference import EXACT, Case, batch, difference, net, sharded_adam
 from ..testing.join_mutants import Sum
 
 
@@ -27,7 +26,7 @@ def two_models(rank: int, lengths: tuple[int, ...], divide: bool, group: Any) ->
     total = Sum(group)
     one, two = (DistributedDataParallel(net(Case()), process_group=group) for _ in range(2))
     first = torch.optim.Adam(one.parameters(), lr=0.05)
-    second = ZeroRedundancyOptimizer(two.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
+    second = sharded_adam(two, process_group=group, lr=0.05)
     totals, sums = [], []
 
     def advance() -> None:

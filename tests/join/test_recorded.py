@@ -15,6 +15,7 @@ from stagereg.base import record
 from stagereg.testing import run_ranks
 
 from ..support.parallel import COLUMNS
+from ..support.reference import JOINABLES
 
 LENGTHS = (5, 2)
 SAMPLES = [sum(range(2, 2 + length)) for length in LENGTHS]
@@ -50,7 +51,8 @@ def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[s
         train(join, model, optimizer, join.iterate(data) if looped else data)
 
     cases = [("ddp", mode, looped) for mode in MODES for looped in (False, True)]
-    cases += [("zero", "torch", False), ("fsdp2", "torch", False), ("fsdp2", "planned", True)]
+    if JOINABLES:
+        cases += [("zero", "torch", False), ("fsdp2", "torch", False), ("fsdp2", "planned", True)]
     for each in cases:
         record_case(" ".join(map(str, each)), lambda each=each: case(*each))
 

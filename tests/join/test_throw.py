@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.reference import Case, batch, join_of, net
+from ..support.reference import Case, batch, join_of, net, sharded_adam
 from ..testing.join_mutants import Sum
 
 
 def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
     """The steps that this rank has begun and ended, and its error's type, text and rank."""
     ddp = DistributedDataParallel(net(Case()))
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
+    zero = sharded_adam(ddp, lr=0.1)
     total = Sum()
     kind, options = join_of("torch" if library == "mixed" and rank == 0 else library, range(lengths[rank]))
     begun = steps = 0

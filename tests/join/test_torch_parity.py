@@ -169,7 +169,7 @@ MIXED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["mixed", "torch", "mixed iterate"])
 def test_our_joinables_bring_the_numbers_into_torchs_join(library: str) -> None:
-    assert wrong({name: (CASES[name], library) for name in MIXED}) == {}
+    assert wrong({name: (CASES[name], library) for name in MIXED if name in CASES}) == {}
 
 
 def traces(rank: int, world_size: int) -> dict[tuple[str, str], Any]:

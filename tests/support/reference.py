@@ -22,11 +22,22 @@ from torch.utils import _pytree as pytree
 
 import stagereg
 import stagereg.join.session as session
+from stagereg.base.providers import has
 
 from .parallel import COLUMNS, Ddp, full, write_values
 
 EXACT = 1e-12
 """What float64 sums in another order may differ by after a few steps."""
+
+JOINABLES = has("joinables")
+"""Whether the extension with ``fsdp2``, ``zero`` and ``metrics`` is installed; else the core is tested without them."""
+
+
+def sharded_adam(model: Any, **kwargs: Any) -> Any:
+    """Return Adam, sharded over the ranks if a join takes such an optimizer."""
+    adam = torch.optim.Adam
+    params = model.parameters()
+    return ZeroRedundancyOptimizer(params, adam, **kwargs) if JOINABLES else adam(params, lr=kwargs["lr"])
 
 
 def await_published() -> None:

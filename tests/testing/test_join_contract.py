@@ -21,6 +21,7 @@ from stagereg.testing.join import JoinableContract, JoinHookContract
 from stagereg.testing.scenario import Scenario, played
 
 from ..support.pages import expect_table_of_contracts
+from ..support.reference import JOINABLES
 from . import join_mutants as mutants
 from . import joins
 
@@ -30,7 +31,8 @@ QUICK = (
     mutants.HookContract,
     joins.DdpContract,
 )
-COSTLY = (joins.MetricsContract, joins.ModuleContract, joins.Fsdp2Contract, joins.ZeroContract, joins.ActiveContract)
+OF_THE_EXTENSION = (joins.MetricsContract, joins.Fsdp2Contract, joins.ZeroContract)
+COSTLY = (joins.ModuleContract, joins.ActiveContract, *OF_THE_EXTENSION[: 3 * JOINABLES])
 CONTRACTS = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in COSTLY)]
 
 

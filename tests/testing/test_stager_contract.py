@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.base.providers import has
 from stagereg.plugin import BlockingStager
 from stagereg.testing import StagerContract
 
@@ -145,8 +146,9 @@ TORCHS: dict[str, type[StagerContract]] = {
     "the same, cached": contract_of("Cached", Unpinned, cache_staged_state_dict=True),
     "`DefaultStager`": contract_of("Default", DefaultStager, StagingOptions(False, False, False, False)),
     "the same, async": contract_of("DefaultAsync", DefaultStager, StagingOptions(False, False, True, False)),
-    "`torch_default`": contract_of("TorchDefault", stagereg.build, "stager", "torch_default", **PLAIN),
 }
+if has("interop"):
+    TORCHS["`torch_default`"] = contract_of("TorchDefault", stagereg.build, "stager", "torch_default", **PLAIN)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")

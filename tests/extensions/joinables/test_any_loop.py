@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stagereg.testing import run_ranks
 
-from ..support.any_loop import Loop, apart, one_process, train_several
-from ..support.examples import examples
+from ...support.any_loop import Loop, apart, one_process, train_several
+from ...support.examples import examples
 
 EXACT = 1e-6
 BOUND_S = 10.0

@@ -18,7 +18,7 @@ import stagereg
 from stagereg.join.kinds.ddp import DdpHook
 from stagereg.testing import run_ranks
 
-from ..support.pages import DOCS, Page
+from ...support.pages import DOCS, Page
 
 
 class MyHook(DdpHook):

@@ -9,7 +9,7 @@ import pytest
 
 from stagereg.testing import run_ranks
 
-from ..support.any_loop import EXACT, Loop, apart, assert_exact, one_process, train
+from ...support.any_loop import EXACT, Loop, apart, assert_exact, one_process, train
 
 WAYS = [(True, "planned"), (True, "counted"), (False, "planned"), (False, "counted"), (False, "torch")]
 LOOPS = [
