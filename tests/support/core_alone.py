@@ -21,6 +21,11 @@ ABOVE = ("integrations", "sweep", "bench")  # folders of the package that the co
 TESTS = ("base", "kernel", "config", "stagers", "join", "checkpoint", "launch", "test_data.py", "test_registry.py")
 """The tests of the core. What needs an extension lies in ``tests/extensions``."""
 
+NO_EDITABLE = """import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
+"""
+"""The copy's ``sitecustomize``: an editable install would find the deleted folders of the package in the checkout."""
+
 
 def copy(to: Path, extensions: list[str]) -> None:
     """Copy what git tracks, and the compiled kernel, without some extensions; without any of them, without tools."""
@@ -30,7 +35,7 @@ def copy(to: Path, extensions: list[str]) -> None:
         if name and (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
-    (to / "stagereg" / "conf").symlink_to(to / "conf")  # or an editable install's would be found
+    (to / "sitecustomize.py").write_text(NO_EDITABLE)
     installed = sorted(each.name for each in (to / "stagereg" / "extensions").iterdir() if each.is_dir())
     if unknown := set(extensions) - set(installed):
         raise SystemExit(f"There is no extension {', '.join(sorted(unknown))}, but: {', '.join(installed)}")
@@ -51,9 +56,13 @@ def still_imports() -> int:
 def run(folder: Path, *command: str) -> int:
     """Run Python in the copy, whose package goes before an installed one."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    found = "import stagereg; print(stagereg.__file__)"
+    deleted = [name for name in ABOVE if not (folder / "stagereg" / name).is_dir()]
+    found = (
+        "import stagereg, importlib.util as util; print(stagereg.__file__, "
+        f"[each for each in {deleted} if util.find_spec('stagereg.' + each)])"
+    )
     where = subprocess.run([sys.executable, "-c", found], cwd=folder, env=environment, capture_output=True, text=True)
-    if where.stdout.strip() != str(folder / "stagereg" / "__init__.py"):
+    if where.stdout.strip() != f"{folder / 'stagereg' / '__init__.py'} []":
         raise SystemExit(f"Another package than the copy was imported: {where.stdout}{where.stderr}")
     return subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=False).returncode
 
