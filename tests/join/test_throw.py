@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.reference import Case, batch, join_of, net, sharded_adam
+from ..support.reference import JOINABLES, Case, batch, join_of, net, sharded_adam
 from ..testing.join_mutants import Sum
 
 
@@ -23,7 +23,8 @@ def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> A
     begun = steps = 0
     error = None
     try:
-        with kind([total] * (first == "sum") + [ddp, zero], throw_on_early_termination=True, **options):
+        listed = [total] * (first == "sum") + [ddp] + [zero] * (JOINABLES or kind is stagereg.Join)
+        with kind(listed, throw_on_early_termination=True, **options):
             for step in range(lengths[rank]):
                 begun += 1
                 if first == "sum":
