@@ -4,13 +4,13 @@ from stagereg import errors as errors
 from stagereg import plugin as plugin
 from stagereg import registry as registry
 from stagereg import testing as testing
+from stagereg.assembly import Checkpointer as Checkpointer
+from stagereg.assembly import Leave as Leave
+from stagereg.assembly import Replicas as Replicas
 from stagereg.base.record import log as log
 from stagereg.base.sizes import ByteSize as ByteSize
 from stagereg.base.version import __version__ as __version__
-from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
 from stagereg.checkpoint.options import Failure as Failure
-from stagereg.checkpoint.options import Leave as Leave
-from stagereg.checkpoint.options import Replicas as Replicas
 from stagereg.checkpoint.options import Restore as Restore
 from stagereg.checkpoint.state.entries import per_rank as per_rank
 from stagereg.checkpoint.store.keep import Keep as Keep

@@ -51,7 +51,7 @@ _BUILT_IN = {
     ("tier", "disk"): "stagereg.extensions.tiers.disk:DiskTier",
     ("keep", "policy"): "stagereg.checkpoint.store.keep:Keep",
     ("join", "default"): "stagereg.join.context:configured",
-    ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
+    ("checkpoint", "default"): "stagereg.assembly:Checkpointer",
 }
 # Of each of these kinds, the joinable and its hook stand in one file.
 for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):

@@ -203,7 +203,7 @@ def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
 
 
 def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
-    from stagereg.checkpoint.checkpointer import Checkpointer
+    from stagereg.assembly import Checkpointer
 
     named = set(re.findall(r"`checkpoint\.(\w+)(?:\.(\w+))?", CHECKPOINTS.text))
     assert {("restore", "verify"), ("failure", "on_error"), ("leave", "grace"), ("resume", ""), ("dir", "")} <= named

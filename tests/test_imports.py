@@ -23,6 +23,7 @@ LAYERS = [
     {"launch"},
     {"checkpoint"},
     {"extensions"},
+    {"assembly"},
     {"testing"},
     {"sweep", "bench", "commands", "integrations"},
     {"cli", "__main__", "__init__", "plugin"},
@@ -31,10 +32,10 @@ LAYERS = [
 ROOMS = [
     {"format"},
     {"store", "state"},
-    {"storage", "ranks"},
+    {"storage", "ranks", "stats"},
     {"targets"},
     {"extension"},
-    {"save", "load", "hold"},
+    {"save", "load", "hold", "dispatch"},
     {"options", "together", "end_report"},
     {"checkpointer"},
 ]

@@ -36,7 +36,7 @@ import stagereg.commands.scaffold as scaffold
 import stagereg.integrations.written as written
 import stagereg.sweep.render as render
 from stagereg import cli
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Leave
 from stagereg.errors import StageregError
 from stagereg.extensions.callbacks.copy_to import CopyTo
 from stagereg.extensions.interop.huggingface import HuggingFaceExport

@@ -1,15 +1,18 @@
-"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start."""
+"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start.
+
+docs/architecture.md follows one save and one restore through the modules below.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,109 +23,57 @@ import stagereg.checkpoint.options as options
 from stagereg.base import first_step
 from stagereg.base.command import is_program
 from stagereg.base.followers import followers
-from stagereg.base.option_text import constructed
-from stagereg.base.spec import suggests_arguments
 from stagereg.base.uncaught import print_once
+from stagereg.checkpoint.dispatch import Extensions, weakly
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
-from stagereg.checkpoint.extension import RestoreExtension, RestoreRequest
+from stagereg.checkpoint.extension import CheckpointExtension, Due, RestoreRequest, Setup
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
-from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
+from stagereg.checkpoint.options import Failure, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.save_thread import CheckpointStats
 from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
-from stagereg.checkpoint.save.schedule import schedule_of
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.state.nested import expect_savable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.store.open_store import open_store, path_or_url
+from stagereg.checkpoint.targets import ReplicaSharding, Schedule
 from stagereg.checkpoint.together import LEAVE, RESTORE, RankCoordinator
 from stagereg.errors import is_consequence
-from stagereg.extensions.callbacks.calls import CommitCalls
-from stagereg.extensions.callbacks.on_commit import OnCommit
-from stagereg.extensions.diagnostics.checks import Diagnostics
-from stagereg.extensions.goodput import phases
-from stagereg.extensions.preemption.consensus import PreemptionConsensus
-from stagereg.extensions.recovery.quarantine import Quarantine
-from stagereg.extensions.recovery.survivors import Survivors, await_saved
-from stagereg.extensions.replicas.shares import ReplicaShards
-from stagereg.extensions.retention.logged_metrics import LoggedMetrics
-from stagereg.extensions.tiers.tier import Tier
-from stagereg.extensions.tiers.tiering import Tiering, acquire_with_tier, notes_of
-from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager
 
 _log = logging.getLogger(__name__)
 
+Own = TypeVar("Own", bound="Checkpointer")
 
-@register("checkpoint", "default")
+
 class Checkpointer:
-    """Saves the state of a training run without stopping it, and brings the run back to where it was.
+    """The core of :class:`stagereg.Checkpointer`, which builds it with extensions. Constructing it is collective.
 
-    Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
-    an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
-    the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`, :meth:`due` or
-    :meth:`save` locks it, or :meth:`restore` if the same command has saved there. A program that calls none of these
-    is a reader: it locks nothing, leaves nothing, and may run next to training.
-
-    A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
-    lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
-    optimizer must be in the same state. :func:`stagereg.per_rank` marks what each rank has for itself. The step and
-    each rank's random number generators are added. docs/checkpoints.md has the rules for several ranks.
+    Arguments that are not below are those of :class:`stagereg.Checkpointer`.
 
     Args:
-        dir: where the checkpoints go; created if it is not there. It has to be the same directory on all machines.
-            ``None`` where ``tier`` alone keeps them.
-        every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
-            loses least time to checkpoints and failures, by what saves turn out to cost and ``failure.mtbf``.
-        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep` or a
-            component of the kind ``keep``. The disk needs space for one more: an old one goes when a new one is there.
-        resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
-            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint, also of plain torch. A
-            bare name, ``step-00000300``, is one in ``dir``, or else in the working folder.
-        stager: copies the state, or its name, ``None`` for ``overlapped``; the checkpointer closes it.
-        storage: writes the files, or its name, ``None`` for ``dcp``. A checkpoint is read by the one that wrote it.
-        process_group: the ranks that save together, ``None`` for all of them. Constructing is collective.
-        restore: how :meth:`restore` chooses and reads a checkpoint: :class:`stagereg.Restore`.
-        failure: what may fail, and what then: :class:`stagereg.Failure`.
-        replicas: how what several ranks hold alike is saved: :class:`stagereg.Replicas`.
-        leave: how a run ends: :class:`stagereg.Leave`.
-        tier: keeps copies nearer than ``dir``, in memory or on disks of the machines, and saves more often: a component
-            of the kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md has what it survives.
-        enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
-        on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
-            ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name.
-            One that fails, or takes longer than ``failure.timeout``, is logged and counted in ``stats``, and fails
-            nothing. :meth:`close` waits as long.
-
-    Attributes:
-        preemption: whether the ranks are to leave; ``None`` without ``leave.grace``.
-        restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
-        stats: what the checkpoints have cost so far, on this rank; goes on counting.
+        every: ``maybe_save`` saves at the multiples of this, at least 1; or when a schedule says.
+        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
+            :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
+        extensions: accompany this checkpointer, in one order on all ranks.
+        sharding: which rank writes what several ranks hold identically; ``None`` for one of them.
+        notes: a directory for the lock and for notes; checkpoints then go to the targets of extensions alone, and
+            ``dir`` is their directory in messages.
 
     Raises:
-        ConfigError: an option is of no use, the ranks differ in one, or ``dir`` is another directory on some machine.
-        CheckpointError: on all ranks: another job of the sweep has had ``dir``; with a tier, see :meth:`lock`.
-
-    Example::
-
-        with Checkpointer("runs/gpt", every=100) as checkpointer:
-            start = checkpointer.restore(state) or 0
-            for step in range(start + 1, steps + 1):
-                train_one_step()
-                checkpointer.maybe_save(step, state)
+        ConfigError: an option is of no use, the ranks differ in one or in their extensions, or ``dir`` is another
+            directory on some machine.
+        CheckpointError: on all ranks: another job of the sweep has had ``dir``; or an extension raises it.
     """
 
-    check_options = staticmethod(options.check_all)
-
-    @suggests_arguments
     def __init__(
         self,
-        dir: str | None,
-        every: int | Literal["auto"] = 100,
+        dir: str,
+        every: int | Schedule = 100,
         keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # it cannot change
         resume: str = "auto",
         stager: AsyncStager | str | None = None,
@@ -130,74 +81,69 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         restore: Restore = Restore(),  # noqa: B008  # it cannot change, nor can those below
         failure: Failure = Failure(),  # noqa: B008
-        replicas: Replicas = Replicas(),  # noqa: B008
-        leave: Leave = Leave(),  # noqa: B008
+        save_last: bool = True,
         enable: bool = True,
-        on_commit: Any = None,
-        tier: Tier | str | None = None,
+        extensions: Sequence[CheckpointExtension] = (),
+        sharding: ReplicaSharding | None = None,
+        notes: str | None = None,
     ) -> None:
-        constructed("checkpoint")
         print_once()
-        groups = {"restore": restore, "failure": failure, "replicas": replicas, "leave": leave}
-        chosen: Tier = options.component("tier", tier, "none")
-        self._stores, place = dir is not None, notes_of(chosen) if dir is None else dir
+        self._stores, place = notes is None, dir if notes is None else notes
+        groups = {"restore": restore, "failure": failure}
         options.check_all({"dir": place, "every": every, "keep": keep, "resume": resume, **groups})
         self.resume, self.restore_options = resume, restore
-        self._enabled, self._failure, self._leave = enable, failure, leave
+        self._enabled, self._failure, self._save_last = enable, failure, save_last
         self._store = open_store(place)
-        self.dir = path_or_url(self._store.root if self._stores else chosen.dir)
+        self.dir = path_or_url(self._store.root if self._stores else dir)
         self._stager: AsyncStager = options.component("stager", stager, "overlapped")
         self._storage: Storage = options.component("storage", storage, "dcp")
         expect_fit(self._storage, self._store.root)
-        components = options.on_commit(on_commit)
         self.stats = CheckpointStats()
-        self.preemption: PreemptionConsensus | None = None
         self.restored: Path | str | None = None
         self._seen: int | None = None  # the step last asked about
         self._resumed: int | None = None  # the step that ``resume`` has led to
         self._how: str | None = None  # ``resume``, once :meth:`restore` is called
         self._closed, self._pid = False, os.getpid()
+        self._extensions = Extensions(extensions)
         self._ranks = RankGroup(process_group, failure.timeout)
         self._hold = DirectoryLock(self._store, self._ranks, failure.timeout.total_seconds(), resume)
         if enable:
-            policy = Keep.of(keep)
-            root, names = dir and self._store.root, {"storage": name_of(self._storage), "tier": str(chosen)}
-            alike = options.compared(dir=root, every=every, keep=policy, resume=resume, **groups, **names)
-            options.expect_alike(self._ranks, alike)
-            token = self._hold.open(dir)
-            acquire_with_tier(chosen, self._hold, self._ranks, self._stores)
-            phases.saves_to(str(self.dir))
-            schedule = schedule_of(every, failure.mtbf, process_group)
-            self._metrics = LoggedMetrics(self._ranks.rank == 0)
-            saving = self._store, policy, self._storage, self._ranks, token, schedule, read_back
-            self._target = StoreTarget(*saving, [self._metrics.manifest_fields])
-            self._tiering = Tiering(chosen, process_group, self._store, self._stores, failure)
-            self._begin(replicas, process_group, components)
+            schedule, policy = every if isinstance(every, Schedule) else Schedule(every), Keep.of(keep)
+            alike: dict[str, Any] = {
+                "dir": self._store.root if self._stores else None,
+                "every": str(schedule),
+                "keep": policy,
+            }
+            alike |= {"resume": resume, **groups, "save_last": save_last, "storage": name_of(self._storage)}
+            options.expect_alike(self._ranks, options.compared(**alike, **self._extensions.options()))
+            token = self._hold.open(dir if self._stores else None)
+            parts = self._store, policy, self._storage, self._ranks, token, schedule, read_back
+            self._target = StoreTarget(*parts, [self._extensions.manifest_fields])
+            self._begin(process_group, sharding)
 
-    def _begin(
-        self, replicas: Replicas, process_group: dist.ProcessGroup | None, components: Mapping[str, OnCommit]
-    ) -> None:
+    def _begin(self, process_group: dist.ProcessGroup | None, sharding: ReplicaSharding | None) -> None:
         """Make what saves and exchanges, on all ranks: one group for each kind of exchange, which must not meet."""
-        near, first = self._tiering, self._ranks.rank == 0
-        warns, cast = self._failure.on_error == "warn", self.restore_options.cast
-        shared = ReplicaShards(replicas.verify_every, replicas.share)
-        targets = [*([] if near.target is None else [near.target]), *([self._target] if self._stores else [])]
-        self._background = SaveThreads(targets, self._failure.timeout, warns)
-        names, token = ParameterNames(), self._target.token
-        survivors = [Survivors(self._target, names, self._background)] if self._stores else []
-        checks = Diagnostics(self._target, self._stores, cast, self._stager)
-        self._observers: list[Any] = [checks, self._metrics, *survivors]
-        self._saver = Saver(self._background, self._stager, shared, names, self._observers)
+        called, target, timeout, names = self._extensions, self._target, self._failure.timeout, ParameterNames()
+        every = target.schedule.every if type(target.schedule) is Schedule else None
+        training = None if self._ranks.group is None else process_group or dist.group.WORLD
+        setup = Setup(
+            *(self._ranks, process_group, training, self._store, self._stores, self._storage, names, every, self.dir),
+            *(target.token, self.resume, timeout, self._hold.acquire_on_all, weakly(called.is_urged, False)),
+        )
+        nearer = called.targets(setup)
+        target.schedule.start(process_group)
+        self._background = SaveThreads([*nearer, *[target] * self._stores], timeout, self._failure.on_error == "warn")
+        self._saver = Saver(self._background, self._stager, sharding, names, called.all)
         self.stats = self._background.stats
-        most = self.restore_options.max_crashes
-        self._crashes = near.counter(self._store, most, first, self._background, token)
-        self._restores: list[RestoreExtension] = [*near.restores, Quarantine(self._crashes)]
-        self._hold.when_acquired, self._saver.ready = self._crashes.hold, self._hold.acquire_to_save
-        parts = token, self._ranks, self._saver, self._leave.grace, self._background, self._save
-        self._together = RankCoordinator(process_group, *parts)
-        self.preemption = self._together.preemption
-        self._calls = CommitCalls(components if first else {}, self._target, self._background, self.preemption)
-        warn, kept = first and self._leave.save_last, (self.dir, self._saver, self._hold, self._pid)
+        for each in self._background.all:
+            stored = each.target is target
+            newest = partial(getattr, target, "committed") if stored else lambda: None
+            each.listeners.append(partial(called.committed, "store" if stored else "tier", newest))
+        self._hold.when_acquired, self._saver.ready = weakly(called.locked, None), self._hold.acquire_to_save
+        called.start(setup, weakref.proxy(self._background))
+        parts = target.token, self._ranks, self._saver, self._background, called, self._save
+        self._together = RankCoordinator(training, *parts)
+        warn, kept = self._ranks.rank == 0 and self._save_last, (self.dir, self._saver, self._hold, self._pid)
         self._unclosed = weakref.finalize(self, warn_of_unclosed, *kept) if warn else None
         if self._ranks.group is not None:
             self._background.call_when_idle(self._together.look_for_missed)
@@ -231,13 +177,14 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`: true at positive
         multiples of ``every``, at what ``"auto"`` has agreed upon, and when one rank got SIGTERM or SIGUSR1.
         """
-        phases.take_step(checked_step(step))
-        self._seen = step
+        first_step.take_step()
+        self._seen = checked_step(step)
         if not self._enabled:
+            self._extensions.notify(CheckpointExtension.end_step, step, None)
             return False
         self._hold.acquire_to_save()
         self._saver.end_step(step)
-        return self._saver.due(step, everywhere=self.preemption is not None and self.preemption.agreed_at(step))
+        return self._saver.due(step, everywhere=self._extensions.due(step) > Due.NO)
 
     def goes_everywhere(self, step: int) -> bool:
         """Whether a save of ``step`` goes to ``dir`` and the tier; False if :meth:`due` asks for the tier alone."""
@@ -269,9 +216,9 @@ class Checkpointer:
             self._together.save(checked_step(step), everywhere)
 
     def _save(self, what: str, step: int, targets: Sequence[int] | None, follows: bool) -> None:
-        if what == LEAVE and self.preemption is not None:
-            self._calls.leave()
-            self._saver.leave(step, self.preemption, str(self.dir), self._how, follows)
+        if what == LEAVE:
+            self._extensions.notify(CheckpointExtension.leaving)
+            self._extensions.exit(step, self._saver.save_to_leave(step, follows), self._how)
         self._saver.save(step, targets, follows)
 
     def listen(self, listener: Callable[[int], object]) -> None:
@@ -333,11 +280,10 @@ class Checkpointer:
             *(store, resume, own, how.verify, how.read, how.cast, how.exact, how.rename, how.allow_missing),
             *(state, self._saver.names, self._storage, self._ranks),
         )
-        restored = restoring.restore(asked, self._restores, partial(self._begin_restore, own))
+        restored = restoring.restore(asked, self._extensions.all, partial(self._begin_restore, own))
         step = None if restored is None else restored.manifest.step
         self._store.retention.spared.clear()
         self._hold.continues = True
-        self._metrics.forget_steps()
         choosing.log_begin(restored, asked, self.dir, source)
         if restored is None or step is None:  # now, and not at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
@@ -348,9 +294,7 @@ class Checkpointer:
         if self._resumed is not None and self.resume in choosing.RESUME:
             record.emit("resumed", step=step, dir=str(self.dir))
         self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
-        stored = os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root)
-        there = self._target if stored else self._tiering.target if self._tiering.names(restored.path) else None
-        self._background.restored(step, there)
+        self._background.restored(step, restored.path)
         return step
 
     def _begin_restore(self, own: bool) -> None:
@@ -375,22 +319,19 @@ class Checkpointer:
         ended = self._background.finish()
         self._saver.drop_retake()
         self._closed = True
-        for each in self._observers:
-            each.close(ended)
-        self._calls.close()
-        if self.preemption is not None:
-            self.preemption.close()
+        if not ended:
+            for each in self._background.all:
+                each.abandon()
+        self._extensions.notify(CheckpointExtension.close, ended)
         self._background.close()
-        self._tiering.close()
         if ended:  # else a thread hangs, and no other run may write before this process ends
-            self._crashes.leave()
             self._hold.release()
         try:
             self._stager.close()
         finally:
             self._background.raise_failure()
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self: Own) -> Own:
         expect_usable(self._closed, self._pid)
         return self
 
@@ -400,22 +341,13 @@ class Checkpointer:
         if not self._enabled:
             self.close()
             return
-        await_saved(error)
+        self._extensions.notify(CheckpointExtension.ending, error)
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._hold.acquired:
             _log.warning("stagereg: interrupted. %s", describe_end(self._background, self.dir, False, self._how))
-        self._crashes.crashed = True  # unless all ranks come to the end
         try:
-            if error is not None:
-                self._crashes.failed(error)
-            elif self._leave.save_last:
-                self._together.end(self._seen)
-            self._crashes.crashed &= error is not None
-            if error is None and self._leave.save_last:
-                self._saver.save_last(self._seen)
-            if error is None and self._background.wait():
-                stored = self._background.last.newest if self._stores else None
-                self._tiering.finish(self._background.all[0].newest, stored)
+            if error is None:
+                self._end()
         finally:
             try:
                 self.close()
@@ -426,8 +358,18 @@ class Checkpointer:
         resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
         stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
         if self._ranks.rank == 0 and (self._hold.acquired or stayed) and not interrupted:
-            skipped = self._crashes.skipped_next()
-            log_end(self._background, self.dir, error is None, self._how, stayed, skipped)
+            outlook = self._extensions.outlook()
+            log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
+
+    def _end(self) -> None:
+        """End the block with all ranks, none of which has raised."""
+        if self._save_last:
+            self._together.end(self._seen)
+        self._extensions.notify(CheckpointExtension.ended)
+        if self._save_last:
+            self._saver.save_last(self._seen)
+        if self._background.wait():
+            self._extensions.notify(CheckpointExtension.completed)
 
     @property
     def latest(self) -> Path | str | None:

@@ -1,24 +1,30 @@
 """The protocols by which extensions plug into a checkpointer.
 
 The core calls what is written here, and knows nothing else of extensions. All extensions of a checkpointer are called
-in one order, the same on all ranks. What one raises in :meth:`CheckpointExtension.start`, ``due`` or a method of
-:class:`RestoreExtension` reaches the program. What it raises in any other method is logged, and fails neither a save
-nor training.
+in one order, the same on all ranks (:mod:`.dispatch`). What an extension raises in :meth:`CheckpointExtension.targets`,
+``start``, ``due``, ``exit`` or a method of :class:`RestoreExtension` reaches the program. What an extension raises in
+another method is logged, and fails neither a save nor training. No method has a time limit: one that hangs holds its
+thread.
 """
 
 from __future__ import annotations
 
+import datetime
 import enum
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from stagereg.checkpoint.format.damage import Found, VerificationResult
     from stagereg.checkpoint.format.manifest import Checkpoint, Manifest
     from stagereg.checkpoint.ranks.rank_group import RankGroup
     from stagereg.checkpoint.state.optimizer_state import ParameterNames
+    from stagereg.checkpoint.stats import CheckpointStats
     from stagereg.checkpoint.storage.protocol import Storage
     from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
     from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -34,15 +40,64 @@ class Due(enum.IntEnum):
     LEAVE = 2  # save, and exit on all ranks
 
 
+class Saves(Protocol):
+    """The saves of a checkpointer, as its extensions see them."""
+
+    stats: CheckpointStats
+    newest: int | None  # the step of the newest checkpoint in the directory that this run knows to be good
+
+    @property
+    def targets(self) -> Sequence[SaveTarget]:
+        """Where saves go, the checkpoint directory last."""
+
+    def describe_newest(self) -> str:
+        """Return a sentence on the newest checkpoint. Any thread."""
+
+    def finish(self) -> bool:
+        """Wait until all saves have ended, and old checkpoints are deleted; False if a save hangs."""
+
+    def ends_by(self, until: float) -> bool:
+        """Wait until all saves to the directory have ended, well or not; False if they have not at ``until``."""
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that no call has raised yet. Training thread."""
+
+
 @dataclass(frozen=True)
-class Run:
-    """What an extension may know of the checkpointer that it accompanies."""
+class Setup:
+    """What a checkpointer is made of, before it can save.
+
+    Attributes:
+        ranks: the ranks that save together, for exchanges on the training thread.
+        process_group: the option, in which an extension makes groups of its own.
+        training: the process group that trains, ``None`` for a rank that is alone.
+        store: the checkpoint directory; without one, a directory of notes.
+        stores: whether checkpoints go to that directory.
+        storage: writes their files.
+        names: of the parameters in the state, as the saves see them.
+        every: the number whose multiples are saved, ``None`` for another schedule.
+        dir: the directory, for messages.
+        token: names this run; the same on all ranks.
+        resume: the option.
+        timeout: of a save.
+        lock: locks the directory. Collective.
+        is_urged: whether an extension of this rank has a reason to leave (:meth:`CheckpointExtension.urges`).
+    """
 
     ranks: RankGroup
-    store: CheckpointStore  # the checkpoint directory
-    token: str  # of this run
-    resume: str  # the option
-    timeout_s: float  # of a save
+    process_group: dist.ProcessGroup | None
+    training: dist.ProcessGroup | None
+    store: CheckpointStore
+    stores: bool
+    storage: Storage
+    names: ParameterNames
+    every: int | None
+    dir: Path | str
+    token: str
+    resume: str
+    timeout: datetime.timedelta
+    lock: Callable[[], object]
+    is_urged: Callable[[], bool]
 
 
 class Rejection(NamedTuple):
@@ -282,32 +337,84 @@ class SaveObserver:
         return None
 
 
+EXTENSIONS = "extensions"
+"""What ranks compare the names of their extensions as."""
+_NONE: Mapping[str, Any] = {}
+
+
 class CheckpointExtension(SaveObserver, RestoreExtension):
-    """Accompanies one checkpointer on all ranks. Each method does nothing here. See the module for errors."""
+    """Accompanies one checkpointer on all ranks. Each method does nothing here. See the module for errors.
+
+    A checkpointer that the program has dropped is to be collected at once, so an extension keeps no reference to it.
+
+    Attributes:
+        name: in messages; ranks have the same extensions if they have the same names in one order.
+        options: what has to be the same on all ranks, by the name of the option below ``checkpoint``.
+    """
 
     name = ""
+    options = _NONE
 
-    def start(self, run: Run) -> None:
-        """The checkpointer is constructed. Collective; training thread."""
+    def targets(self, setup: Setup) -> Sequence[SaveTarget]:
+        """Return where saves go besides the checkpoint directory. Collective; training thread, before :meth:`start`."""
+        return ()
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        """The checkpointer is constructed; ``saves`` is as long-lived as it. Collective; training thread."""
+
+    def locked(self) -> None:
+        """The run has the lock of the checkpoint directory from now on. On rank 0, training thread."""
 
     def due(self, step: int) -> Due:
-        """Return whether to save after ``step``: the same on all ranks. Training thread, once a step."""
+        """Return what to do after ``step``: the same on all ranks. Training thread, once a step."""
         return Due.NO
 
+    def urges(self) -> bool:
+        """Whether this rank has a reason to leave, on which the ranks may not have agreed yet. Any thread."""
+        return False
+
+    def leaving(self) -> None:
+        """All ranks are about to save their last step, and then to exit. Training thread."""
+
+    def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
+        """Raise ``SystemExit`` if the ranks leave by the answer of this extension.
+
+        ``step`` is saved, unless there is a ``failure``. ``resume`` is the option, ``None`` if the run has not called
+        ``restore()``. Collective; training thread.
+        """
+
+    def follow(self, over: bool) -> None:
+        """Take part in exchanges that ranks in the loop of a join have begun, on a rank that has left it.
+
+        ``over``: no rank is in the loop any more; called on all ranks. Training thread.
+        """
+
+    def idle(self) -> None:
+        """Take part in exchanges that this rank has passed over. About once a second, on the thread of saves."""
+
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
-        """Return what the manifest of a checkpoint has of this extension, as JSON. On rank 0; a save's thread."""
+        """Return fields of the manifest of a checkpoint, as JSON. On rank 0; the thread of the save."""
         return {}
 
-    def committed(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is complete. On rank 0; a save's thread, which waits for this."""
+    def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
+        """A save is complete in the target ``where``, the checkpoint directory, ``"store"``, or ``"tier"``.
+
+        ``checkpoint`` is the new one in the checkpoint directory, on rank 0. On each rank; a thread of saves, which
+        waits.
+        """
 
     def ending(self, error: BaseException | None) -> None:
-        """The ``with`` block of the checkpointer ends; it may still save. On all ranks; training thread."""
+        """The ``with`` block of the checkpointer ends, in ``error`` or well. On this rank; training thread."""
+
+    def ended(self) -> None:
+        """The blocks of all ranks end well; their last step is still to be saved. Training thread."""
+
+    def completed(self) -> None:
+        """The blocks of all ranks have ended well, and the last step is saved. Collective; training thread."""
+
+    def outlook(self) -> str:
+        """Return what the next start does that a user may not expect, as a sentence; else nothing. On rank 0."""
+        return ""
 
     def close(self, in_time: bool) -> None:
         """The checkpointer is closed; ``in_time`` unless a save hangs. Training thread; idempotent."""
-
-
-def largest(answers: Sequence[Due]) -> Due:
-    """Return the answer that counts."""
-    return max(answers, default=Due.NO)

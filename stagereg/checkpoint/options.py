@@ -7,20 +7,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from stagereg.base.option_text import option
 from stagereg.base.providers import has
 from stagereg.base.spec import check
+from stagereg.checkpoint.extension import EXTENSIONS
 from stagereg.checkpoint.load.choosing import RESUME
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.store.keep import GuardedRule, Keep, KeepRule
+from stagereg.checkpoint.targets import Schedule
 from stagereg.errors import ConfigError, RegistryError, at_least, one_of
-from stagereg.extensions.callbacks.on_commit import OnCommit
 from stagereg.registry import build
-
-_SUCH = "stagereg.build('on_commit', 'wandb')"
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class Restore:
             )
         if self.max_crashes is not None:
             at_least(1, option("checkpoint.restore.max_crashes"), self.max_crashes)
-        _flag("restore.cast", self.cast)
-        _flag("restore.exact", self.exact)
+        expect_flag("restore.cast", self.cast)
+        expect_flag("restore.exact", self.exact)
         if isinstance(self.allow_missing, str) or not all(isinstance(each, str) for each in self.allow_missing):
             raise ConfigError(
                 f"{option('checkpoint.restore.allow_missing')} must be a list of names of the state, not "
@@ -131,63 +129,19 @@ class Failure:
 
     def __post_init__(self) -> None:
         one_of(option("checkpoint.failure.on_error"), self.on_error, ("raise", "warn"))
-        _duration("failure.timeout", self.timeout)
-        _duration("failure.mtbf", self.mtbf)
+        expect_duration("failure.timeout", self.timeout)
+        expect_duration("failure.mtbf", self.mtbf)
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """How ranks save the parameters and the optimizer state that several of them hold alike.
-
-    Args:
-        share: each of these ranks writes a share of them, and stages no more than that from the second save on; False
-            has all of them stage it, and the lowest write it.
-        verify_every: compare these in every that many saves, by checksums of the bytes, and fail the save if they have
-            drifted apart; such a save is staged as a whole. 0 for the first save only.
-
-    Raises:
-        ConfigError: a value is of no use.
-    """
-
-    share: bool = True
-    verify_every: int = 0
-
-    def __post_init__(self) -> None:
-        _flag("replicas.share", self.share)
-        at_least(0, option("checkpoint.replicas.verify_every"), self.verify_every)
+_GROUPS: Mapping[str, Any] = {"restore": Restore, "failure": Failure}
 
 
-@dataclass(frozen=True)
-class Leave:
-    """How a run ends.
-
-    Args:
-        grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
-            the two signals alone.
-        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
-            :meth:`~.Checkpointer.maybe_save` or :meth:`~.Checkpointer.due` was called with, unless it is saved.
-
-    Raises:
-        ConfigError: a value is of no use.
-    """
-
-    grace: datetime.timedelta | None = datetime.timedelta(seconds=25)
-    save_last: bool = True
-
-    def __post_init__(self) -> None:
-        if self.grace is not None:
-            _duration("leave.grace", self.grace)
-        _flag("leave.save_last", self.save_last)
-
-
-_GROUPS: dict[str, Any] = {"restore": Restore, "failure": Failure, "replicas": Replicas, "leave": Leave}
-
-
-def check_all(given: Mapping[str, Any]) -> None:
+def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS) -> None:
     """Check those of a checkpointer, by name; some of them, where the others are not known yet."""
+    groups = {**_GROUPS, **more_groups}
     for name, value in given.items():
         of_config = isinstance(value, Mapping) and not isinstance(value, dict)
-        if (name in _GROUPS and of_config) or (name == "keep" and isinstance(value, Mapping)):
+        if (name in groups and of_config) or (name == "keep" and isinstance(value, Mapping)):
             raise ConfigError(
                 f"checkpoint.{name} is a mapping, of which hydra.utils.instantiate makes no object. Build the "
                 "checkpointer by stagereg.instantiate(cfg.checkpoint)"
@@ -202,9 +156,9 @@ def check_all(given: Mapping[str, Any]) -> None:
             at_least(1, option("checkpoint.every"), 1 if value == "auto" else value)
         elif name == "keep" and isinstance(value, KeepRule):
             Keep.of(value)
-        elif name in ("every", "keep"):
+        elif name in ("every", "keep") and not isinstance(value, Schedule):
             at_least(1, option(f"checkpoint.{name}"), value)
-        elif (group := _GROUPS.get(name)) and not isinstance(value, group):
+        elif (group := groups.get(name)) and not isinstance(value, group):
             parts = "=..., ".join(field.name for field in fields(group))
             raise ConfigError(
                 f"{option(f'checkpoint.{name}')} must be stagereg.{group.__name__}({parts}=...), not {value!r}."
@@ -229,43 +183,15 @@ def _resumable(given: object, dir: str | os.PathLike[str]) -> None:
         one_of(option("checkpoint.resume"), given, choices)
 
 
-def _duration(name: str, given: object) -> None:
+def expect_duration(name: str, given: object) -> None:
     if not isinstance(given, datetime.timedelta) or given <= datetime.timedelta(0):
         such = "such as datetime.timedelta(hours=6)"
         raise ConfigError(f"{option(f'checkpoint.{name}')} must be a duration above 0, {such}, not {given!r}.")
 
 
-def _flag(name: str, given: object) -> None:
+def expect_flag(name: str, given: object) -> None:
     if not isinstance(given, bool):
         raise ConfigError(f"{option(f'checkpoint.{name}')} must be true or false, not {given!r}.")
-
-
-def on_commit(given: Any) -> dict[str, OnCommit]:
-    """Return ``on_commit`` components by name, of a list, a mapping with names, or one; functions become components."""
-    if not isinstance(given, (Mapping, list, tuple)):
-        given = [] if given is None else [given]
-    if not isinstance(given, Mapping):
-        given = {f"{i} ({_name_of(each)})": each for i, each in enumerate(given)}
-    return {str(name): _commit_component(name, each) for name, each in given.items() if each is not None}
-
-
-def _commit_component(name: str, given: Any) -> OnCommit:
-    if callable(given) and not isinstance(given, type) and not hasattr(given, "committed"):
-        return SimpleNamespace(committed=given)
-    try:
-        if isinstance(given, type):
-            raise RegistryError("a class is no component yet; call it")
-        check("on_commit", _name_of(given), given)
-    except RegistryError as error:
-        raise ConfigError(
-            f"{option('checkpoint.on_commit')}: {name} must be an on_commit component, such as {_SUCH}, or a function "
-            f"of one argument, not {given!r:.100}. In a config: +on_commit@checkpoint.on_commit.NAME=COMPONENT"
-        ) from error
-    return cast("OnCommit", given)
-
-
-def _name_of(given: Any) -> str:
-    return getattr(given, "__name__", type(given).__name__)
 
 
 def compared(**given: Any) -> dict[str, Any]:
@@ -281,19 +207,24 @@ def compared(**given: Any) -> dict[str, Any]:
 def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
     """Check that all ranks have the same options; each gives its own. Collective."""
     ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
-    for name, first in ranks[0].items():
-        for rank, others in enumerate(ranks):
-            if others[name] != first:
+    for name in dict.fromkeys(name for each in ranks for name in each):  # some have options of their extensions
+        first, *_ = values = [each.get(name) for each in ranks]
+        for rank, other in enumerate(values):
+            if other != first:
+                has = f"rank 0 has {first}, rank {rank} has {other}"
+                if name == EXTENSIONS:
+                    raise ConfigError(
+                        f"The extensions of the checkpointer are not the same on all ranks: {has}. Construct it with "
+                        "the same ones, in one order, and install the same stagereg on all machines."
+                    )
                 how = (
                     f"Give all ranks one path: {option('checkpoint.dir', 'PATH')}. A path with the time "
                     "(${now:...}) is one path only under stagereg.main"
                     if name == "dir"
                     else f"Give all ranks the same {option(f'checkpoint.{name}')}"
                 )
-                raise ConfigError(
-                    f"{option(f'checkpoint.{name}')} is not the same on all ranks: rank 0 has {first}, rank {rank} has "
-                    f"{others[name]}. {how}."
-                )
+                named = option(f"checkpoint.{name}")
+                raise ConfigError(f"{named} is not the same on all ranks: {has}. {how}.")
 
 
 def component(kind: str, given: Any, usual: str) -> Any:

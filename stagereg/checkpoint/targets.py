@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -25,6 +26,13 @@ class Schedule:
 
     def __init__(self, every: int) -> None:
         self._every = every
+
+    def __str__(self) -> str:
+        """The option, as ranks compare it."""
+        return str(self._every)
+
+    def start(self, process_group: dist.ProcessGroup | None) -> None:
+        """Begin, before the first of all other calls. Collective."""
 
     @property
     def every(self) -> int:
@@ -71,6 +79,10 @@ class SaveTarget(ABC):
 
     def __init__(self, where: str, ranks: RankGroup, storage: Storage, schedule: Schedule, repeats: bool) -> None:
         self.where, self.ranks, self.storage, self.schedule, self.repeats = where, ranks, storage, schedule, repeats
+
+    def names(self, path: str) -> bool:
+        """Return whether ``path`` is that of a checkpoint in this target. Training thread."""
+        return False
 
     @abstractmethod
     def begin(self, step: int) -> tuple[str, bool]:

@@ -7,18 +7,18 @@ over something says so, in place of others' waiting for it; and in the end all w
 from __future__ import annotations
 
 import contextlib
-import datetime
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from stagereg.checkpoint.dispatch import Extensions
+from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog, ShutdownBarrier
 from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
-from stagereg.extensions.preemption.consensus import PreemptionConsensus
 
 SAVE, LEAVE, RESTORE = "save", "leave", "restore"
 """What a request begins with: to save a step, in the targets of some numbers; to save it and exit; to restore."""
@@ -33,21 +33,18 @@ class RankCoordinator:
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup | None,
+        training: dist.ProcessGroup | None,
         token: str,
         ranks: RankGroup,
         saver: Saver,
-        grace: datetime.timedelta | None,
         background: SaveThreads,
+        extensions: Extensions,
         follow: Callable[[str, int, Sequence[int] | None, bool], None],
     ) -> None:
-        training, name = None if ranks.group is None else process_group or dist.group.WORLD, f"checkpoint/{token}"
-        self.preemption: PreemptionConsensus | None = None  # stays so if signals are left alone
-        if grace is not None:
-            signals, newest = OperationLog(training, f"{name}/signals"), background.describe_newest
-            self.preemption = PreemptionConsensus(RankGroup(process_group), grace.total_seconds(), newest, signals)
+        name = f"checkpoint/{token}"
         self._requests, self._ending = OperationLog(training, f"{name}/saves"), ShutdownBarrier(training, f"{name}/end")
         self._ranks, self._saver, self._background = ranks, saver, background
+        self._extensions = extensions
         self._follow, self._left = weakref.WeakMethod(follow), False
 
     def post(self, what: str) -> None:
@@ -58,7 +55,7 @@ class RankCoordinator:
         """This rank saves ``step`` now, or the ranks exit after it: in the targets that are due, or ``everywhere``."""
         what, targets, request = SAVE, None, ""
         if not self._saver.leaving:
-            if self.preemption is not None and self.preemption.agreed_before_save(step):
+            if self._extensions.leaves_after(step):
                 what, request = LEAVE, f"{LEAVE} {step}"
             else:
                 targets = self._saver.targets_of(step, everywhere)
@@ -69,8 +66,7 @@ class RankCoordinator:
 
     def follow(self) -> None:
         """Do as ranks in a loop do that this rank has left. Called by a join, between two steps."""
-        if self.preemption is not None:
-            self.preemption.follow()
+        self._extensions.notify(CheckpointExtension.follow, False)
         while not self._left and (entry := self._requests.take_next()) is not None:
             what, step, targets = _read(entry)
             if what == RESTORE:
@@ -80,8 +76,7 @@ class RankCoordinator:
 
     def loop_ended(self) -> None:
         """No rank is in the loop of a join any more. Called by the join, on all ranks."""
-        if self.preemption is not None:
-            self.preemption.loop_ended()
+        self._extensions.notify(CheckpointExtension.follow, True)
 
     def answer(self, entry: str | None) -> None:
         """Have other ranks know that this one does not do what they do."""
@@ -100,8 +95,7 @@ class RankCoordinator:
     def look_for_missed(self) -> None:
         """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
         self._saver.look_for_hang()
-        if self.preemption is not None:
-            self.preemption.look_for_missed()
+        self._extensions.notify(CheckpointExtension.idle)
         self.answer(self._requests.take_missed())
         self._ending.look()
 

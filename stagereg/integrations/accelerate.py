@@ -26,11 +26,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base.followers import followers
 from stagereg.base.spec import refuse_unknown
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
-from stagereg.checkpoint.options import Leave, check_all, expect_alike
+from stagereg.checkpoint.options import expect_alike
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog
 from stagereg.checkpoint.state.entries import per_rank
@@ -278,7 +278,7 @@ class _Attached:
         for name in (options.keys() & _DECIDED) - ({"every"} if self._has_tier else set()):
             raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
         refuse_unknown("attach", options, Checkpointer)
-        check_all(options)
+        Checkpointer.check_options(options)
         if not self._automatic:
             for name in options.keys() & set(_OF_A_PROJECT):
                 raise ConfigError(

@@ -24,9 +24,9 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
+from stagereg.assembly import Checkpointer
 from stagereg.base.spec import instead
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Restore, check_all
+from stagereg.checkpoint.options import Restore
 from stagereg.errors import ConfigError, nearest
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.lightning_resume import RESUME
@@ -82,7 +82,7 @@ class StageregCheckpointIO(CheckpointIO):
             grouped = instead(name, Checkpointer, repr(checkpoint_options[name]))
             why = f": {said_by}." if known else f".{grouped or nearest(name, _OPTIONS)}"
             raise ConfigError(f"StageregCheckpointIO takes no {name!r}{why}")
-        check_all(checkpoint_options)
+        Checkpointer.check_options(checkpoint_options)
         self._options = checkpoint_options
         self._used: set[str] = set()
         self.chosen: str | None = None

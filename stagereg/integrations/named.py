@@ -22,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base.small_files import sync
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
 from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.local_files import exchange
 from stagereg.checkpoint.store.open_store import open_store

@@ -37,8 +37,8 @@ from omegaconf import OmegaConf
 from ray.train import CheckpointUploadMode, RunConfig
 
 import stagereg.extensions.preemption.signals as preemption
+from stagereg.assembly import Checkpointer
 from stagereg.base.small_files import read_small, replace_small
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped, is_consequence
 from stagereg.integrations.agreed import expect_known

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import stagereg.integrations.written as written
+from stagereg.assembly import Checkpointer
 from stagereg.base.spec import refuse_unknown
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import MANIFEST, step_of
 from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.storage.files import METADATA
@@ -149,7 +149,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         self._has_tier = others_of.get("tier") is not None
         leave = {**config.checkpoint_options.get("leave", {}), "save_last": False}
         self._checkpointer = instantiate(
-            {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer"},
+            {"_target_": "stagereg.assembly.Checkpointer"},
             dir=self._scratch or self.folder,
             every=config.interval,
             keep=config.keep_latest_k or sys.maxsize,

@@ -31,9 +31,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import stagereg.integrations.written as written
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base.spec import refuse_unknown
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave, check_all
 from stagereg.errors import ConfigError, InstallationError
 from stagereg.integrations.agreed import agreed, expect_known
 
@@ -76,7 +75,7 @@ class StageregCallback(TrainerCallback):
         if "resume" in checkpoint_options:
             raise ConfigError("What to resume from is the Trainer's: trainer.train(resume_from_checkpoint=...).")
         refuse_unknown("StageregCallback", checkpoint_options, Checkpointer)
-        check_all(checkpoint_options)
+        Checkpointer.check_options(checkpoint_options)
         ours = {name: value for name, value in vars(_StageregTrainer).items() if inspect.isfunction(value)}
         overridden = {name: list(inspect.signature(value).parameters) for name, value in ours.items()}
         expect_known("transformers", _WRITTEN_FOR, Trainer, {**overridden, **_CALLED})

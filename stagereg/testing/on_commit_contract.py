@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.errors import BrokenPromiseError, StageregError
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit
 from stagereg.testing.contract import Contract

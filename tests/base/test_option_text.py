@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 import stagereg
 import stagereg.base.option_text as option_text
+from stagereg.assembly import Checkpointer
 from stagereg.base.option_text import choice, option
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, ConfigError
 
 PACKAGE = Path(stagereg.__file__).parent

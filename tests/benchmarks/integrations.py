@@ -32,11 +32,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import stagereg.bench.command as command
 import stagereg.bench.stall as stall
+from stagereg.assembly import Leave
 from stagereg.bench.ceiling import flush
 from stagereg.bench.measure import Series, in_own_process, interleave, quiet
 from stagereg.bench.report import Group, Line
 from stagereg.bench.stall import Segment, StallTraining
-from stagereg.checkpoint.options import Leave, Restore
+from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError
 from stagereg.extensions.interop.dcp_writer import DcpWriter
 from tests.benchmarks import program

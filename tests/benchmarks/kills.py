@@ -45,8 +45,8 @@ import torch.nn.parallel
 
 import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
+from stagereg.assembly import Checkpointer
 from stagereg.base import output
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.registry import find

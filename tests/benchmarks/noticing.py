@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.command as command
 import stagereg.extensions.recovery.rank_failure as loss
+from stagereg.assembly import Checkpointer
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.extensions.recovery.launching import monitored
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore

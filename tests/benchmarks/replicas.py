@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import stagereg.bench.command as command
+from stagereg.assembly import Replicas
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
-from stagereg.checkpoint.options import Replicas
 from stagereg.stagers.pinned_cached import PinnedCachedStager
 from tests.benchmarks import on_ranks, program
 from tests.benchmarks.restore import AGAIN, MODELS, SplitTraining, SplitTurn, line, moved, nbytes, title

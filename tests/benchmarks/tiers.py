@@ -31,12 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg.bench.ceiling as ceiling
 import stagereg.bench.command as command
 import stagereg.bench.report as report
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.bench.measure import Case, Series, interleave, standard_error
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.bench.stall import BASE, Segment, StallTraining
 from stagereg.bench.states import State, make
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.save.state_planner import StatePlanner
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.extensions.tiers.folder import MachineFolder
@@ -67,7 +66,7 @@ def checkpointer(way: str, folder: Path) -> Checkpointer:
 def settled(of: Checkpointer) -> None:
     """Wait until what it has saved is complete, and copied on all ranks."""
     of.wait()
-    if (near := of._tiering.near) is not None:
+    if of._tiering is not None and (near := of._tiering.near) is not None:
         while near._threads.busy:
             time.sleep(0.0005)
         assert near._threads.copied, "it was not copied"

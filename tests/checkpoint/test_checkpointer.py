@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from stagereg.assembly import Checkpointer, Leave, Replicas
 from stagereg.base.option_text import constructed
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Failure, Leave, Replicas, Restore
+from stagereg.checkpoint.options import Failure, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, ConfigError, UnknownNameError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Leave
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 NAMES = ("jobset", "kubeflow", "ray")

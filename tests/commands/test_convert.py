@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from stagereg.assembly import Checkpointer
 from stagereg.base.machine import memory
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore

@@ -380,7 +380,7 @@ def test_an_error_of_a_component_comes_out_as_it_is() -> None:
 
 def test_values_that_are_known_are_checked_before_anything_is_built() -> None:
     unknown = {"every": "${steps}", "keep": "???", "resume": None, "stager": {"_target_": "no.such"}}
-    checkpoint = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "failure": {"mtbf": "2h"}, **unknown}
+    checkpoint = {"_target_": "stagereg.assembly.Checkpointer", "failure": {"mtbf": "2h"}, **unknown}
     others = {"steps": 0, 3: 4, "theirs": {"_target_": "no.such", "every": 0}, "bare": {"every": 0}}
     check_values(OmegaConf.create({"checkpoint": checkpoint, **others}))
     wrong = {

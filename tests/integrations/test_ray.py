@@ -23,7 +23,7 @@ pytest.importorskip("ray", reason="make frameworks installs it")
 from omegaconf import OmegaConf
 from ray.train import CheckpointConfig
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError
 from stagereg.integrations import ray as adapter

@@ -26,7 +26,7 @@ from .lab import PORT, Job, Lab, Machine
 from .programs import comes_true
 
 _FORKED = multiprocessing.get_context("forkserver")
-_IMPORTED = ("torch._dynamo", "torch._inductor.utils", "torch.distributed.fsdp", "stagereg.checkpoint.checkpointer")
+_IMPORTED = ("torch._dynamo", "torch._inductor.utils", "torch.distributed.fsdp", "stagereg.assembly")
 _IMPORTED += (
     "stagereg.extensions.tiers.memory",
     "stagereg.extensions.tiers.disk",

@@ -34,7 +34,7 @@ from typing import Any
 
 from stagereg.base.providers import has
 
-_IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.checkpoint.checkpointer"]
+_IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.assembly"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
 _IMPORTED += ["stagereg.launch.main", "stagereg.sweep.render", "matplotlib.backends.backend_svg", "jinja2"]
 _PYTHON = [sys.executable, str(Path(__file__))]

@@ -16,8 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 

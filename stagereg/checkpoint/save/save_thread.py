@@ -20,7 +20,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import stagereg.base.record as record
@@ -30,6 +29,7 @@ from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.scheduling import give_way
 from stagereg.checkpoint.save.write import ExchangeCache, Write
+from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import CheckpointError, SaveTimeoutError, WrittenWhileSavedError, kind_of, reason
@@ -39,29 +39,6 @@ _log = logging.getLogger(__name__)
 _MOST_UNDER_WAY = 2
 _POLL_INTERVAL_S = 0.05  # how often one looks whether a save takes too long
 _IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
-
-
-@dataclass
-class CheckpointStats:
-    """What this process's checkpoints have cost so far.
-
-    Attributes:
-        saves: checkpoints committed.
-        tier_saves: steps written to the tier, by all ranks.
-        bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
-        stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
-        write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
-        on_commit_calls: calls of ``on_commit`` components, of all together; on rank 0.
-        on_commit_failures: what went wrong with these: raised, took too long, was left out, lost the checkpoint.
-    """
-
-    saves: int = 0
-    tier_saves: int = 0
-    bytes_staged: int = 0
-    stall_seconds: list[float] = field(default_factory=list)
-    write_seconds: list[float] = field(default_factory=list)
-    on_commit_calls: int = 0
-    on_commit_failures: int = 0
 
 
 class SaveThread:
@@ -181,6 +158,11 @@ class SaveThread:
         best = max(known, key=lambda each: each.newest or 0)
         farther = (f" Step {each.newest} is in {each.target.where}." for each in known[: known.index(best)])
         return f"The newest good checkpoint is step {best.newest}, in {best.target.where}.{''.join(farther)}"
+
+    def abandon(self) -> None:
+        """Have the saves that have not ended commit nothing."""
+        for save in self._under_way:
+            save.abandoned = True
 
     def close(self) -> None:
         """End the thread after its last save; one that hangs commits nothing, should it ever go on."""

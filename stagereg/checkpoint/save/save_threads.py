@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.retake import Retake
-from stagereg.checkpoint.save.save_thread import CheckpointStats, SaveThread
+from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.write import Write
+from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import CheckpointError
 
@@ -40,8 +41,22 @@ class SaveThreads:
         return self.last.failures
 
     @property
-    def timeout_s(self) -> float:
-        return self.last.timeout_s
+    def targets(self) -> list[SaveTarget]:
+        """Where saves go, the one that lasts longest last."""
+        return [each.target for each in self.all]
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint in the last target that this run knows to be good."""
+        return self.last.newest
+
+    @newest.setter
+    def newest(self, step: int | None) -> None:
+        self.last.newest = step
+
+    def ends_by(self, until: float) -> bool:
+        """Wait until all saves to the last target have ended, well or not; False if they have not at ``until``."""
+        return self.last.ends_by(until)
 
     @property
     def hanging(self) -> bool:
@@ -89,17 +104,12 @@ class SaveThreads:
             self.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
 
-    def restored(self, step: int, there: SaveTarget | None) -> None:
-        """Go on from ``step``, which is complete ``there``. On all ranks."""
+    def restored(self, step: int, path: str) -> None:
+        """Go on from ``step``, which was restored from ``path``. On all ranks."""
         for each in self.all:
             each.target.schedule.restored(step)
-            if each.target is there:
+            if each.target.names(path):
                 each.newest = step
-
-    @property
-    def failing(self) -> bool:
-        """Whether :meth:`raise_failure` would raise."""
-        return any(each.failing for each in self.all)
 
     def raise_failure(self) -> None:
         """Raise the first failure that no call has raised yet, and log later ones."""

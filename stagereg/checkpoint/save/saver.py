@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,7 +34,6 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers
 from stagereg.checkpoint.targets import ReplicaSave, ReplicaSharding, Schedule
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
-from stagereg.extensions.preemption.consensus import PreemptionConsensus
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
@@ -207,7 +206,7 @@ class Saver:
         seen = self.retake.step_to_repeat() if seen is None else seen
         stored = None if discarded else self.stored
         own = [-1 if step is None else step for step in (seen, stored)]
-        own_too = [*own, self.state is None, self._threads.failing]
+        own_too = [*own, self.state is None, any(each.failing for each in self._threads.all)]
         last, done, unknown, failed = self._ranks.max_async(own_too)()
         if failed:
             self._threads.raise_failure()
@@ -217,31 +216,28 @@ class Saver:
                 _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
-    def leave(
-        self, step: int, preemption: PreemptionConsensus, directory: str, resume: str | None, follows: bool = False
-    ) -> NoReturn:
-        """Save ``step``, unless that is done, and exit; on all ranks, which have agreed to."""
+    def save_to_leave(self, step: int, follows: bool = False) -> CheckpointError | None:
+        """Save ``step``, unless that is done, before all ranks exit; return why it could not be saved."""
         self.leaving = True
-        failure: CheckpointError | None = None
         self._threads.wait()
         ended = self._threads.last
-        if ended.newest != step:
-            try:
-                self._threads.raise_failure()
-            except CheckpointError as earlier:
-                _log.error("%s", earlier)
-            try:
-                self.save(step, follows=follows)
-                self._threads.wait()
-                self._threads.raise_failure()
-                if ended.newest != step:
-                    raise ended.failures.last or CheckpointError(f"Step {step} was not saved.")
-            except CheckpointError as error:
-                failure, newest = error, self._threads.describe_newest()
-                if newest not in str(error):
-                    failure = CheckpointError(f"{str(error).rstrip('.')}. {newest}")
-                self._threads.failures.set_status(None)  # the exception below reports it
-        preemption.exit(step, directory, failure, resume)
+        if ended.newest == step:
+            return None
+        try:
+            self._threads.raise_failure()
+        except CheckpointError as earlier:
+            _log.error("%s", earlier)
+        try:
+            self.save(step, follows=follows)
+            self._threads.wait()
+            self._threads.raise_failure()
+            if ended.newest != step:
+                raise ended.failures.last or CheckpointError(f"Step {step} was not saved.")
+        except CheckpointError as error:
+            self._threads.failures.set_status(None)  # the exception that follows reports it
+            newest = self._threads.describe_newest()
+            return error if newest in str(error) else CheckpointError(f"{str(error).rstrip('.')}. {newest}")
+        return None
 
     def miss_save(self, step: int, targets: Sequence[int] | None = None) -> None:
         """Have the other ranks know that this one does not save ``step``; on any thread."""
@@ -258,7 +254,7 @@ class Saver:
 
     def look_for_hang(self) -> None:
         """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
-        copying, limit_s = self._copying, self._threads.timeout_s
+        copying, limit_s = self._copying, self._threads.last.timeout_s
         if copying is None or record.now() < copying[1] + limit_s:
             return
         self._copying = None

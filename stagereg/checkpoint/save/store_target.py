@@ -20,6 +20,7 @@ from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
+from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.checkpoint.targets import ReadBack, SaveTarget, Schedule
 from stagereg.errors import CheckpointError
 
@@ -58,6 +59,9 @@ class StoreTarget(SaveTarget):
         self._fields = fields
         self.committed: Checkpoint | None = None
         self._finished = b""  # on rank 0: torch's metadata, as the storage has written it
+
+    def names(self, path: str) -> bool:
+        return os.path.realpath(open_parent_store(path).root) == os.path.realpath(self.store.root)
 
     def begin(self, step: int) -> tuple[str, bool]:
         self._token, self._is_new = self._tokens.randbytes(len(self.token) // 2).hex(), False

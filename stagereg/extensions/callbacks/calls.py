@@ -7,6 +7,7 @@ wrong is logged and counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -18,13 +19,11 @@ import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
+from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.save.save_threads import SaveThreads
-from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit
-from stagereg.extensions.preemption.consensus import PreemptionConsensus
 
 _log = logging.getLogger(__name__)
 
@@ -35,32 +34,31 @@ _DELETED = (
 )
 
 
-class CommitCalls:
-    """The calls of all components, by the names that messages have for them, for the saves of ``background``."""
+class CommitCalls(CheckpointExtension):
+    """The calls of all components, by the names that messages have for them. Rank 0 alone calls them."""
 
-    def __init__(
-        self,
-        components: Mapping[str, OnCommit],
-        target: StoreTarget,
-        background: SaveThreads,
-        preemption: PreemptionConsensus | None,
-    ) -> None:
-        self._target, self._background, self._preemption = target, background, preemption
-        self._callers = [_Caller(name, each, target, background) for name, each in components.items()]
+    name = "callbacks"
+
+    def __init__(self, components: Mapping[str, OnCommit]) -> None:
+        self._components = components
+        self._callers: list[_Caller] = []
         self._process, self._leaving = os.getpid(), False
-        if components and background.last.target is target:
-            background.last.listeners.append(self._committed)
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        if setup.ranks.rank == 0 and self._components:
+            self._saves, self._setup, self.limit_s = saves, setup, setup.timeout.total_seconds()
+            self._callers = [_Caller(name, each, setup, saves) for name, each in self._components.items()]
             shutdown.wait_for(self)
 
-    def _committed(self, step: int) -> None:
-        """Have every component called for a checkpoint; on the thread that saves."""
-        if self._leaving:
+    def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
+        """Have every component called for a checkpoint."""
+        if self._leaving and self._callers:
             _log.warning("stagereg: on_commit is not called for step %d: the run is preempted", step)
             return
-        for caller in self._callers:
-            caller.add(self._target.committed)
+        for caller in self._callers if checkpoint is not None else ():
+            caller.add(checkpoint)
 
-    def leave(self) -> None:
+    def leaving(self) -> None:
         """Begin no more calls, and wait for none: the run is preempted."""
         self._leaving = True
         for caller in self._callers:
@@ -70,28 +68,28 @@ class CommitCalls:
         """Wait for the last save and all calls, as long as one may take; False if a preempted run leaves a thread."""
         if os.getpid() != self._process or not self._callers:
             return True
-        self._background.finish()
-        until = time.monotonic() + self._background.timeout_s
+        with contextlib.suppress(ReferenceError):  # the checkpointer is gone, and so are its saves
+            self._saves.finish()
+        until = time.monotonic() + self.limit_s
         while any(caller.busy for caller in self._callers):
-            is_signalled = self._preemption is not None and any(self._preemption.signal_flags())
-            if time.monotonic() > until or is_signalled:
+            if time.monotonic() > until or self._setup.is_urged():
                 for caller in self._callers:
                     caller.give_up("the run ends")
             time.sleep(_POLL_INTERVAL_S)
         return not (self._leaving and any(caller.calling for caller in self._callers))
 
-    def close(self) -> None:
+    def close(self, in_time: bool) -> None:
         self.finish()
         for caller in self._callers:
             caller.add(None)
 
 
 class _Caller:
-    def __init__(self, name: str, component: OnCommit, target: StoreTarget, background: SaveThreads) -> None:
-        self.limit_s = background.timeout_s  # of a call
+    def __init__(self, name: str, component: OnCommit, setup: Setup, saves: Saves) -> None:
+        self.limit_s = setup.timeout.total_seconds()  # of a call
         self._stopped = ""  # why no further call begins
         self._name, self._component = name, component
-        self._store, self._background, self._stats = target.store, background, background.stats
+        self._store, self._saves, self._stats = setup.store, saves, saves.stats
         self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._added = self._done = 0
         self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
@@ -158,10 +156,12 @@ class _Caller:
         elif failure is not None:
             self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
         if path_of(self._store, checkpoint) is None:
-            if self._background.last.newest == step:
+            newest = ""
+            with contextlib.suppress(ReferenceError):
                 good = self._store.checkpoints()[0]
-                self._background.last.newest = good[0].manifest.step if good else None
-            newest = self._background.describe_newest()
+                if self._saves.newest == step:
+                    self._saves.newest = good[0].manifest.step if good else None
+                newest = self._saves.describe_newest()
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 
     def _run(self, checkpoint: Checkpoint, failures: list[BaseException | str]) -> None:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import stagereg.extensions.diagnostics.first_save as first_save
-from stagereg.checkpoint.extension import CheckpointExtension
+from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.state.module_state import modules_of
 from stagereg.checkpoint.state.nested import state_dicts
-from stagereg.checkpoint.targets import SaveTarget, Schedule
+from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import listed
 from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
 
@@ -32,25 +32,25 @@ class Diagnostics(CheckpointExtension):
     """The checks of one checkpointer.
 
     Args:
-        target: where saves go.
-        stores: whether that is a checkpoint directory of the user.
         cast: whether a restore converts dtypes.
         stager: copies the state.
     """
 
     name = "diagnostics"
 
-    def __init__(self, target: SaveTarget, stores: bool, cast: bool, stager: object) -> None:
-        rank = target.ranks.rank
+    def __init__(self, cast: bool, stager: object) -> None:
+        self._cast, self._stager = cast, f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._state: Mapping[str, Any] | None = None  # as it was given last
         self._saved: int | None = None  # the step that was saved last
-        self._every = target.schedule.every if type(target.schedule) is Schedule else None  # whose multiples are saved
-        self._cast, self._stager = cast, f"{type(stager).__module__}.{type(stager).__qualname__}"
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        rank = setup.ranks.rank
+        self._every = setup.every
         self._warned = rank > 0  # of state dicts instead of objects
         self._inspected = rank > 0  # the first save
         self._stale = None if rank > 0 else first_save.StaleNumbers()
-        self._steps = GivenSteps() if rank == 0 and stores else None
-        self._forgotten = ForgottenObjects(target.ranks)
+        self._steps = GivenSteps() if rank == 0 and setup.stores else None
+        self._forgotten = ForgottenObjects(setup.ranks)
         _all.add(self)
 
     def given(self, state: Mapping[str, Any]) -> None:

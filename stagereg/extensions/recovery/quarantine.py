@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stagereg.base.option_text import option
-from stagereg.checkpoint.extension import Candidate, Rejection, RestoreExtension, RestoreRequest
+from stagereg.checkpoint.extension import Candidate, CheckpointExtension, Rejection, RestoreRequest, Saves, Setup
+from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.errors import CheckpointError
@@ -18,11 +19,46 @@ TIER = "tier"
 _log = logging.getLogger(__name__)
 
 
-class Quarantine(RestoreExtension):
-    """Skips the checkpoints that ``"auto"`` quarantines; ``counter`` is the one of the run."""
+class Quarantine(CheckpointExtension):
+    """Skips the checkpoints that ``"auto"`` quarantines, and counts the crashes of its run.
 
-    def __init__(self, counter: CrashCounter) -> None:
-        self._counter = counter
+    Args:
+        max_crashes: how many crashes are enough; ``None`` counts none.
+        locks_early: whether the run has the lock from its start.
+        leads: whether this rank is the lowest one of its machine, for a run that has a note on each machine.
+    """
+
+    name = "quarantine"
+
+    def __init__(self, max_crashes: int | None, locks_early: bool, leads: Callable[[], bool]) -> None:
+        self._max_crashes, self._locks_early, self._leads = max_crashes, locks_early, leads
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        counts = setup.ranks.rank == 0 if setup.stores else self._leads()
+        options = setup.store, self._max_crashes, counts, setup.stores, setup.token, self._locks_early
+        self._counter = CrashCounter(*options)
+
+    def locked(self) -> None:
+        if not self._locks_early:
+            self._counter.hold()
+
+    def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
+        self._counter.committed(step, near=where == TIER)
+
+    def ending(self, error: BaseException | None) -> None:
+        self._counter.crashed = True  # unless all ranks come to the end
+        if error is not None:
+            self._counter.failed(error)
+
+    def ended(self) -> None:
+        self._counter.crashed = False
+
+    def outlook(self) -> str:
+        return self._counter.skipped_next()
+
+    def close(self, in_time: bool) -> None:
+        if in_time:  # else a thread hangs, and may still write
+            self._counter.leave()
 
     def candidates(self, request: RestoreRequest, listed: list[Candidate]) -> list[Candidate]:
         counter, ranks = self._counter, request.ranks

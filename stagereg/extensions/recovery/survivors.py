@@ -30,16 +30,15 @@ import stagereg.base.record as record
 import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.base.option_text import option
-from stagereg.checkpoint.extension import CheckpointExtension
+from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.manifest import FileDigest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.committing import write_and_commit
-from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.save.write import ExchangeCache, Write
-from stagereg.checkpoint.state.optimizer_state import ParameterNames
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
 from stagereg.checkpoint.targets import ReplicaSave
@@ -77,12 +76,17 @@ class Survivors(CheckpointExtension):
 
     name = "survivors"
 
-    def __init__(self, target: StoreTarget, names: ParameterNames, background: SaveThreads) -> None:
-        self._target, self._background = target, background
-        self._whole, self._unnoted = StepSnapshot(names), ""
+    def __init__(self) -> None:
+        self._unnoted = ""
         self._state: Mapping[str, Any] = {}  # as it was given last
-        self._expected: _Expected | None = _Expected(self)
-        self._publish = loss.expect(self._expected) if target.ranks.size > 1 else None
+        self._expected: _Expected | None = None
+        self._publish: Callable[[str, str], object] | None = None
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        self._setup, self._saves, self._whole = setup, saves, StepSnapshot(setup.names)
+        if setup.stores and setup.ranks.size > 1:
+            self._expected = _Expected(self)
+            self._publish = loss.expect(self._expected)
 
     def given(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -92,10 +96,15 @@ class Survivors(CheckpointExtension):
             return
         try:
             if self._whole.note(step, state):
-                self._publish(f"kinds/{self._target.ranks.rank}", self._whole.kinds)
+                self._publish(f"kinds/{self._setup.ranks.rank}", self._whole.kinds)
         except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
             _log.debug("A step was not noted.", exc_info=error)
             self._unnoted = f"a step could not be noted: {reason(error)}"
+
+    def ending(self, error: BaseException | None) -> None:
+        """Wait for the save of the surviving ranks, if ``error`` may come of a rank failure."""
+        if error is not None and is_consequence(error):
+            rank_failures.response().await_saved()
 
     def close(self, in_time: bool = True) -> None:
         """Save nothing any more. Idempotent; training thread."""
@@ -103,7 +112,7 @@ class Survivors(CheckpointExtension):
 
     def save(self, told: RankFailure) -> str:
         """Save with the other ranks that are left; see :class:`.EmergencySaver`."""
-        store, ranks = told.store, self._target.ranks
+        store, ranks = told.store, self._setup.ranks
         if ranks.size != told.world_size:
             return ""
         own = self._post(told)
@@ -114,12 +123,12 @@ class Survivors(CheckpointExtension):
             if told.rank in chosen:
                 self._save(made)
             elif told.rank == 0:  # which has had it from the beginning
-                self._target.store.lock().release()
+                self._setup.store.lock().release()
             saved, outcome = made.outcome()
             if saved is not None:
-                self._background.last.newest = saved
+                self._saves.newest = saved
                 with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
-                    self._background.raise_failure()
+                    self._saves.raise_failure()
                 break
         return outcome
 
@@ -129,9 +138,9 @@ class Survivors(CheckpointExtension):
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         why = self._unnoted or self._whole.hold()
-        for thread in self._background.all:
-            thread.target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
-        if not self._background.last.ends_by(time.monotonic() + told.timeout_s):
+        for target in self._saves.targets:
+            target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
+        if not self._saves.ends_by(time.monotonic() + told.timeout_s):
             why = why or "a save before has not ended"
         step = self._whole.step
         return _SurvivorReport(told.rank, -1 if step is None else step, self._whole.kinds, why)
@@ -174,7 +183,7 @@ class Survivors(CheckpointExtension):
             captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
             if made.leads:
                 _add_positions(captured, lost, state, made)
-                made.begin(self._target, tier=len(self._background.all) > 1)
+                made.begin(self._setup.store, tier=len(self._saves.targets) > 1)
             if made.begun():
                 self._write(made, captured, lost)
         except Exception as error:
@@ -184,7 +193,7 @@ class Survivors(CheckpointExtension):
                 made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
 
     def _write(self, made: _Attempt, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
-        target = _SurvivorsTarget(self._target, _RanksLeft(made), made, lost, self._whole)
+        target = _SurvivorsTarget(self._setup, _RanksLeft(made), made, lost, self._whole)
         request = Request(made.step)
         copy = StagedCopy(request, ReplicaSave())
         copy.put(_on_host(captured))
@@ -223,13 +232,13 @@ class _Attempt:
         lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
         return {str(rank): ["random numbers", *marked] for rank in lost}
 
-    def begin(self, target: StoreTarget, tier: bool) -> None:
+    def begin(self, store: CheckpointStore, tier: bool) -> None:
         """Have the others begin too, once the directory is this rank's to write to.
 
         A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
         is waited for, as long as one that is cut off needs to end, and then it is taken from it.
         """
-        store, told = target.store, self.told
+        told = self.told
         while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
             left_s = told.until - time.monotonic()
             if left_s < told.timeout_s:
@@ -238,14 +247,14 @@ class _Attempt:
                 store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
             time.sleep(_POLL_INTERVAL_S)
         self._lock = store.lock()
-        complete, _ = target.store.checkpoints()
+        complete, _ = store.checkpoints()
         exact = next((f"step {each.manifest.step}" for each in complete if not each.manifest.lacks), None)
         sources = [each for each in (exact, tier and "a newer step of the tier") if each]
         instead = f"resumes from {' or '.join(sources)} instead" if sources else "has nothing to resume from"
         exact_only = option("checkpoint.restore.exact", True)
         self.exact = f"A resume from it is not exact; with {exact_only} the run {instead}."
         if any(each.manifest.step == self.step for each in complete):
-            self.end(f"Step {self.step} is saved in {target.where}.", self.step)
+            self.end(f"Step {self.step} is saved in {store.root}.", self.step)
         self.store.set("begun", "")
 
     def begun(self) -> bool:
@@ -288,10 +297,10 @@ class _SurvivorsTarget(StoreTarget):
     """The store, for one save, which nothing goes out for."""
 
     def __init__(
-        self, target: StoreTarget, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
+        self, setup: Setup, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
     ) -> None:
         fields = {"world_size": made.told.world_size, "lost": lost}
-        super().__init__(target.store, _ALL, target.storage, ranks, made.token, fields=[lambda step: fields])
+        super().__init__(setup.store, _ALL, setup.storage, ranks, made.token, fields=[lambda step: fields])
         self._whole = whole
 
     def marks(self, path: str, results: Sequence[Any]) -> dict[str, FileDigest]:
@@ -325,9 +334,3 @@ def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(torch.Stream(device))
         staged: dict[str, Any] = build("stager", "blocking").stage(captured)
     return staged
-
-
-def await_saved(error: BaseException | None) -> None:
-    """Wait for the save of those who are left, if ``error`` may come of a loss."""
-    if error is not None and is_consequence(error):
-        rank_failures.response().await_saved()

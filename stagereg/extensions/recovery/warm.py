@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from stagereg.base.machine import end_with
 from stagereg.launch.extension import Start
 
-_ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.checkpoint.checkpointer", "stagereg.launch.main")
+_ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.assembly", "stagereg.launch.main")
 """Modules that every rank comes to import."""
 _ANSWER_S = 10.0
 _SEED = 67280421310721  # what torch seeds its generator with in each process, where that is not another number in each

@@ -15,7 +15,7 @@ from typing import Any
 
 import stagereg.base.record as record
 from stagereg.base.option_text import option
-from stagereg.checkpoint.extension import CheckpointExtension
+from stagereg.checkpoint.extension import Candidate, CheckpointExtension, RestoreRequest, Saves, Setup
 from stagereg.checkpoint.format.manifest import is_name
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.targets import SaveTarget
@@ -31,21 +31,19 @@ _LATE = (
 
 
 class LoggedMetrics(CheckpointExtension):
-    """The metrics of the steps of one checkpointer. Methods may be called on any thread.
-
-    Args:
-        listens: whether this rank gets what is logged.
-    """
+    """The metrics of the steps of one checkpointer, on rank 0. Methods may be called on any thread."""
 
     name = "logged metrics"
 
-    def __init__(self, listens: bool = False) -> None:
+    def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant, since a signal handler that logs may interrupt a log
         self._logged: dict[int, dict[str, float]] = {}  # by step, the step logged last at the end
         self._saved: dict[int, dict[str, float]] = {}  # by step, the step saved last at the end
         self._late: set[str] = set()  # names that a warning has named
         self._warned = False
-        if listens:
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        if setup.ranks.rank == 0:
             record.listen(self)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
@@ -81,6 +79,9 @@ class LoggedMetrics(CheckpointExtension):
 
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
         return {"metrics": self.of_step(step)}
+
+    def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
+        self.forget_steps()
 
     def forget_steps(self) -> None:
         """Forget all steps: a restore goes back, and the steps that follow are others."""

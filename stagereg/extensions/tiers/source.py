@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from stagereg.base.option_text import option
-from stagereg.checkpoint.extension import Candidate, CheckpointSource, RestoreExtension, RestoreRequest
+from stagereg.checkpoint.extension import Candidate, CheckpointSource, RestoreRequest
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.index import INDEX, Index
@@ -82,22 +82,6 @@ def with_steps_of_tier(
 
 def _candidate(path: str, step: TierStep) -> Candidate:
     return Candidate(VerificationResult(path, step.manifest), TierSource.name)
-
-
-class TierRestores(RestoreExtension):
-    """Offers :class:`TierSource`, and has the tier continue from the step that is restored."""
-
-    def __init__(self, tier: LocalTier) -> None:
-        self._tier = tier
-
-    def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
-        reads = request.own and (not request.is_path or self._tier.names(request.resume))
-        return [TierSource(self._tier, request)] if reads else ()
-
-    def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
-        if request.own:
-            manifest = None if candidate is None else candidate.manifest
-            self._tier.go_on_from(None if manifest is None else manifest.step)
 
 
 class TierFiles(CheckpointFiles):

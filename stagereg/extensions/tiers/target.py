@@ -34,6 +34,9 @@ class TierTarget(SaveTarget):
         self._save: SaveId | None = None
         self._index = b""  # on rank 0
 
+    def names(self, path: str) -> bool:
+        return self.near.names(path)
+
     def begin(self, step: int) -> tuple[str, bool]:
         self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
         self._save = self.near.begin_save(step)

@@ -1,27 +1,20 @@
-"""What a checkpointer has of its tier; nothing is done where that is ``none``."""
+"""What a checkpointer has of its tier."""
 
 from __future__ import annotations
 
 import logging
 import os
-from functools import partial
+from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from stagereg.base.option_text import choice, option
-from stagereg.checkpoint.extension import RestoreExtension
-from stagereg.checkpoint.hold import DirectoryLock
-from stagereg.checkpoint.options import Failure
+from stagereg.base.option_text import option
+from stagereg.checkpoint.extension import Candidate, CheckpointExtension, CheckpointSource, RestoreRequest, Saves, Setup
+from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.save_threads import SaveThreads
-from stagereg.checkpoint.save.schedule import schedule_of
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.config.no_tier import NoTier
-from stagereg.errors import CheckpointError, ConfigError
-from stagereg.extensions.recovery.crashes import CrashCounter
+from stagereg.checkpoint.targets import Schedule
+from stagereg.errors import CheckpointError
 from stagereg.extensions.tiers.folder import make_private
 from stagereg.extensions.tiers.near import LocalTier
-from stagereg.extensions.tiers.source import TierRestores
+from stagereg.extensions.tiers.source import TierSource
 from stagereg.extensions.tiers.target import TierTarget
 from stagereg.extensions.tiers.tier import Tier
 
@@ -30,66 +23,67 @@ _NOTES = "notes"
 _log = logging.getLogger(__name__)
 
 
-class Tiering:
-    """The tier of one checkpointer. Constructing it is collective. Raises as :class:`.LocalTier`.
+class Tiering(CheckpointExtension):
+    """The tier of one checkpointer. Starting it raises as :class:`.LocalTier`.
 
     Args:
         tier: what was chosen.
-        process_group: as of the checkpointer.
-        store: the store of the run, or what stands in its place.
-        stores: whether steps go there too.
-        failure: as of the checkpointer.
+        schedule: when the tier is saved to.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        process_group: dist.ProcessGroup | None,
-        store: CheckpointStore,
-        stores: bool,
-        failure: Failure,
-    ) -> None:
-        self.near: LocalTier | None = None  # what the ranks share
-        self.target: TierTarget | None = None  # where saves go
-        self.restores: list[RestoreExtension] = []  # what restores from there
-        if isinstance(tier, NoTier):
-            return
-        ranks = RankGroup(process_group, failure.timeout)
-        self.near = LocalTier(tier, ranks, store, stores)
-        schedule = schedule_of(tier.every, failure.mtbf, process_group, "the tier ", in_tier=True)
-        self.restores, self.target = [TierRestores(self.near)], TierTarget(self.near, ranks, schedule)
+    name = "tiers"
+
+    def __init__(self, tier: Tier, schedule: Schedule) -> None:
+        self.options = {"tier": str(tier)}
+        self.near: LocalTier | None = None  # what the ranks share, once it is started
+        self._tier, self._schedule = tier, schedule
+
+    def targets(self, setup: Setup) -> list[TierTarget]:
+        """Make the tier. Before that take the lock, which a run with a tier has from its start. Collective."""
+        tier, stores = self._tier, setup.stores
+        if not stores:
+            failing = f"{option('tier.dir', tier.dir)} cannot be used"
+            setup.ranks.run_on_all(failing, lambda: make_private(os.path.join(tier.prepare(), _NOTES)))
+        setup.lock()
+        ranks = RankGroup(setup.process_group, setup.timeout)
+        self.near = LocalTier(tier, ranks, setup.store, stores)
+        self._schedule.start(setup.process_group)
         if ranks.rank == 0:
             _log_what_it_survives(self.near, stores)
+        return [TierTarget(self.near, ranks, self._schedule)]
 
-    def counter(
-        self, store: CheckpointStore, max_crashes: int | None, first: bool, background: SaveThreads, token: str
-    ) -> CrashCounter:
-        """Return what counts crashes: for rank 0, the ``first``, or for one of each machine if none has the store.
+    def start(self, setup: Setup, saves: Saves) -> None:
+        self._stores, self._saves = setup.stores, saves
+        self._newest: int | None = None  # the step of the newest one here
 
-        It hears of what ``background`` saves.
+    def leads(self) -> bool:
+        """Whether this rank is the lowest one of its machine."""
+        return self.near is not None and self.near.leads
+
+    def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
+        if where == "tier":
+            self._newest = step
+
+    def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
+        reads = self.near is not None and request.own and (not request.is_path or self.near.names(request.resume))
+        return [TierSource(self.near, request)] if reads and self.near is not None else ()
+
+    def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
+        step = None if candidate is None else candidate.step
+        if request.own and self.near is not None:
+            self.near.go_on_from(step)
+        if candidate is not None and candidate.source == TierSource.name:
+            self._newest = step
+
+    def completed(self) -> None:
+        """Delete what is in the tier, if the checkpoint directory has come as far; else have it copied.
+
+        Nothing is done if the tier has saved nothing.
         """
-        alone = self.near is not None and not self.near.shared
-        counts = self.near.leads if alone and self.near is not None else first
-        holds = self.near is not None  # the constructor locks the folder of the tier, and the store
-        counter = CrashCounter(store, max_crashes, counts, shared=not alone, token=token, holds=holds)
-        for each in background.all:
-            near = each.target is self.target
-            each.listeners.append(partial(counter.committed, near=True) if near else counter.committed)
-        return counter
-
-    def names(self, path: str) -> bool:
-        """Whether a path is that of a step in the tier."""
-        return self.near is not None and self.near.names(path)
-
-    def finish(self, newest: int | None, stored: int | None) -> None:
-        """The run has come to its end: delete what is in the tier, if the store has come as far; else have it copied.
-
-        Collective. ``newest`` and ``stored`` are the newest steps in the tier and in the store. Nothing is done if the
-        tier has saved nothing.
-        """
-        if self.near is None or newest is None:
+        stored = self._saves.newest if self._stores else None
+        if self.near is None or self._newest is None:
             return
-        if stored is not None and newest <= stored:
+        if stored is not None and self._newest <= stored:
             self.near.clear()
             return
         try:
@@ -97,33 +91,15 @@ class Tiering:
         except CheckpointError as error:
             _log.warning("stagereg: %s", error)
 
-    def close(self) -> None:
+    def close(self, in_time: bool) -> None:
         """End the threads and release the folder. Idempotent."""
         if self.near is not None:
             self.near.close()
 
 
 def notes_of(tier: Tier) -> str:
-    """Return where a run without a store notes what it has to. Raises: ``ConfigError`` if it has no tier either."""
-    if isinstance(tier, NoTier):
-        raise ConfigError(
-            f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the steps: choose "
-            f"{choice('tier', 'disk', dir='PATH')}, or {choice('tier', 'memory')}."
-        )
+    """Return where a run without a checkpoint directory notes what it has to."""
     return os.path.join(tier.dir, _NOTES)
-
-
-def acquire_with_tier(tier: Tier, hold: DirectoryLock, ranks: RankGroup, stores: bool) -> None:
-    """Take the lock that a run with a tier has from its start. Collective. Raises: ``CheckpointError``, on all ranks.
-
-    A run that ``stores`` nowhere else gets its folder of :func:`notes_of` first, for this user alone.
-    """
-    if isinstance(tier, NoTier):
-        return
-    if not stores:
-        failing = f"{option('tier.dir', tier.dir)} cannot be used"
-        ranks.run_on_all(failing, lambda: make_private(os.path.join(tier.prepare(), _NOTES)))
-    hold.acquire_on_all()
 
 
 def _log_what_it_survives(near: LocalTier, stores: bool) -> None:

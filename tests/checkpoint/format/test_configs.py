@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.configs import of_type
 from stagereg.checkpoint.format.encoding import decode, encode
 from stagereg.errors import CheckpointError

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.store.local_files as local
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer, Leave, Replicas
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest
-from stagereg.checkpoint.options import Leave, Replicas, Restore
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.stagers.blocking import BlockingAsyncStager

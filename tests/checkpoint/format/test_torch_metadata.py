@@ -17,7 +17,7 @@ import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import stagereg.checkpoint.format.torch_metadata as reader
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
 from stagereg.extensions.interop.opening import open_checkpoint

@@ -12,8 +12,7 @@ import pytest
 import torch
 from fsspec import url_to_fs
 
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted

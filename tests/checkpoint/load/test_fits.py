@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.data import ResumableSampler
 from stagereg.errors import CheckpointError
 

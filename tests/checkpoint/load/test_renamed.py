@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.base.option_text as option_text
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.data import ResumableSampler
 from stagereg.errors import CheckpointError, ConfigError

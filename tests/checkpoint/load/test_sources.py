@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.store.foreign as foreign
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.checkpoint.extension import Candidate, CheckpointSource, Rejection, RestoreExtension, RestoreRequest
 from stagereg.checkpoint.load.store_source import StoreSource
-from stagereg.checkpoint.options import Leave, Restore
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.store.directory as local
+from stagereg.assembly import Checkpointer
 from stagereg.base import record
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.storage.reading import CheckpointFiles

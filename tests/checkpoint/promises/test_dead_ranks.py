@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.testing.ranks as harness
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.load.loading import Loading
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup

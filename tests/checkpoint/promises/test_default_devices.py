@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stagereg import build
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.testing import run_ranks
 
 DEFAULTS: dict[str, Callable[[], object]] = {

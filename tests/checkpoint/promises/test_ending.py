@@ -17,7 +17,7 @@ import stagereg
 import stagereg.checkpoint.ranks.rank_group as rank_group
 import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.errors import CheckpointError

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base import record
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.load.seeding import Seeding, lowest_twins, seeds_of
-from stagereg.checkpoint.options import Leave, Restore
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.state import rng
 from stagereg.checkpoint.state.entries import per_rank, rng_name
 from stagereg.checkpoint.store.open_store import open_store

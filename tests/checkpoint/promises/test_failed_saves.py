@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -226,7 +226,7 @@ def test_an_interrupt_while_staging_commits_nothing(tmp_path: Path) -> None:
 UNREAD_FAILURE = """
 import sys
 import stagereg.base.shutdown as ending
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 
 def full(self, plan, planner):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import stagereg.checkpoint.ranks.rank_group as rank_group
 import stagereg.checkpoint.store.failpoints as failpoints
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.dcp import DcpStorage

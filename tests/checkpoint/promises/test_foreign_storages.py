@@ -21,7 +21,7 @@ from torch.futures import Future
 import stagereg.checkpoint.load.read_back as reading_back
 import stagereg.checkpoint.storage.digests as digests
 import stagereg.checkpoint.storage.reading as reading
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.packed import PackedStorage

@@ -15,7 +15,7 @@ SCRIPT = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.open_store import open_parent_store
 from tests.support.forked import forked

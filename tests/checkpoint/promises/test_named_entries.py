@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
 import stagereg.extensions.diagnostics.first_save as first_save
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 

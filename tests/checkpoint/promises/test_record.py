@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base import record
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg.base.shutdown as ending
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError, SaveTimeoutError

@@ -32,7 +32,7 @@ import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.state.rng as rng
 import stagereg.extensions.interop.opened  # noqa: F401  # a first import looks like code that was run
 from stagereg import cli, registry
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.encoding import decode
 from stagereg.checkpoint.format.index import INDEX, Index
 from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest

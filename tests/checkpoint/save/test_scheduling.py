@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stagereg.checkpoint.save.committing as committing
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.save.scheduling import short_turns
 
 LONG_S = 60.0

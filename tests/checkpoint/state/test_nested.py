@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, ReduceLROnPlateau, SequentialLR
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.state.nested import Spreader
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.testing.ranks import run_ranks

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing import run_ranks

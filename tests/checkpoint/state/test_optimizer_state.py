@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError, ConfigError
 

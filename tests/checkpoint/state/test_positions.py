@@ -12,7 +12,7 @@ import torch.utils.data as data
 from torch.utils.data.distributed import DistributedSampler
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 
 from .test_nested import refused, restore, save
 

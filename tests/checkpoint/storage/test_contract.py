@@ -29,7 +29,7 @@ import stagereg
 import stagereg.checkpoint.format.manifest as manifest
 import stagereg.checkpoint.store.directory as local
 from stagereg import registry
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import name_of, named
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import stagereg.checkpoint.format.index as index
 import stagereg.checkpoint.state.rng as rng
 import stagereg.checkpoint.storage.reading as reading
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import Leaf, decode, encode
 from stagereg.checkpoint.format.index import INDEX

@@ -22,10 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
 from stagereg import cli
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base.sizes import ByteSize
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.config.suggestions import explain

@@ -12,7 +12,7 @@ import pytest
 
 import stagereg
 from stagereg import cli
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError
@@ -197,7 +197,7 @@ def test_a_config_chooses_the_rule_of_copies(tmp_path: Path) -> None:
 
 def test_a_rule_in_a_plain_mapping_has_its_own_defaults(tmp_path: Path) -> None:
     keep = {"_target_": OF_STEPS, "steps": [1]}
-    plain = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "dir": str(tmp_path), "keep": keep}
+    plain = {"_target_": "stagereg.assembly.Checkpointer", "dir": str(tmp_path), "keep": keep}
     with stagereg.instantiate(plain) as checkpointer:
         assert rule_of(checkpointer).every == 7
 

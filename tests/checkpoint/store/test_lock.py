@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import stagereg.checkpoint.store.lock as lock
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.lease import LeaseRecord
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagereg import cli
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError

@@ -15,9 +15,8 @@ import pytest
 import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import cli
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.checkpoint.format.manifest import Manifest, new_token
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.extensions.callbacks.calls import _Caller
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint

@@ -13,8 +13,8 @@ import pytest
 
 import stagereg.base.small_files as small_files
 import stagereg.checkpoint.store.directory as directory
+from stagereg.assembly import Checkpointer
 from stagereg.base.small_files import UnfitFileError, temporary
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, RUN, Manifest, new_token
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory

@@ -24,9 +24,8 @@ import stagereg
 import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.checkpoint.format.manifest import Manifest, new_token
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 from tests.support.places import PLACES, place

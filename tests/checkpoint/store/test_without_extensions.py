@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import stagereg.checkpoint.store.foreign as foreign
 import stagereg.checkpoint.store.open_store as opening
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.located import located
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError

@@ -17,8 +17,8 @@ import torch
 import stagereg.checkpoint.store.lease as leases
 import stagereg.extensions.buckets.lease as lease
 import stagereg.extensions.buckets.retry as retry
+from stagereg.assembly import Checkpointer
 from stagereg.base.machine import machine_name
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.lease import StoreLease, leaseholder
 from stagereg.extensions.buckets.object_store import ObjectStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.testing.ranks import run_ranks
 
 

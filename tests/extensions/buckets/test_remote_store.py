@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.extensions.buckets.object_store as objects
 from stagereg import cli
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.options import Failure, Restore
 from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers

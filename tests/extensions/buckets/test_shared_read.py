@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import stagereg.checkpoint.store.local_files as local_files
 import stagereg.extensions.buckets.shared_read as shared_read
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave, Restore
+from stagereg.assembly import Checkpointer, Leave
+from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.reading import File
 from stagereg.errors import CheckpointError

@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.buckets.bucket import Bucket

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, InstallationError, TargetNotAllowedError
 
@@ -66,7 +66,7 @@ NODE = {"_target_": COMMAND, "command": "touch HERE"}
     ids=["one", "list", "mapping", "partial", "nested"],
 )
 def test_a_config_names_a_command_only_where_it_is_allowed(tmp_path: Path, on_commit: Any) -> None:
-    target = "stagereg.checkpoint.checkpointer.Checkpointer"
+    target = "stagereg.assembly.Checkpointer"
     config = OmegaConf.create({"_target_": target, "dir": str(tmp_path), "on_commit": on_commit})
     plain = OmegaConf.create({"_target_": target, "dir": str(tmp_path)})
     for refused in (
@@ -84,7 +84,7 @@ def test_a_config_names_a_command_only_where_it_is_allowed(tmp_path: Path, on_co
 
 @pytest.mark.parametrize("allow", ["on_commit/command", COMMAND])
 def test_what_the_program_allows_by_name_is_built(tmp_path: Path, allow: str) -> None:
-    config = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "dir": str(tmp_path / "c")}
+    config = {"_target_": "stagereg.assembly.Checkpointer", "dir": str(tmp_path / "c")}
     node = {"_target_": COMMAND, "command": f"touch {tmp_path}/here"}
     with stagereg.instantiate({**config, "on_commit": {"x": node}}, allow=[allow]) as checkpointer:
         checkpointer.save(1, {"x": 1})

@@ -16,9 +16,8 @@ from hydra import compose, initialize_config_dir
 
 import stagereg
 import stagereg.extensions.callbacks.copy_to as copy_to
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.checkpoint.format.manifest import FileDigest
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.errors import ConfigError
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.testing.ranks import run_ranks
@@ -183,7 +182,7 @@ def test_close_waits_for_calls_and_no_longer_than_that(tmp_path: Path, held: Hel
     checkpointer = Checkpointer(str(tmp_path / "b"), on_commit=[held])
     checkpointer.save(1, {"x": 1})
     assert held.called.wait(LIMIT_S)
-    checkpointer._background.last.timeout_s = 2.0
+    checkpointer._calls.limit_s = 2.0
     checkpointer.close()
     assert "is given up" in caplog.text
 
@@ -271,7 +270,7 @@ def test_a_config_makes_a_mapping_a_list_or_one(tmp_path: Path) -> None:
     made = {"_target_": f"{Noted.__module__}.Noted", "note": "a"}
     stagereg.register("on_commit", "noted_for_tests")(Noted)
     for given, names in ((made, ["0 (Noted)"]), ([made, made], ["0 (Noted)", "1 (Noted)"]), ({"t": made}, ["t"])):
-        config = {"_target_": "stagereg.checkpoint.checkpointer.Checkpointer", "dir": str(tmp_path), "on_commit": given}
+        config = {"_target_": "stagereg.assembly.Checkpointer", "dir": str(tmp_path), "on_commit": given}
         with stagereg.instantiate(config) as checkpointer:
             assert [caller._name for caller in checkpointer._calls._callers] == names
     wrong = {"_target_": "stagereg.stagers.blocking.BlockingStager"}

@@ -22,8 +22,8 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 import stagereg
+from stagereg.assembly import Checkpointer
 from stagereg.base.hooks import AFTER_STEPS, PLATEAUS
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.data import ResumableSampler
 from stagereg.extensions.diagnostics.checks import Diagnostics
 from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSteps
@@ -317,7 +317,7 @@ def test_steps_are_observed_until_the_tenth_save_and_nothing_is_kept_alive(tmp_p
     optimizer = AdamW(program.model.parameters())
     gone = weakref.ref(optimizer)
     with Checkpointer(tmp_path, every=1) as checkpointer:
-        [saver] = [each._forgotten for each in checkpointer._observers if isinstance(each, Diagnostics)]
+        [saver] = [each._forgotten for each in checkpointer._extensions.all if isinstance(each, Diagnostics)]
         for step in range(1, 12):
             program.model(torch.ones(2)).sum().backward()
             if step == 1:

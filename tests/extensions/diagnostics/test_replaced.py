@@ -14,7 +14,7 @@ import torch
 import torch.optim.lr_scheduler as schedulers
 from torch.optim import SGD, AdamW, Optimizer
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 
 
 def needs(package: str) -> Any:

@@ -16,9 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.checkpoint.options import Leave
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.object_store import ObjectStore

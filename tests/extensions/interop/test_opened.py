@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.errors import ConfigError
 from stagereg.extensions.interop.safetensors import SafetensorsStorage
 

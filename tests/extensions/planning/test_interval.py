@@ -21,13 +21,13 @@ import stagereg.config.schema as schema
 import stagereg.extensions.goodput.phases as phases
 import stagereg.extensions.planning.interval as interval
 from stagereg import registry
+from stagereg.assembly import Checkpointer, Leave, _schedule
 from stagereg.base import record
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
+from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.schedule import Automatic, schedule_of
 from stagereg.config.instantiate import instantiate
 from stagereg.errors import CheckpointError, ConfigError, StagingError
+from stagereg.extensions.planning.automatic import Automatic
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -43,7 +43,9 @@ class Training:
     def __init__(self, step_s: float, stall_s: float, write_s: float, slower: float = 1.0, ranks: Any = None) -> None:
         self.step_s, self.stall_s, self.write_s, self.slower = step_s, stall_s, write_s, slower
         self.now = 1000.0
-        self.schedule = Automatic(MTBF_S, ranks or RankGroup(), lambda: self.now)
+        self.schedule = Automatic(lambda: MTBF_S, lambda: self.now)
+        self.schedule.start(None)
+        self.schedule._ranks = ranks or self.schedule._ranks
         self.pending: list[float] = []
         self.saved: list[int] = []
 
@@ -162,8 +164,11 @@ def seen_by(rank: int, world_size: int, root: str) -> tuple[float, float]:
             f'{{"event":"start","t":{at},"run":"r.0"}}\n{{"event":"restart","origin":"tier","t":1,"run":"r.0"}}\n'
         )
         phases.begin(Path(root), "r.1", None)
-    found = [schedule_of("auto", timedelta(seconds=600), None, in_tier=in_tier) for in_tier in (True, False)]
-    return found[0]._mtbf_s, found[1]._mtbf_s  # type: ignore[attr-defined]
+    failure = Failure(mtbf=timedelta(seconds=600))
+    found: Any = [_schedule("checkpoint.every", "auto", failure, in_tier=in_tier) for in_tier in (True, False)]
+    for each in found:
+        each.start(None)
+    return found[0]._mtbf_s, found[1]._mtbf_s
 
 
 def test_all_ranks_expect_failures_as_often_as_the_run_has_seen_them(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.extensions.preemption.consensus as preemption_consensus
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import Preempted, Stopped
 from stagereg.testing import run_ranks
@@ -233,8 +233,8 @@ SCRIPT = """
 import ctypes, datetime, faulthandler, json, os, signal, sys, threading, time
 import torch
 import stagereg.extensions.preemption.signals as preemption
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Failure, Leave
+from stagereg.assembly import Checkpointer, Leave
+from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 

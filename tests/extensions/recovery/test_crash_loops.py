@@ -58,7 +58,7 @@ def train(
 
 def await_copies(checkpointer: Any) -> None:
     """Wait for them, since a step is passed over while copies of the one before are sent."""
-    if checkpointer._tiering.near is not None and dist.is_initialized():
+    if checkpointer._tiering is not None and dist.is_initialized():
         assert comes_true(lambda: not checkpointer._tiering.near._threads.busy, 30)
         dist.barrier()
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lock as lock
 import stagereg.extensions.recovery.crashes as crashes
+from stagereg.assembly import Checkpointer
 from stagereg.base.command import command_key
 from stagereg.base.option_text import in_config
-from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted, Stopped

@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.extensions.recovery.rank_failure as loss
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.data import ResumableSampler
 from stagereg.extensions.recovery.rank_failure import EmergencySave
+from stagereg.extensions.recovery.survivors import Survivors
 from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
 
@@ -68,6 +69,11 @@ class Training:
         whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in module.state_dict().items()}
         more = {"loss": torch.tensor(self.state["loss"]), "generator": torch.get_rng_state()}
         return {name: x.detach().clone() for name, x in (whole | more).items()}
+
+
+def survivors_of(checkpointer: Checkpointer) -> Survivors:
+    [found] = [each for each in checkpointer._extensions.all if isinstance(each, Survivors)]
+    return found
 
 
 def lose(
@@ -248,7 +254,7 @@ def step_while_saving(training: Training, rank: int) -> None:
     stepped = threading.Event()
 
     def step() -> None:
-        while training.checkpointer._survivors._whole._held is False:
+        while survivors_of(training.checkpointer)._whole._held is False:
             time.sleep(0.001)
         training.optimizer.step()
         stepped.set()

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore
 
 import stagereg
 import stagereg.extensions.recovery.rank_failure as loss
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.data import ResumableSampler

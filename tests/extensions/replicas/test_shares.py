@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave, Replicas
+from stagereg.assembly import Checkpointer, Leave, Replicas
 from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, _checksum_of_object
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import stagereg
+from stagereg.assembly import Checkpointer, Leave
 from stagereg.base import record
-from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.options import Leave
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.storage.dcp import DcpStorage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.errors import CheckpointError
 
 from .conftest import BUCKET, Store

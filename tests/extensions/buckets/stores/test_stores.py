@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import MANIFEST
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError

@@ -1,8 +1,8 @@
-"""When to save: at fixed steps, or as often as is best for what checkpoints turn out to cost.
+"""Saves as often as is best for what checkpoints turn out to cost.
 
-:class:`Schedule` saves at the multiples of a number. :class:`Automatic` saves after ten steps, then plans anew after
-each save (:mod:`.interval`), from the last few: what they held the loop for, by how much the steps beside them were
-slower, how old each was when it was complete, and the time of an undisturbed step.
+:class:`Automatic` saves after ten steps, then plans anew after each save (:mod:`.interval`), from the last few: what
+they held the loop for, by how much the steps beside them were slower, how old each was when it was complete, and the
+time of an undisturbed step.
 
 Each rank makes its own plan, and the greatest holds for all: that of the rank that loses most, for which all others
 wait. The ranks exchange these numbers in every save, on a group of their own and without waiting: the result is taken
@@ -14,13 +14,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from statistics import median
 
 import torch.distributed as dist
 
 import stagereg.base.record as record
-import stagereg.extensions.goodput.phases as phases
 import stagereg.extensions.planning.interval as interval
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.targets import Schedule
@@ -37,30 +35,19 @@ _FORESIGHT = 10
 _SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
 
 
-def schedule_of(
-    every: int | str, mtbf: timedelta, process_group: dist.ProcessGroup | None, who: str = "", in_tier: bool = False
-) -> Schedule:
-    """Return the schedule of an option ``every``: a number of steps, or ``"auto"``, which is collective.
-
-    ``mtbf`` is expected, and corrected by the failures that the run has seen (:func:`.mtbf_s`); ``who`` saves, for the
-    log.
-    """
-    if isinstance(every, int):
-        return Schedule(every)
-    ranks = RankGroup(process_group)
-    seen = ranks.run_on_all("No interval was planned", lambda: phases.mtbf_s(mtbf.total_seconds(), in_tier))
-    return Automatic(seen[0], ranks, who=who)  # rank 0 alone has seen all attempts
-
-
 class Automatic(Schedule):
-    """Saves as often as loses least; see the module, and :class:`Schedule` for the methods."""
+    """Saves as often as loses least; see the module, and :class:`.Schedule` for the methods.
 
-    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now, who: str = "") -> None:
+    Args:
+        mtbf_s: returns the mean time between failures in seconds, on rank 0.
+        clock: returns seconds.
+        who: saves, for the log.
+    """
+
+    def __init__(self, mtbf_s: Callable[[], float], clock: Callable[[], float] = record.now, who: str = "") -> None:
         super().__init__(_FIRST_STEPS)
-        self._who = who
-        self._mtbf_s = mtbf_s
-        self._ranks = ranks
-        self._clock = clock
+        self._who, self._clock, self._expected = who, clock, mtbf_s
+        self._mtbf_s = 0.0
         self._next: int | None = None
         self._asked: tuple[int, Callable[[], list[float]]] | None = None  # after which step, and the ranks' answer
         self._saves = 0
@@ -73,6 +60,13 @@ class Automatic(Schedule):
         self._costs: deque[float] = deque(maxlen=_SAVES)
         self._ages: deque[float] = deque(maxlen=_SAVES)
         self._logged = 0
+
+    def __str__(self) -> str:
+        return "auto"
+
+    def start(self, process_group: dist.ProcessGroup | None) -> None:
+        self._ranks = RankGroup(process_group)
+        self._mtbf_s = self._ranks.run_on_all("No interval was planned", self._expected)[0]
 
     @property
     def every(self) -> int:

@@ -1,0 +1,116 @@
+"""Calls the extensions of one checkpointer, in their order; :mod:`.extension` says whose errors reach the program."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, Saves, Setup
+from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.targets import SaveTarget
+from stagereg.errors import RESUME_CODE, CheckpointError, reason
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Extensions:
+    """The extensions of one checkpointer. Thread-safe as far as the extensions are."""
+
+    def __init__(self, extensions: Sequence[CheckpointExtension]) -> None:
+        self.all = tuple(extensions)
+        self._failed: set[tuple[str, str]] = set()  # methods of extensions whose error was logged
+        self._answered: tuple[int, Due] | None = None  # by :meth:`due`
+
+    def options(self) -> dict[str, Any]:
+        """Return what has to be the same on all ranks: their options, and their names in order."""
+        found: dict[str, Any] = {}
+        for each in self.all:
+            found |= each.options
+        return {**found, EXTENSIONS: [each.name for each in self.all]}
+
+    def targets(self, setup: Setup) -> list[SaveTarget]:
+        """Return the targets of all. Collective. Raises: any error."""
+        return [target for each in self.all for target in each.targets(setup)]
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        """Start all. Collective. Raises: any error, on the ranks on which an extension raises it."""
+        for each in self.all:
+            each.start(setup, saves)
+
+    def due(self, step: int) -> Due:
+        """Return the largest answer of all, each of which is asked. Once a step. Raises: any error."""
+        answer = max([each.due(step) for each in self.all], default=Due.NO)
+        self._answered = step, answer
+        return answer
+
+    def leaves_after(self, step: int) -> bool:
+        """Whether the ranks leave after ``step``, which is about to be saved: asked now, unless that was done."""
+        known = self._answered
+        answer = known[1] if known is not None and known[0] == step else self.due(step)
+        return answer is Due.LEAVE
+
+    def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
+        """Exit after the last step: by the first extension that raises ``SystemExit``, otherwise here. Collective."""
+        for each in self.all:
+            each.exit(step, failure, resume)
+        raise SystemExit(RESUME_CODE if failure is None else 1) from failure
+
+    def is_urged(self) -> bool:
+        """Whether this rank has a reason to leave. Any thread."""
+        return any(self._results(CheckpointExtension.urges))
+
+    def manifest_fields(self, step: int) -> dict[str, Any]:
+        """Return the fields of all for the manifest of a step."""
+        found: dict[str, Any] = {}
+        for each in self._results(CheckpointExtension.manifest_fields, step):
+            found |= each
+        return found
+
+    def committed(self, where: str, newest: Callable[[], Checkpoint | None], step: int) -> None:
+        """A save is complete in the target ``where``; on its thread."""
+        self.notify(CheckpointExtension.committed, step, where, newest())
+
+    def locked(self) -> None:
+        """The run has the lock of the checkpoint directory from now on. On rank 0."""
+        self.notify(CheckpointExtension.locked)
+
+    def outlook(self) -> str:
+        """Return the sentences of all on the next start."""
+        return " ".join(filter(None, self._results(CheckpointExtension.outlook)))
+
+    def notify(
+        self, method: Callable[Concatenate[CheckpointExtension, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method of all. What an extension raises is logged, and the others are called nevertheless."""
+        self._results(method, *args, **kwargs)
+
+    def _results(
+        self, method: Callable[Concatenate[CheckpointExtension, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        name, found = method.__name__, []
+        for each in self.all:
+            try:
+                found.append(getattr(each, name)(*args, **kwargs))
+            except Exception as error:
+                key = each.name, name
+                level = logging.DEBUG if key in self._failed else logging.ERROR
+                self._failed.add(key)
+                text = "stagereg: %s of the extension %s has failed, and is called again as usual: %s"
+                _log.log(level, text, name, each.name, reason(error), exc_info=error)
+        return found
+
+
+def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
+    """Return what calls a bound method, whose object it does not keep; ``otherwise`` once that is collected."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> T:
+        alive = found()
+        return otherwise if alive is None else alive()
+
+    return call
