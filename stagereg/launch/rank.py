@@ -180,8 +180,11 @@ class Rank:
         return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
 
     def cause(self) -> Cause:
-        """Return what has failed on other ranks, with an empty text if that is not known. May wait for some seconds."""
-        return first(self.extensions, lambda each: each.cause()) or Cause("", False)
+        """Return what has failed on other ranks, with an empty text if that is not known. May wait for some seconds.
+
+        Without an extension that knows, the launcher's exit codes have the cause, if it has started all ranks.
+        """
+        return first(self.extensions, lambda each: each.cause()) or Cause("", True)
 
     def note(self, why: str) -> None:
         """Have extensions know why this attempt fails. Any thread."""

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from stagereg.base.durations import seconds_of
 from stagereg.errors import ConfigError, LaunchError, at_least
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
@@ -46,6 +44,8 @@ class RecoveryLauncher(LaunchExtension):
         self._warm: WarmStart | None = None
 
     def check(self, cfg: Any) -> bool:
+        from omegaconf import OmegaConf  # which a rank of a program without Hydra does not import
+
         _checked_timeout(cfg)
         self._restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
         self._begins_elsewhere = OmegaConf.select(cfg, "checkpoint.resume") not in (None, "auto")
