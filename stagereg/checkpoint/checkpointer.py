@@ -133,7 +133,7 @@ class Checkpointer:
         nearer = called.targets(setup)
         target.schedule.start(process_group)
         self._background = SaveThreads([*nearer, *[target] * self._stores], timeout, self._failure.on_error == "warn")
-        self._saver = Saver(self._background, self._stager, sharding, names, called.all)
+        self._saver = Saver(self._background, self._stager, sharding, names, called)
         self.stats = self._background.stats
         for each in self._background.all:
             stored = each.target is target
@@ -180,7 +180,7 @@ class Checkpointer:
         first_step.take_step()
         self._seen = checked_step(step)
         if not self._enabled:
-            self._extensions.notify(CheckpointExtension.end_step, step, None)
+            self._extensions.end_step(step, None)
             return False
         self._hold.acquire_to_save()
         self._saver.end_step(step)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, Saves, Setup
-from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, SaveObserver, Saves, Setup
+from stagereg.checkpoint.format.manifest import Checkpoint, Manifest
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import RESUME_CODE, CheckpointError, reason
 
@@ -18,8 +19,11 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Extensions:
-    """The extensions of one checkpointer. Thread-safe as far as the extensions are."""
+class Extensions(SaveObserver):
+    """The extensions of one checkpointer. Thread-safe as far as the extensions are.
+
+    What observes saves calls all; only :meth:`capturing` returns what another thread calls.
+    """
 
     def __init__(self, extensions: Sequence[CheckpointExtension]) -> None:
         self.all = tuple(extensions)
@@ -64,11 +68,38 @@ class Extensions:
         """Whether this rank has a reason to leave. Any thread."""
         return any(self._results(CheckpointExtension.urges))
 
+    def given(self, state: Mapping[str, Any]) -> None:
+        self.notify(CheckpointExtension.given, state)
+
+    def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
+        self.notify(CheckpointExtension.end_step, step, state)
+
+    def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
+        self.notify(CheckpointExtension.begin_save, step, state, targets)
+
+    def capturing(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+        name, found = CheckpointExtension.capturing.__name__, []
+        for each in self.all:
+            with self._logs(each, name):
+                found.append((each, each.capturing(state, captured)))
+
+        def inspect(copy: dict[str, Any]) -> None:
+            for each, look in found:
+                with self._logs(each, name):
+                    if look is not None:
+                        look(copy)
+
+        return inspect
+
     def manifest_fields(self, step: int) -> dict[str, Any]:
-        """Return the fields of all for the manifest of a step."""
+        """Return the fields of all for the manifest of a step, without those that a manifest cannot have."""
         found: dict[str, Any] = {}
-        for each in self._results(CheckpointExtension.manifest_fields, step):
-            found |= each
+        for each in self.all:
+            with self._logs(each, CheckpointExtension.manifest_fields.__name__):
+                fields = each.manifest_fields(step)
+                alone = Manifest(step, world_size=1, serial=0, files={}, storage="dcp", command="", **fields)
+                Manifest.loads(alone.dumps())
+                found |= fields
         return found
 
     def committed(self, where: str, newest: Callable[[], Checkpoint | None], step: int) -> None:
@@ -94,15 +125,21 @@ class Extensions:
     ) -> list[T]:
         name, found = method.__name__, []
         for each in self.all:
-            try:
+            with self._logs(each, name):
                 found.append(getattr(each, name)(*args, **kwargs))
-            except Exception as error:
-                key = each.name, name
-                level = logging.DEBUG if key in self._failed else logging.ERROR
-                self._failed.add(key)
-                text = "stagereg: %s of the extension %s has failed, and is called again as usual: %s"
-                _log.log(level, text, name, each.name, reason(error), exc_info=error)
         return found
+
+    @contextmanager
+    def _logs(self, extension: CheckpointExtension, method: str) -> Iterator[None]:
+        """Log what the block raises: once at the level of an error, so that no step repeats it."""
+        try:
+            yield
+        except Exception as error:
+            key = extension.name, method
+            level = logging.DEBUG if key in self._failed else logging.ERROR
+            self._failed.add(key)
+            text = "stagereg: %s of the extension %s has failed, and is called again as usual: %s"
+            _log.log(level, text, method, extension.name, reason(error), exc_info=error)
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:

@@ -393,7 +393,10 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
         """Take part in exchanges that this rank has passed over. About once a second, on the thread of saves."""
 
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
-        """Return fields of the manifest of a checkpoint, as JSON. On rank 0; the thread of the save."""
+        """Return fields of the manifest of a checkpoint, as JSON. On rank 0; the thread of the save.
+
+        Fields that a manifest cannot have are logged as an error is, and left out.
+        """
         return {}
 
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:

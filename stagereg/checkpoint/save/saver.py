@@ -25,7 +25,6 @@ from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import SaveObserver
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.save.compared import ComparedReplicas
-from stagereg.checkpoint.save.observers import Observers
 from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.structure import outline
@@ -58,7 +57,7 @@ class Saver:
         stager: AsyncStager,
         replicas: ReplicaSharding | None = None,
         names: ParameterNames | None = None,
-        observers: Sequence[SaveObserver] = (),
+        observer: SaveObserver | None = None,
     ) -> None:
         # As it was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
@@ -72,7 +71,7 @@ class Saver:
         self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
-        self._replicas, self._observers = replicas or ComparedReplicas(), Observers(observers)
+        self._replicas, self._observer = replicas or ComparedReplicas(), observer or SaveObserver()
         self._everywhere = tuple(range(len(threads.all)))  # the numbers of all targets
         self._due: tuple[int | None, tuple[int, ...]] = None, ()  # a step that is due, and where, until it is saved
         self._copying: tuple[int, float] | None = None  # the step that the stager copies, and since when
@@ -104,7 +103,7 @@ class Saver:
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
-        self._observers.given(state)
+        self._observer.given(state)
         for name, value in state.items() if self._ranks.group is not None else ():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 with contextlib.suppress(AttributeError):  # of a wrapper without super().__init__(), which has no hooks
@@ -115,7 +114,7 @@ class Saver:
         """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
-        self._observers.end_step(step, self.state if self._given_at == step else None)
+        self._observer.end_step(step, self.state if self._given_at == step else None)
 
     def due(self, step: int, everywhere: bool = False) -> bool:
         """Return whether some target is to have ``step``, by their schedules. Once a step; the same on all ranks.
@@ -167,7 +166,7 @@ class Saver:
         self.saved, self.reached, self._due = step, step, (None, ())
         if request.targets[-1] == self._everywhere[-1]:
             self.stored = step
-        self._observers.begin_save(step, self._given, [self._threads.all[each].target for each in request.targets])
+        self._observer.begin_save(step, self._given, [self._threads.all[each].target for each in request.targets])
         try:
             self.ready()
             self._threads.admit(request)
@@ -279,7 +278,7 @@ class Saver:
             at, positions = self._positions
             for name, position in positions.items() if at == step else ():
                 captured[entries.rank_name(name, ranks.rank)] = position
-            inspect = self._observers.capturing(self.state, captured)
+            inspect = self._observer.capturing(self.state, captured)
             captured = copy.replicas.stage(self.state, captured, request.follows)
             structure = None
             with contextlib.suppress(RecursionError):  # of a cycle, which the save refuses by name

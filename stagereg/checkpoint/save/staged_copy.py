@@ -83,11 +83,11 @@ class StagedCopy:
         self,
         stager: str,
         outline: Outline,
-        inspect: Callable[[dict[str, Any]], object],
+        inspect: Callable[[dict[str, Any]], object] | None,
         release: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         """The stager is about to copy. ``release`` is called with the copy when all have written it."""
-        self.stager, self.outline, self.inspect = stager, outline, inspect
+        self.stager, self.outline, self.inspect = stager, outline, inspect or self.inspect
         self._release = release or self._release
         self.began = record.now()
 
