@@ -29,6 +29,7 @@ from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 
 _EMPTY = 10_000  # items of lists of which nothing is saved
+_DOTTED = 1 << 24  # characters of the dotted names of all containers, beyond those that the names of values account for
 _LONGEST_OPTION = 1 << 20  # values and characters that are shown of an option of a group
 
 
@@ -53,13 +54,24 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
 
 
 def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
-    """Raise ``ValueError`` for two in one place, and for many more containers, or items of lists, than are saved."""
+    """Raise ``ValueError`` for two in one place, and for many more containers, or items of lists, than are saved.
+
+    The dotted names of containers must not be much longer than the names of the values. Pickle stores a long key once,
+    however many containers have the key, but every dotted name repeats the key.
+    """
     inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
+    dotted_left = 16 * sum(map(len, ways)) + _DOTTED
     for name, way in ways.items():
         if len(way) > DEEPEST:
             raise ValueError(f"{name!r:.100} is said to be in more than {DEEPEST} containers inside each other")
+        length = 0
         for at, key in enumerate(way):
+            dotted_left -= 0 if way[:at] in inside else length
+            length += len(str(key)) + 1
             inside[way[:at]].update([key] if type(key) is int else ())
+        dotted_left -= length
+        if dotted_left < 0:
+            raise ValueError("the keys of its containers are too long for the names of its values")
         if len(inside) > 8 * len(ways) + _EMPTY:
             raise ValueError("its values are said to be in more containers than there can be")
     if len({*ways.values()}) < len(ways) or any(way in inside for way in ways.values()):

@@ -152,6 +152,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a place in many lists": way("a", *[10_000] * 150),
     "a place far out": way("a", 1 << 40),
     "a deep place": way(*(f"k{i}" for i in range(3_000))),
+    "a deep place of one long key": way(*["y" * 20_000] * 190),
     "a place in front": way("a", -1),
     "no place": way(),
     "a place in no dict": way(0, "a"),
