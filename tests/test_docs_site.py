@@ -42,7 +42,7 @@ RUN = {
     "contracts.md": {"python": "testing/test_join_contract.py"},
     **{f"integrations/{name}.md": {"diff": "integrations/test_added_lines.py"} for name in TRAINERS},
     "integrations/ray.md": {"python": "integrations/test_ray.py"},
-    "join.md": dict.fromkeys(("diff", "python", "yaml"), "join/test_docs.py"),
+    "join.md": dict.fromkeys(("diff", "python", "yaml"), "extensions/joinables/test_docs.py"),
     "nanogpt.md": {"diff": "examples/test_nanogpt.py"},
     "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
     "clusters.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
