@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import select
@@ -36,7 +36,8 @@ from stagereg.base.providers import has
 
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.assembly"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
-_IMPORTED += ["stagereg.launch.main", "stagereg.sweep.render", "matplotlib.backends.backend_svg", "jinja2"]
+_IMPORTED += ["stagereg.launch.main", "matplotlib.backends.backend_svg", "jinja2"]
+_IMPORTED += ["stagereg.sweep.render"] if importlib.util.find_spec("stagereg.sweep") else []  # a copy may lack it
 _PYTHON = [sys.executable, str(Path(__file__))]
 ADDRESS = "STAGEREG_FORKS"
 _RANKS = "STAGEREG_FORKS_OF_RANKS"
