@@ -170,6 +170,8 @@ class Checkpointer(core.Checkpointer):
         groups = {"restore": restore, "failure": failure, "replicas": replicas, "leave": leave}
         given = {"dir": notes or place, "every": every, "keep": keep, "resume": resume, **groups}
         self.check_options(given)
+        if isinstance(keep, Keep) and keep.metric is not None:
+            _needs("retention", option("checkpoint.keep.metric", keep.metric))  # else no checkpoint has a metric
         copier: AsyncStager = options.component("stager", stager, "overlapped")
         self._tiering = _tiering(chosen, failure)
         self._preemption = _preemption(leave)

@@ -99,6 +99,8 @@ class Extensions(SaveObserver):
                 fields = each.manifest_fields(step)
                 alone = Manifest(step, world_size=1, serial=0, files={}, storage="dcp", command="", **fields)
                 Manifest.loads(alone.dumps())
+                if both := sorted(found.keys() & fields.keys()):
+                    raise ValueError(f"an extension before it gives {', '.join(both)} too")
                 found |= fields
         return found
 

@@ -101,7 +101,7 @@ class Setup:
 
 
 class Rejection(NamedTuple):
-    """Why a restore skips a candidate, although all files of the candidate may be good.
+    """Why a restore skips a candidate whose files may all be good.
 
     Attributes:
         word: completes "the checkpoint is ...", such as ``"quarantined"``.
@@ -125,7 +125,7 @@ class Candidate:
     Attributes:
         found: the directory and its manifest, and which files are corrupt.
         source: the name of the source that reads the checkpoint.
-        rejections: why the candidate is skipped all the same; the first one names the candidate in messages.
+        rejections: why the candidate is skipped; the first one names the candidate in messages.
     """
 
     found: VerificationResult
@@ -390,7 +390,7 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
         """
 
     def idle(self) -> None:
-        """Take part in exchanges that this rank has passed over. About once a second, on the thread of saves."""
+        """Take part in exchanges that this rank has missed. About once a second, on the thread of saves."""
 
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
         """Return fields of the manifest of a checkpoint, as JSON. On rank 0; the thread of the save.

@@ -92,7 +92,7 @@ class SaveTarget(ABC):
         """Raise ``CheckpointError`` if ``path`` has files of others. On each rank, before it makes ``path``."""
 
     def expect_room(self, nbytes: int) -> None:  # noqa: B027  # usually it is not known
-        """Raise ``OSError`` if it is known that so many bytes of each rank do not fit. On each rank."""
+        """Raise ``OSError`` if ``nbytes`` of each rank are known not to fit. On each rank."""
 
     @abstractmethod
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:

@@ -108,7 +108,7 @@ class _Follower:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
         self._done: dict[str, str] = {}  # checkpoints, and what has become of their command
         self._furthest = -1  # the greatest step that was dealt with
-        self._bad: dict[str, VerificationResult] = {}  # found so by this follower; the next one looks anew
+        self._bad: dict[str, VerificationResult] = {}  # found so by this follower; the next one looks again
         self._waiting: set[str] = set()  # seen and not dealt with
         self._said: dict[str, str] = {}  # what was reported of bad ones
         self._since = time.monotonic()  # when something new came

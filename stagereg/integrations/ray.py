@@ -54,7 +54,7 @@ _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "val
 _SNAPSHOT, _SNAPSHOT_BYTES = "checkpoint_manager_snapshot.json", 1 << 28
 _ENDED_S = 30.0  # seconds in which Ray ends a worker whose error is a consequence of another error
 _HELD_S = 60.0  # seconds, at most, for which a worker lets Ray wait that saves after a loss
-_ENDS_S = 5.0  # seconds that the program has to end by itself once another rank has failed
+_ENDS_S = 5.0  # seconds that the program has to end after another rank has failed
 
 
 def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:

@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 _E = TypeVar("_E")
 _T = TypeVar("_T")
 
-_ACTS_ON = {"restarts": (0, "recovery")}
-"""Options of a run that an extension acts on: the value that needs no extension, and the name of the extension."""
+_ACTS_ON = {"restarts": ("0", "recovery"), "heartbeat_timeout": ("10s", "recovery")}
+"""Options of a run that an extension acts on: the default, which needs no extension, and the name of the extension."""
 
 
 class Start(NamedTuple):
@@ -170,7 +170,7 @@ class Cause(NamedTuple):
     """What has failed elsewhere, so that this rank fails."""
 
     text: str  # sentences
-    seen: bool  # whether the launcher of the failed ranks sees as much by itself
+    seen: bool  # whether the launcher of the failed ranks sees the same
 
 
 class ThisRank(Protocol):
@@ -192,9 +192,9 @@ class ThisRank(Protocol):
         """Have extensions know why this attempt fails. Any thread."""
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save, and end this rank, whose training thread may wait for a failed rank for ever. On an extension's thread.
+        """Save, and end this rank: its training thread may hang on a failed rank. On an extension's thread.
 
-        A rank that ends by itself within ``mercy_s`` seconds reports what it has seen.
+        A rank that ends within ``mercy_s`` seconds reports what it has seen.
         """
 
 
@@ -276,7 +276,7 @@ def expect_installed(cfg: Any) -> None:
 
     for key, (neutral, extension) in _ACTS_ON.items():
         value = OmegaConf.select(cfg, key, default=neutral)
-        if value != neutral and not has(extension):
+        if str(value) != neutral and not has(extension):
             raise LaunchError(
                 f"{key}={value} needs the extension {extension}, which is not installed: install hydra-stagereg again, "
                 f"or restore the folder stagereg/extensions/{extension}."

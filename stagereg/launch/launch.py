@@ -33,7 +33,7 @@ from stagereg.launch.run_store import NEXT_START, TIME_TO_END, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
 _LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
-_MORE_S = 5.0  # seconds that ranks have to report and end by themselves once one has died
+_MORE_S = 5.0  # seconds that ranks have to report and end after one has died
 _RANKS_PER_CORE = 4
 
 

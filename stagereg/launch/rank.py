@@ -155,7 +155,7 @@ class Rank:
         shutdown.exit_now(1)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save, and end this rank unless it ends by itself; see :class:`.ThisRank`."""
+        """Save, and end this rank unless it has ended; see :class:`.ThisRank`."""
         save()
         if not self.store.ended.wait(mercy_s):
             self._report_failure(cause(), mercy_s)

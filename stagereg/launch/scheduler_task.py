@@ -67,6 +67,6 @@ def open_store(task: SchedulerTask) -> Any:
 
 
 def meet(store: Any, task: SchedulerTask, what: str, limit_s: float) -> None:
-    """Wait until all tasks have come here. Raises ``RuntimeError`` if they have not in so many seconds."""
+    """Wait until all tasks have come here. Raises ``RuntimeError`` after ``limit_s`` seconds."""
     store.set(f"{what}/{task.index}", "")
     store.wait([f"{what}/{index}" for index in range(task.count)], timedelta(seconds=limit_s))

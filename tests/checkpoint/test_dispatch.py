@@ -391,6 +391,17 @@ def test_fields_that_no_manifest_can_have_fail_no_save(root: Path, fields: Any, 
     assert json.loads((root / "step-00000004" / "manifest.json").read_text())["metrics"] == {"a": 4.0}
 
 
+def test_a_field_that_two_extensions_give_keeps_the_first_value_and_is_reported(root: Path, caplog: Any) -> None:
+    class Also(Probe):
+        def manifest_fields(self, step: int) -> Any:
+            return {"metrics": {"a": -1.0}}
+
+    train(root, [*probes([]), Also("also", [])], until=4)
+    assert "manifest_fields of the extension also has failed" in caplog.text
+    assert "an extension before it gives metrics too" in caplog.text
+    assert json.loads((root / "step-00000004" / "manifest.json").read_text())["metrics"] == {"a": 4.0}
+
+
 def construct(rank: int, size: int, root: str, chosen: Sequence[Sequence[str]]) -> str:
     """Return why a checkpointer with the extensions of this rank cannot be constructed."""
     with pytest.raises(ConfigError) as refused:

@@ -32,6 +32,9 @@ def test_what_an_extension_raises_is_logged_and_the_others_are_asked(caplog: pyt
 def test_an_option_without_its_extension_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "has", lambda name: False)
     extension.expect_installed(OmegaConf.create({"restarts": 0}))
+    extension.expect_installed(OmegaConf.create({"restarts": "${oc.env:ABSENT,0}", "heartbeat_timeout": "10s"}))
+    with pytest.raises(LaunchError, match="heartbeat_timeout=20s needs the extension recovery"):
+        extension.expect_installed(OmegaConf.create({"heartbeat_timeout": "20s"}))
     extension.expect_installed(OmegaConf.create({}))
     with pytest.raises(LaunchError, match=r"restarts=3 needs the extension recovery, .* restore the folder") as refused:
         extension.expect_installed(OmegaConf.create({"restarts": 3}))

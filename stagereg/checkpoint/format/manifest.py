@@ -128,7 +128,7 @@ class Manifest:
             storage=storage,
             time=_whole(data, "time", most=LATEST_TIME),
             metrics=metrics_from_json(data.get("metrics", {})),
-            lost=_lost(data.get("lost", {})),
+            lost=_lost(data.get("lost", {}), _whole(data, "world_size", least=1)),
             command=command,
         )
         if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
@@ -200,13 +200,14 @@ def now() -> int:
     return min(max(0, int(time.time())), LATEST_TIME)
 
 
-def _lost(data: Any) -> dict[str, list[str]]:
+def _lost(data: Any, world_size: int) -> dict[str, list[str]]:
     if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
         raise ValueError("its lost ranks are no mapping of lists")
-    if not all(
-        decimal(rank) is not None and all(isinstance(x, str) and is_name(x) for x in data[rank]) for rank in data
-    ):
+    numbers = [decimal(rank) for rank in data]
+    if None in numbers or not all(isinstance(x, str) and is_name(x) for names in data.values() for x in names):
         raise ValueError("its lost ranks are no numbers with names")
+    if not all(number is not None and number < world_size for number in numbers):
+        raise ValueError(f"its lost ranks are not below its world size, {world_size}")
     return data
 
 

@@ -192,7 +192,7 @@ class _Attempt:
         self._run, self._chosen, self._candidate, self._source = run, chosen, candidate, source
         self._machines, self._asked, self._ranks = agreed.machines.ranks, run.asked, run.asked.ranks
         self._shared = self._shared_reader(agreed.machines.shared)
-        # A shared reader checks each byte as it is read, and reading all of them before would be in vain.
+        # A shared reader checks each byte as it is read, so all of them are not read before.
         self._checks = self._asked.verify == "full" and self._shared is None
         self._failing = f"{chosen.path} could not be restored"
         touched = bool(run.touched)

@@ -20,7 +20,7 @@ from stagereg.stagers.async_stager import UnconfirmedCopy
 
 @dataclass(frozen=True)
 class Request:
-    """What the training loop of this rank has asked for, or has passed over."""
+    """What the training loop of this rank has asked for, or has missed."""
 
     step: int
     targets: tuple[int, ...] = (0,)  # their numbers, in order; the first one prepares the copy for all of them

@@ -1,6 +1,6 @@
 """Saves as often as is best for what checkpoints turn out to cost.
 
-:class:`Automatic` saves after ten steps, then plans anew after each save (:mod:`.interval`), from the last few: what
+:class:`Automatic` saves after ten steps, then plans again after each save (:mod:`.interval`), from the last few: what
 they held the loop for, by how much the steps beside them were slower, how old each was when it was complete, and the
 time of an undisturbed step.
 

@@ -104,6 +104,7 @@ WRONG: list[tuple[str, Any]] = [
     ("lost", {"one": ["random numbers"]}),
     ("lost", {"1": ["\x1b[2J"]}),
     ("lost", {"1": [2]}),
+    ("lost", {"2": ["random numbers"]}),  # of 2 ranks
     ("format", 1),
     ("format", 3),
     ("format", None),

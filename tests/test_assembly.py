@@ -1,0 +1,49 @@
+"""The public checkpointer without some extension: an option that needs one says so, all else works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg import assembly
+from stagereg.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("extension", "option", "named"),
+    [
+        ("tiers", {"tier": "memory"}, "memory"),
+        ("callbacks", {"on_commit": lambda _: None}, "on_commit"),
+        ("planning", {"every": "auto"}, "auto"),
+        ("retention", {"keep": stagereg.Keep(best=1, metric="loss")}, "loss"),
+    ],
+)
+def test_an_option_whose_extension_is_missing_is_refused_and_names_the_folder(
+    extension: str, option: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention by a metric that no checkpoint has would delete the best ones without a word."""
+    monkeypatch.setattr(assembly, "has", lambda name: name != extension)
+    needs = rf"{named}.* needs stagereg/extensions/{extension}, which is not installed: install hydra-stagereg again"
+    with pytest.raises(ConfigError, match=re.compile(needs)):
+        stagereg.Checkpointer(str(tmp_path), **option)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_without_any_extension_a_checkpointer_saves_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "has", lambda _: False)
+    state = {"x": torch.arange(3)}
+    with stagereg.Checkpointer(str(tmp_path), every=2, keep=stagereg.Keep(newest=1)) as checkpointer:
+        for step in range(1, 5):
+            state["x"] += 1
+            checkpointer.maybe_save(step, state)
+    resumed = {"x": torch.zeros(3, dtype=torch.int64)}
+    with stagereg.Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore(resumed) == 4
+    assert resumed["x"].tolist() == [4, 5, 6]
