@@ -17,7 +17,7 @@ import torch.distributed as dist
 import stagereg.checkpoint.checkpointer as core
 import stagereg.checkpoint.options as options
 from stagereg.base.option_text import choice, constructed, option
-from stagereg.base.providers import has
+from stagereg.base.providers import has, needs
 from stagereg.base.spec import suggests_arguments
 from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.options import Failure, Restore, expect_duration, expect_flag
@@ -198,10 +198,7 @@ class Checkpointer(core.Checkpointer):
 def _needs(extension: str, what: str) -> None:
     """Raise ``ConfigError`` if an option names an extension that is not installed."""
     if not has(extension):
-        raise ConfigError(
-            f"{what} needs stagereg/extensions/{extension}, which is not installed: install hydra-stagereg again, or "
-            "restore that folder of the checkout."
-        )
+        raise ConfigError(f"{what} {needs(extension)}")
 
 
 def _tier(tier: Any) -> Any:

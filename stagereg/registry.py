@@ -236,6 +236,10 @@ class Registry:
         found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])
         return "".join(f"\nstagereg cannot list what {who} announces: {why}" for who, why in found[:3])
 
+    def uninstalled(self, kind: str, name: str) -> str:
+        """Return a sentence if a component belongs to an extension of stagereg that is not installed; else nothing."""
+        return missing(self.built_in.get((kind, name), ""))
+
     def find(self, kind: str, name: str) -> Entry:
         """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
@@ -246,7 +250,7 @@ class Registry:
             found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
             known = self.names(kind)
-            if why := missing(self.built_in.get((kind, bare), "")):
+            if why := self.uninstalled(kind, bare):
                 raise UnknownNameError(f"No {kind} named {name!r}. {why}\nThere is: {', '.join(known) or '-'}")
             near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
             raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")

@@ -28,7 +28,7 @@ def test_an_option_whose_extension_is_missing_is_refused_and_names_the_folder(
 ) -> None:
     """Retention by a metric that no checkpoint has would delete the best ones without a word."""
     monkeypatch.setattr(assembly, "has", lambda name: name != extension)
-    needs = rf"{named}.* needs stagereg/extensions/{extension}, which is not installed: install hydra-stagereg again"
+    needs = rf"{named}.* needs stagereg/extensions/{extension}, which this installation lacks: install"
     with pytest.raises(ConfigError, match=re.compile(needs)):
         stagereg.Checkpointer(str(tmp_path), **option)
     assert [*tmp_path.iterdir()] == []

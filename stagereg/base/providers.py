@@ -30,10 +30,15 @@ def providers(module: str) -> Iterator[ModuleType]:
             yield importlib.import_module(f"stagereg.extensions.{each}.{module}")
 
 
+def needs(extension: str) -> str:
+    """Return the predicate of a sentence on what needs an extension, and how to get that."""
+    how = "which this installation lacks: install hydra-stagereg again, or restore that folder."
+    return f"needs stagereg/extensions/{extension}, {how}"
+
+
 def missing(path: str) -> str:
     """Return a sentence if a dotted path lies in an extension of this project that is not installed; else nothing."""
     parts = path.replace(":", ".").split(".")
     if parts[:2] != ["stagereg", "extensions"] or len(parts) < 3 or has(parts[2]):
         return ""
-    folder = f"stagereg/extensions/{parts[2]}"
-    return f"It needs {folder}, which this installation lacks: install hydra-stagereg again, or restore that folder."
+    return f"It {needs(parts[2])}"

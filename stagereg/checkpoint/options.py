@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stagereg.base.option_text import option
-from stagereg.base.providers import has
+from stagereg.base.providers import has, needs
 from stagereg.base.spec import check
 from stagereg.checkpoint.extension import EXTENSIONS
 from stagereg.checkpoint.load.choosing import RESUME
@@ -66,10 +66,7 @@ class Restore:
         one_of(option("checkpoint.restore.verify"), self.verify, ("full", "fast"))
         one_of(option("checkpoint.restore.read"), self.read, ("auto", "each", "once"))
         if self.read == "once" and not has("buckets"):
-            raise ConfigError(
-                f"{option('checkpoint.restore.read', 'once')} needs the extension buckets, which this installation of "
-                "stagereg lacks: put the folder stagereg/extensions/buckets back."
-            )
+            raise ConfigError(f"{option('checkpoint.restore.read', 'once')} {needs('buckets')}")
         if self.max_crashes is not None:
             at_least(1, option("checkpoint.restore.max_crashes"), self.max_crashes)
         expect_flag("restore.cast", self.cast)

@@ -183,10 +183,12 @@ def _wrong_type(error: OmegaConfBaseException) -> str:
 def _unknown_option(error: MissingConfigException) -> str:
     if error.missing_cfg_file and not error.options and nearest(error.missing_cfg_file, ["stagereg"]):
         return f"there is no config {error.missing_cfg_file!r} for the defaults of a config. Did you mean 'stagereg'?"
-    if not error.options or not error.missing_cfg_file:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or ())
+    if why := registry.REGISTRY.uninstalled(group, name):
+        return f"No {group} named {name!r}. {why}\nThere is: {', '.join(options) or '-'}"
+    if not options or not name:
         return ""
-    group, _, name = error.missing_cfg_file.rpartition("/")
-    options = sorted(error.options)
     others = [kind for kind in registry.kinds() if kind != group and name in registry.names(kind)]
     where = f" {name} is {with_article(others[0])}: {_CHOSEN.get(others[0], others[0])}={name}." if others else ""
     hint = where or nearest(name, options)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from stagereg.base.crash_report import signal_name
-from stagereg.base.providers import has, providers
+from stagereg.base.providers import has, needs, providers
 from stagereg.base.signals import SIGNALS
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.progress import Progress
@@ -277,10 +277,7 @@ def expect_installed(cfg: Any) -> None:
     for key, (neutral, extension) in _ACTS_ON.items():
         value = OmegaConf.select(cfg, key, default=neutral)
         if str(value) != neutral and not has(extension):
-            raise LaunchError(
-                f"{key}={value} needs the extension {extension}, which is not installed: install hydra-stagereg again, "
-                f"or restore the folder stagereg/extensions/{extension}."
-            )
+            raise LaunchError(f"{key}={value} {needs(extension)}")
 
 
 def _answer(extension: _E, ask: Callable[[_E], _T | None]) -> _T | None:

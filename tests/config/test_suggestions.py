@@ -18,9 +18,11 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
+import stagereg.base.providers as providers
 from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError, LaunchError
 from stagereg.launch.main import main
+from stagereg.registry import REGISTRY
 
 from ..support.app import App
 
@@ -45,6 +47,24 @@ def test_a_component_that_is_not_there_may_be_in_a_module_that_plugins_has_to_na
     for unknown in ("half", "thrifty"):
         assert message_of(app, f"stager={unknown}").endswith(" its module, plugins: [my_module].")
     assert "plugins" not in message_of(app, "data=unevn")
+
+
+@pytest.mark.parametrize(
+    ("override", "folder"),
+    [("tier=memory", "tiers"), ("storage=safetensors", "interop"), ("joinable@join.joinables.m=fsdp2", "joinables")],
+)
+def test_a_component_whose_extension_is_not_installed_names_the_folder(
+    app: Path, override: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(providers, "has", lambda extension: extension != folder)
+    monkeypatch.setattr(REGISTRY, "decorated", [])  # what other tests have imported
+    REGISTRY.refresh()
+    try:
+        message = message_of(app, f"+{override}" if "@" in override else override)
+    finally:
+        monkeypatch.undo()
+        REGISTRY.refresh()
+    assert f"It needs stagereg/extensions/{folder}, which this installation lacks: install hydra-stagereg" in message
 
 
 NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"

@@ -33,9 +33,9 @@ def test_an_option_without_its_extension_is_refused_in_one_sentence(monkeypatch:
     monkeypatch.setattr(extension, "has", lambda name: False)
     extension.expect_installed(OmegaConf.create({"restarts": 0}))
     extension.expect_installed(OmegaConf.create({"restarts": "${oc.env:ABSENT,0}", "heartbeat_timeout": "10s"}))
-    with pytest.raises(LaunchError, match="heartbeat_timeout=20s needs the extension recovery"):
+    with pytest.raises(LaunchError, match="heartbeat_timeout=20s needs stagereg/extensions/recovery"):
         extension.expect_installed(OmegaConf.create({"heartbeat_timeout": "20s"}))
     extension.expect_installed(OmegaConf.create({}))
-    with pytest.raises(LaunchError, match=r"restarts=3 needs the extension recovery, .* restore the folder") as refused:
+    with pytest.raises(LaunchError, match=r"restarts=3 needs stagereg/extensions/recovery, .* that folder") as refused:
         extension.expect_installed(OmegaConf.create({"restarts": 3}))
     assert "\n" not in str(refused.value)

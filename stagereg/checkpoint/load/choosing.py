@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import stagereg.base.record as record
 from stagereg.base.option_text import option
+from stagereg.base.providers import needs
 from stagereg.checkpoint.extension import Candidate, Rejection, RestoreRequest
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
 from stagereg.checkpoint.load.seeding import Seeded
@@ -50,10 +51,7 @@ def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]
 
 def no_reader(path: str) -> CheckpointError:
     """Return the error if no source reads the directory that ``resume`` names."""
-    return CheckpointError(
-        f"torch wrote {path}, and this installation of stagereg lacks the extension interop, which reads such "
-        "directories: put the folder stagereg/extensions/interop back."
-    )
+    return CheckpointError(f"torch wrote {path}, and reading it {needs('interop')}")
 
 
 def none_complete(root: str) -> CheckpointError:

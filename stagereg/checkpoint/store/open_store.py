@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stagereg.base.providers import providers
+from stagereg.base.providers import needs, providers
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
@@ -31,10 +31,7 @@ def backend_of(path: str | os.PathLike[str]) -> Backend:
         backend: Backend | None = each.backend(path)
         if backend is not None:
             return backend
-    raise ConfigError(
-        f"{path} is a URL, which needs stagereg/extensions/buckets, which this installation lacks: install "
-        "hydra-stagereg again, or restore that folder."
-    )
+    raise ConfigError(f"{path} is a URL, which {needs('buckets')}")
 
 
 def local_part(path: str | os.PathLike[str]) -> Path | None:
