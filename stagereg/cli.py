@@ -13,7 +13,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import stagereg.base.output as output
@@ -79,14 +79,11 @@ def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.N
     """Return the parsed arguments; ``None`` if there are none, and the help is printed. Raises: ``StageregError``."""
     commands = parser.add_subparsers(required=True, metavar="command")
     name = given[0] if given and not given[0].startswith("-") else ""
-    if name in BUILT_IN:
-        _add(commands, name, BUILT_IN[name])
+    others = {} if name in BUILT_IN else _of_other_packages()
+    known = {**others, **BUILT_IN}
+    if name in known:
+        _add(commands, name, known[name])
         return parser.parse_args(given)
-    others = _of_other_packages()
-    if name in others:
-        _add(commands, name, others[name])
-        return parser.parse_args(given)
-    known: Mapping[str, str] = {**others, **BUILT_IN}
     if name:
         parser.error(f"no command {name!r}.{nearest(name, known)} There is: {', '.join([*BUILT_IN, *sorted(others)])}")
     for module in dict.fromkeys([*BUILT_IN.values(), *others.values()]):
@@ -113,9 +110,8 @@ def _add(commands: Any, name: str, module: str) -> None:
     try:
         importlib.import_module(module).add_to(commands)
     except Exception as error:
-        lacks = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("stagereg.")
-        how = "this installation has no" if lacks else "it could not be imported from"
         cure = "Install hydra-stagereg again" if module.startswith("stagereg.") else "Install its package again"
-        where = str(error.name) if lacks and isinstance(error, ModuleNotFoundError) else module
-        why = "" if lacks else f" ({reason(error)})"
-        raise InstallationError(f"`stagereg {name}` cannot run: {how} {where}{why}. {cure}.") from error
+        why = f"it could not be imported from {module} ({reason(error)})"
+        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("stagereg."):
+            why = f"this installation has no {error.name}"
+        raise InstallationError(f"`stagereg {name}` cannot run: {why}. {cure}.") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -30,6 +31,9 @@ from stagereg.extensions.interop.opening import open_checkpoint
 
 from .fuzz import PRIVATE
 from .mutations import DEPTHS, NUMBERS, TEXTS, JsonMutant, Random, mutate_bytes, mutate_json, mutate_pickle, mutate_zip
+
+for module in cli.BUILT_IN.values():  # else the first input of a command would be seen to write compiled files
+    importlib.import_module(module)
 
 JUNK = b"\xa5\x5a"  # what fresh and freed memory is filled with, see `fuzz.py`
 _SENTINEL = 0xC3

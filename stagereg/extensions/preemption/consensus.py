@@ -84,10 +84,6 @@ class PreemptionConsensus:
                 self._exchange()
         return self.agreed is not None
 
-    def agreed_before_save(self, step: int) -> bool:
-        """Likewise, of a step that is about to be saved: there are programs that never ask whether a save is due."""
-        return self.agreed is not None if step == self._asked else self.agreed_at(step)
-
     def exit(self, step: int, directory: str, failure: Exception | None, resume: str | None) -> NoReturn:
         """Exit with the other ranks, for which this waits as long as the handler lets it.
 

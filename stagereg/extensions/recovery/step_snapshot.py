@@ -89,6 +89,15 @@ class StepSnapshot:
         self.step, self._why = step, seen.unfit
         return changed
 
+    def close(self) -> bool:
+        """Note nothing and keep nothing any more; return False if :meth:`hold` was called, for a save. Idempotent."""
+        with self._lock:
+            if not self._held:
+                self._guard.close()
+                self._seen, self._why = None, _NONE_ENDED
+                self._noted, self._plain, self._options, self._generators = {}, [], [], {}
+            return not self._held
+
     def is_written(self) -> bool:
         """Whether an optimizer has begun its next step."""
         return self._why == _WRITTEN

@@ -107,8 +107,10 @@ class Survivors(CheckpointExtension):
             rank_failures.response().await_saved()
 
     def close(self, in_time: bool = True) -> None:
-        """Save nothing any more. Idempotent; training thread."""
+        """Save nothing any more, and keep no state. Idempotent; training thread."""
         self._expected = None
+        if self._whole.close():
+            self._state = {}
 
     def save(self, told: RankFailure) -> str:
         """Save with the other ranks that are left; see :class:`.EmergencySaver`."""

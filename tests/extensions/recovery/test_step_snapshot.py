@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
+import stagereg
+from stagereg.base.hooks import BEFORE_STEPS
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import ResumableSampler
@@ -247,3 +251,29 @@ def test_a_write_into_a_large_tensor_of_a_container_is_found() -> None:
     large += 1
     with pytest.raises(CheckpointError):
         trained.whole.expect_unchanged()
+
+
+def test_a_closed_checkpointer_observes_no_step_of_an_optimizer_and_keeps_no_state(tmp_path: Path) -> None:
+    """Although the program still has the checkpointer, as after a ``with`` block."""
+    gc.collect()
+    before = {*BEFORE_STEPS._hooks}
+    gc.disable()
+    try:
+        checkpointer = stagereg.Checkpointer(str(tmp_path), every=1)
+        model = torch.nn.Linear(2, 2)
+        checkpointer.maybe_save(1, {"model": model})
+        assert {*BEFORE_STEPS._hooks} > before
+        checkpointer.close()
+        assert {*BEFORE_STEPS._hooks} == before
+        [survivors] = [each for each in checkpointer._extensions.all if each.name == "survivors"]
+        assert (survivors._state, survivors._whole._seen, survivors._whole._noted) == ({}, None, {})
+    finally:
+        gc.enable()
+
+
+def test_a_snapshot_that_is_held_for_a_save_is_not_closed() -> None:
+    whole, model = StepSnapshot(ParameterNames()), torch.nn.Linear(2, 2)
+    whole.note(1, {"model": model})
+    whole.hold()
+    assert not whole.close()
+    assert whole._seen is not None
