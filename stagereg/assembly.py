@@ -60,26 +60,22 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Leave:
-    """How a run ends.
+class Preemption:
+    """What a run does on SIGTERM or SIGUSR1.
 
     Args:
-        grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
-            the two signals alone.
-        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
-            :meth:`~.Checkpointer.maybe_save` or :meth:`~.Checkpointer.due` was called with, unless it is saved.
+        grace_period: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save the step and exit.
+            ``None`` leaves the two signals alone.
 
     Raises:
-        ConfigError: a value is of no use.
+        ConfigError: a value is invalid.
     """
 
-    grace: datetime.timedelta | None = datetime.timedelta(seconds=25)
-    save_last: bool = True
+    grace_period: datetime.timedelta | None = datetime.timedelta(seconds=25)
 
     def __post_init__(self) -> None:
-        if self.grace is not None:
-            expect_duration("leave.grace", self.grace)
-        expect_flag("leave.save_last", self.save_last)
+        if self.grace_period is not None:
+            expect_duration("preemption.grace_period", self.grace_period)
 
 
 @register("checkpoint", "default")
@@ -88,9 +84,9 @@ class Checkpointer(core.Checkpointer):
 
     Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
     an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
-    the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`, :meth:`due` or
-    :meth:`save` locks it, or :meth:`restore` if the same command has saved there. A program that calls none of these
-    is a reader: it locks nothing, leaves nothing, and may run next to training.
+    the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`,
+    :meth:`should_save` or :meth:`save` locks it, or :meth:`restore` if the same command has saved there. A program
+    that calls none of these is a reader: it locks nothing, leaves nothing, and may run next to training.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
     lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
@@ -113,9 +109,11 @@ class Checkpointer(core.Checkpointer):
         restore: how :meth:`restore` chooses and reads a checkpoint: :class:`stagereg.Restore`.
         failure: what may fail, and what then: :class:`stagereg.Failure`.
         replicas: how what several ranks hold alike is saved: :class:`stagereg.Replicas`.
-        leave: how a run ends: :class:`stagereg.Leave`.
+        preemption: what the run does on SIGTERM or SIGUSR1: :class:`stagereg.Preemption`.
         tier: keeps copies nearer than ``dir``, in memory or on disks of the machines, and saves more often: a component
             of the kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md has what it survives.
+        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
+            :meth:`maybe_save` or :meth:`should_save` was called with, unless it is saved.
         enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
         on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name.
@@ -123,7 +121,7 @@ class Checkpointer(core.Checkpointer):
             nothing. :meth:`close` waits as long.
 
     Attributes:
-        preemption: whether the ranks are to leave; ``None`` without ``leave.grace``.
+        preemption: whether the ranks are to leave; ``None`` without ``preemption.grace_period``.
         restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
         stats: what the checkpoints have cost so far, on this rank; goes on counting.
 
@@ -143,7 +141,7 @@ class Checkpointer(core.Checkpointer):
     @staticmethod
     def check_options(given: Mapping[str, Any]) -> None:
         """Check options by name, before anything is made; some of them, if the others are not known yet."""
-        options.check_all(given, {"replicas": Replicas, "leave": Leave})
+        options.check_all(given, {"replicas": Replicas, "preemption": Preemption})
 
     @suggests_arguments
     def __init__(
@@ -158,7 +156,8 @@ class Checkpointer(core.Checkpointer):
         restore: Restore = Restore(),  # noqa: B008  # it cannot change, nor can those below
         failure: Failure = Failure(),  # noqa: B008
         replicas: Replicas = Replicas(),
-        leave: Leave = Leave(),
+        preemption: Preemption = Preemption(),
+        save_last: bool = True,
         enable: bool = True,
         on_commit: Any = None,
         tier: Tier | str | None = None,
@@ -167,17 +166,17 @@ class Checkpointer(core.Checkpointer):
         chosen = _tier(tier)
         notes = _notes(chosen) if dir is None else None
         place = dir if dir is not None else chosen.dir
-        groups = {"restore": restore, "failure": failure, "replicas": replicas, "leave": leave}
-        given = {"dir": notes or place, "every": every, "keep": keep, "resume": resume, **groups}
-        self.check_options(given)
+        groups = {"restore": restore, "failure": failure, "replicas": replicas, "preemption": preemption}
+        alone = {"dir": notes or place, "every": every, "keep": keep, "resume": resume, "save_last": save_last}
+        self.check_options({**alone, **groups})
         if isinstance(keep, Keep) and keep.metric is not None:
             _needs("retention", option("checkpoint.keep.metric", keep.metric))  # else no checkpoint has a metric
         copier: AsyncStager = options.component("stager", stager, "overlapped")
         self._tiering = _tiering(chosen, failure)
-        self._preemption = _preemption(leave)
+        self._preemption = _preemption(preemption)
         self._quarantine = _quarantine(restore, self._tiering)
         compared = CheckpointExtension()
-        compared.name, compared.options = "options", options.compared(replicas=replicas, leave=leave)
+        compared.name, compared.options = "options", options.compared(replicas=replicas, preemption=preemption)
         self._calls = _calls(on_commit)
         extensions = [compared, *_watching(restore, copier)]
         extensions += [
@@ -186,12 +185,12 @@ class Checkpointer(core.Checkpointer):
         schedule = _schedule("checkpoint.every", every, failure, in_tier=False)
         super().__init__(
             *(place, schedule, keep, resume, copier, storage, process_group, restore, failure),
-            *(leave.save_last, enable, extensions, _sharding(replicas), notes),
+            *(save_last, enable, extensions, _sharding(replicas), notes),
         )
 
     @property
     def preemption(self) -> PreemptionConsensus | None:
-        """Whether the ranks are to leave; ``None`` without ``leave.grace``."""
+        """Whether the ranks are to leave; ``None`` without ``preemption.grace_period``."""
         return None if self._preemption is None else self._preemption.consensus
 
 
@@ -246,12 +245,12 @@ def _tiering(chosen: Any, failure: Failure) -> Any:
     return Tiering(chosen, _schedule("tier.every", chosen.every, failure, in_tier=True))
 
 
-def _preemption(leave: Leave) -> Any:
-    if leave.grace is None or not has("preemption"):
+def _preemption(preemption: Preemption) -> Any:
+    if preemption.grace_period is None or not has("preemption"):
         return None
     from stagereg.extensions.preemption.leaving import PreemptionExtension
 
-    return PreemptionExtension(leave.grace)
+    return PreemptionExtension(preemption.grace_period)
 
 
 def _sharding(replicas: Replicas) -> ReplicaSharding | None:

@@ -206,7 +206,13 @@ def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
     from stagereg.assembly import Checkpointer
 
     named = set(re.findall(r"`checkpoint\.(\w+)(?:\.(\w+))?", CHECKPOINTS.text))
-    assert {("restore", "verify"), ("failure", "on_error"), ("leave", "grace"), ("resume", ""), ("dir", "")} <= named
+    assert {
+        ("restore", "verify"),
+        ("failure", "on_error"),
+        ("preemption", "grace_period"),
+        ("resume", ""),
+        ("dir", ""),
+    } <= named
     takes = inspect.signature(Checkpointer).parameters
     assert [each for each in named if each[0] not in takes] == []
     assert [

@@ -36,7 +36,6 @@ import stagereg.commands.scaffold as scaffold
 import stagereg.integrations.written as written
 import stagereg.sweep.render as render
 from stagereg import cli
-from stagereg.assembly import Leave
 from stagereg.errors import StageregError
 from stagereg.extensions.callbacks.copy_to import CopyTo
 from stagereg.extensions.interop.huggingface import HuggingFaceExport
@@ -54,7 +53,6 @@ GIVEN = {*map(Path, ("run", "hf", "copies", "tier"))}  # a user may give a link,
 KILLED = "0123456789ab"  # the token of a save that was killed
 LEFT = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")  # a directory of this name is of our making, so that
 STARTS = ("start", "save_again", "tier", "trainer_starts", "copy_to", "read")  # a run that starts deletes it
-STAYS = Leave(save_last=False)
 
 
 # -- the operations: each prepares its directories, yields when a name may be planted, and acts
@@ -66,7 +64,7 @@ def tensors(value: float) -> dict[str, Any]:
 
 def saving(root: Path, **options: Any) -> stagereg.Checkpointer:
     stager = stagereg.build("stager", "blocking")
-    return stagereg.Checkpointer(str(root / "run"), stager=stager, leave=STAYS, **{"keep": 1, **options})
+    return stagereg.Checkpointer(str(root / "run"), stager=stager, save_last=False, **{"keep": 1, **options})
 
 
 def saved(root: Path, *steps: int, **options: Any) -> None:

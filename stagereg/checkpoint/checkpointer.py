@@ -58,7 +58,7 @@ class Checkpointer:
     Args:
         every: ``maybe_save`` saves at the multiples of this, at least 1; or when a schedule says.
         save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
-            :meth:`maybe_save` or :meth:`due` was called with, unless it is saved.
+            :meth:`maybe_save` or :meth:`should_save` was called with, unless it is saved.
         extensions: accompany this checkpointer, in one order on all ranks.
         sharding: which rank writes what several ranks hold identically; ``None`` for one of them.
         notes: a directory for the lock and for notes; checkpoints then go to the targets of extensions alone, and
@@ -90,7 +90,9 @@ class Checkpointer:
         print_once()
         self._stores, place = notes is None, dir if notes is None else notes
         groups = {"restore": restore, "failure": failure}
-        options.check_all({"dir": place, "every": every, "keep": keep, "resume": resume, **groups})
+        options.check_all(
+            {"dir": place, "every": every, "keep": keep, "resume": resume, "save_last": save_last, **groups}
+        )
         self.resume, self.restore_options = resume, restore
         self._enabled, self._failure, self._save_last = enable, failure, save_last
         self._store = open_store(place)
@@ -156,14 +158,14 @@ class Checkpointer:
             self._hold.acquire_on_all()
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
-        """Save if that is :meth:`due`, at the end of each step; return whether it did. Raises as :meth:`save` does.
+        """Save at the end of a step if :meth:`should_save` says so; return whether it did. Raises as :meth:`save` does.
 
         The checkpoint is complete once it is written and its copy is confirmed; a kill before that loses it. The next
         optimizer step or call confirms the copy. A loop that evaluates or idles has neither: there it takes 0.5 s, or
         as long as the copy has taken.
         """
         self.remember(state, step)
-        if self.due(step):
+        if self.should_save(step):
             self.save(step, state)
             return True
         expect_usable(self._closed, self._pid)
@@ -171,7 +173,7 @@ class Checkpointer:
             self._background.raise_failure()
         return False
 
-    def due(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """Whether to save, or to leave, after ``step``: of the ranks that call it with one step, all get one answer.
 
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`: true at positive
@@ -187,7 +189,7 @@ class Checkpointer:
         return self._saver.due(step, everywhere=self._extensions.due(step) > Due.NO)
 
     def goes_everywhere(self, step: int) -> bool:
-        """Whether a save of ``step`` goes to ``dir`` and the tier; False if :meth:`due` asks for the tier alone."""
+        """Whether a save of ``step`` goes to ``dir`` and the tier, not to the tier alone, by :meth:`should_save`."""
         return not self._enabled or self._saver.goes_everywhere(step)
 
     def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
@@ -199,7 +201,7 @@ class Checkpointer:
         Args:
             step: the training step, not negative; the same on all ranks.
             state: what to save, see the class.
-            everywhere: in ``dir`` also if :meth:`due` has asked for the tier alone.
+            everywhere: in ``dir`` also if :meth:`should_save` has asked for the tier alone.
 
         Raises:
             CheckpointError: an earlier save failed, or this rank could not stage the state; or, on rank 0, another run

@@ -1,7 +1,7 @@
 """The lock of a run on the directory that it writes to: rank 0 has it, and no other run writes there meanwhile.
 
 A program that never saves is a reader, and a constructor cannot tell. So constructing takes no lock. Rank 0 takes the
-lock when the program first asks for a save (``maybe_save``, ``due``, ``save``), or at ``restore`` if the newest
+lock when the program first asks for a save (``maybe_save``, ``should_save``, ``save``), or at ``restore`` if the newest
 checkpoint was saved by the same command: the same program with the same arguments (:func:`.command_key`). A crash
 between ``restore`` and the first ``maybe_save`` is counted then, and a second run is refused before it trains. An
 evaluation runs next to training, whichever starts first. With a tier, whose folder is locked, constructing takes both.

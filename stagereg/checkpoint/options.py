@@ -146,6 +146,8 @@ def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS
             )
         if name == "dir":
             at_directory(value)
+        elif name == "save_last":
+            expect_flag(name, value)
         elif name == "resume":
             _resumable(value, given.get("dir", ""))
         elif name == "every" and isinstance(value, str):

@@ -17,7 +17,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.base.followers import followers
 from stagereg.base.spec import refuse_unknown
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST
@@ -93,8 +92,8 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
             others what its own last step did after ``backward``: ``accelerator.clip_grad_norm_``, steps of optimizers
             and schedulers. So all of their states stay equal; at the end of the block this is compared.
         **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` and ``on_commit`` want
-            ``automatic_checkpoint_naming``. ``leave`` has no ``grace`` here, if not given: a signal could be answered
-            in ``save_state`` only. A ``stager`` that is not a name serves one directory.
+            ``automatic_checkpoint_naming``. ``preemption.grace_period`` is ``None`` if not given: a
+            signal could be answered in ``save_state`` only. A ``stager`` that is not a name serves one directory.
 
     Raises:
         ConfigError: what the Accelerator is configured for cannot be kept (DeepSpeed, XLA, ``save_on_each_node``, hooks
@@ -117,8 +116,8 @@ class _Attached:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
         self._automatic = bool(self._project.automatic_checkpoint_naming)
         self._has_tier, self._asks = options.get("tier") is not None, "every" in options
-        options = {"leave": Leave(grace=None), **self._checked(options)}
-        self._options = {**options, "leave": replace(options["leave"], save_last=False)}
+        usual = {"preemption": Preemption(grace_period=None)}
+        self._options = {**usual, **self._checked(options), "save_last": False}
         self._named: NamedCheckpoints | None = None  # of the directory that a save went to last
         self._checkpointer: Checkpointer | None = None  # the open one
         if self._has_tier:  # whose notes of the run begin with the run

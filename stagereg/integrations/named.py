@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.base.small_files import sync
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
 from stagereg.checkpoint.hold import SCRATCH
@@ -60,7 +60,7 @@ class NamedCheckpoints:
         self._store = self._parent / STORE
         if self._store.is_symlink():
             raise ConfigError(f"{self._store} is a link, and must be a directory that stagereg made: delete the link.")
-        options = {"leave": Leave(grace=None, save_last=False), **options}
+        options = {"preemption": Preemption(grace_period=None), "save_last": False, **options}
         self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", **options)
         self.checkpointer.lock()
         self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
@@ -202,7 +202,7 @@ def restore(
     """Load ``source`` as :meth:`stagereg.Checkpointer.restore` does; no lock is taken on any directory. Collective."""
     scratch = agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
     try:
-        reading = Checkpointer(scratch, leave=Leave(grace=None), **options)
+        reading = Checkpointer(scratch, preemption=Preemption(grace_period=None), **options)
         with contextlib.closing(reading):  # its end is not that of a run, of which there would be something to say
             return reading.restore(state, source)
     finally:

@@ -75,7 +75,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     ``save`` returns when the state is staged; it is written and committed in the background. Before each optimizer step
     the Trainer calls ``maybe_wait_for_staging``, where a stager that reads live memory finishes. A save that failed is
     raised by the next one and by ``close``, which wait for what is under way; so does the end of the process. SIGTERM
-    and SIGUSR1 have all ranks save after the step that they are in, and exit with status 75 (``leave.grace``).
+    and SIGUSR1 have all ranks save after their step, and exit with status 75 (``preemption.grace_period``).
 
     With a ``tier`` among ``checkpoint_options``, each step of its ``every`` goes there, and ``load`` looks there too.
     ``load`` takes the newest undamaged checkpoint in the folder, also one of torchtitan's own manager. Every rank's
@@ -146,8 +146,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         others_of = dict(config.checkpoint_options)
         if config.load_only:
             others_of.pop("tier", None)
+            others_of["preemption"] = {"grace_period": None}
         self._has_tier = others_of.get("tier") is not None
-        leave = {**config.checkpoint_options.get("leave", {}), "save_last": False}
         self._checkpointer = instantiate(
             {"_target_": "stagereg.assembly.Checkpointer"},
             dir=self._scratch or self.folder,
@@ -155,8 +155,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             keep=config.keep_latest_k or sys.maxsize,
             stager=self._stager,
             storage=build("storage", config.storage),
-            **others_of,
-            leave=leave | ({"grace": None} if config.load_only else {}),
+            **{**others_of, "save_last": False},
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -164,7 +163,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         if self.config.load_only:
             return False
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
-        if not (self._checkpointer.due(curr_step) or first or last_step):
+        if not (self._checkpointer.should_save(curr_step) or first or last_step):
             return False
         export = last_step and self.config.last_save_model_only
         if export and self.config.last_save_in_hf:

@@ -31,7 +31,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import stagereg.integrations.written as written
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.base.spec import refuse_unknown
 from stagereg.errors import ConfigError, InstallationError
 from stagereg.integrations.agreed import agreed, expect_known
@@ -62,7 +62,7 @@ class StageregCallback(TrainerCallback):
     Args:
         checkpoint_options: those of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` is
             ``output_dir/checkpoints`` if not given, ``keep`` is ``save_total_limit``, or all checkpoints if that is
-            ``None``. ``every`` wants ``save_strategy="no"``. ``leave.save_last``: also save the last step of
+            ``None``. ``every`` wants ``save_strategy="no"``. ``save_last``: also save the last step of
             ``train``.
 
     Raises:
@@ -112,7 +112,7 @@ class StageregCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpointer = self._run.checkpointer
-        if checkpointer.due(state.global_step) and checkpointer.goes_everywhere(state.global_step):
+        if checkpointer.should_save(state.global_step) and checkpointer.goes_everywhere(state.global_step):
             control.should_save = True
             if checkpointer.preemption is not None and checkpointer.preemption.agreed is not None:
                 control.should_evaluate = False  # there may be no time for it
@@ -131,10 +131,9 @@ class _Run:
         args, limit = trainer.args, trainer.args.save_total_limit
         keep = limit if limit is not None and limit > 0 else sys.maxsize
         usual = {"dir": os.path.join(args.output_dir, "checkpoints"), "every": sys.maxsize, "keep": keep}
-        leave = options.get("leave", Leave())
-        self._options = {**usual, **options, "leave": dataclasses.replace(leave, save_last=False)}
+        self._options = {**usual, **options, "save_last": False}
         self._trainer = trainer
-        self.saves_last = leave.save_last and (args.save_strategy != "no" or "every" in options)
+        self.saves_last = options.get("save_last", True) and (args.save_strategy != "no" or "every" in options)
         self.folder = ""
         self.restored = True
 

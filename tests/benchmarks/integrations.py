@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import stagereg.bench.command as command
 import stagereg.bench.stall as stall
-from stagereg.assembly import Leave
+from stagereg.assembly import Preemption
 from stagereg.bench.ceiling import flush
 from stagereg.bench.measure import Series, in_own_process, interleave, quiet
 from stagereg.bench.report import Group, Line
@@ -252,7 +252,7 @@ def _transformers(training: StallTraining, way: str, folder: Path, closing: cont
     options |= {"report_to": "none", "disable_tqdm": True, "max_grad_norm": 0, "per_device_train_batch_size": 2}
     callbacks: list[Any] = [TransformersSteps()]
     if way == "stagereg":
-        callbacks.append(StageregCallback(leave=Leave(grace=None)))  # this is no main thread
+        callbacks.append(StageregCallback(preemption=Preemption(grace_period=None)))  # this is no main thread
     trainer = Trainer(
         _Loss(training.model),
         TrainingArguments(str(folder), max_steps=_MANY, **options),

@@ -28,7 +28,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.errors import StageregError, reason
 from stagereg.testing import run_ranks
 
@@ -180,12 +180,12 @@ def attempt(do: Callable[[], object]) -> str:
 
 
 def saved(root: str, run: Run) -> None:
-    with Checkpointer(root, leave=Leave(grace=None)) as checkpointer:
+    with Checkpointer(root, preemption=Preemption(grace_period=None)) as checkpointer:
         checkpointer.save(HALF, {"model": run.model, "optimizer": run.optimizer})
 
 
 def restored(root: str, run: Run) -> None:
-    with Checkpointer(root, leave=Leave(grace=None)) as checkpointer:
+    with Checkpointer(root, preemption=Preemption(grace_period=None)) as checkpointer:
         checkpointer.restore({"model": run.model, "optimizer": run.optimizer})
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg.bench.ceiling as ceiling
 import stagereg.bench.command as command
 import stagereg.bench.report as report
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.bench.measure import Case, Series, interleave, standard_error
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.bench.stall import BASE, Segment, StallTraining
@@ -57,10 +57,10 @@ def checkpointer(way: str, folder: Path) -> Checkpointer:
     """Return one that saves each step to the store alone, or to a tier alone, with a copy on the other rank."""
     kind = way.partition(":")[2]
     if not way.startswith("tier:"):
-        return Checkpointer(str(folder / "store"), every=1, keep=1, leave=Leave(save_last=False))
+        return Checkpointer(str(folder / "store"), every=1, keep=1, save_last=False)
     own = f"{_SHM}/{folder.parent.name}-{folder.name}" if kind == "memory" else f"{folder}/tier"
     tier = build("tier", kind, dir=f"{own}/{dist.get_rank()}", every=1)
-    return Checkpointer(None, tier=tier, leave=Leave(save_last=False))
+    return Checkpointer(None, tier=tier, save_last=False)
 
 
 def settled(of: Checkpointer) -> None:

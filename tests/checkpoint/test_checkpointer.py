@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.assembly import Checkpointer, Leave, Replicas
+from stagereg.assembly import Checkpointer, Preemption, Replicas
 from stagereg.base.option_text import constructed
 from stagereg.checkpoint.options import Failure, Restore
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -29,7 +29,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_maybe_save_saves_at_positive_multiples_of_every(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), every=3, keep=9, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), every=3, keep=9, save_last=False) as checkpointer:
         saved = [step for step in range(8) if checkpointer.maybe_save(step, {"x": step})]
     assert saved == [3, 6]
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000006"]
@@ -166,8 +166,7 @@ def test_random_number_generators_continue(tmp_path: Path) -> None:
         (Failure, {"mtbf": 6}, "mtbf must be a duration above 0"),
         (Failure, {"timeout": datetime.timedelta(0)}, "timeout must be a duration above 0"),
         (Failure, {"on_error": None}, "on_error must be one of raise, warn"),
-        (Leave, {"grace": 25}, "grace must be a duration above 0"),
-        (Leave, {"save_last": None}, "save_last must be true or false"),
+        (Preemption, {"grace_period": 25}, "grace_period must be a duration above 0"),
         (Restore, {"verify": "fsat"}, r"verify must be one of full, fast, not 'fsat'\. Did you mean 'fast'\?"),
         (Restore, {"read": "twice"}, "read must be one of auto, each, once"),
         (Restore, {"max_crashes": True}, "max_crashes must be a whole number of at least 1"),
@@ -199,7 +198,7 @@ def test_a_group_of_options_checks_itself(group: type, values: dict[str, Any], m
             {"replicas": "first"},
             r"replicas must be stagereg\.Replicas\(share=\.\.\., verify_every=\.\.\.\), not 'first'",
         ),
-        ({"leave": Leave}, r"leave must be stagereg\.Leave\(grace=\.\.\., save_last=\.\.\.\), not"),
+        ({"preemption": Preemption}, r"preemption must be stagereg\.Preemption\(grace_period=\.\.\.\), not"),
         ({"keep": 1.5}, "keep must be a whole number"),
         ({"resume": ""}, "resume is one of auto, latest, never, the path of a checkpoint, not ''"),
         ({"resume": "newest"}, "resume must be one of auto, latest, never, the path of a checkpoint, not 'newest'"),
@@ -350,7 +349,7 @@ def test_what_cannot_be_saved_is_named_by_restore(tmp_path: Path) -> None:
     ("old", "new"),
     [
         ({"verify": "fast"}, "It is restore.verify: restore=Restore(verify='fast')."),
-        ({"grace": None}, "It is leave.grace: leave=Leave(grace=None)."),
+        ({"grace_period": None}, "It is preemption.grace_period: preemption=Preemption(grace_period=None)."),
         ({"verify_every": 5}, "It is replicas.verify_every: replicas=Replicas(verify_every=5)."),
     ],
 )
@@ -361,7 +360,7 @@ def test_an_option_in_its_old_place_is_refused_with_its_new_one(tmp_path: Path, 
 
 
 def test_what_a_program_no_longer_wants_saved_is_not_kept_in_memory(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         model = torch.nn.Linear(2, 2)
         checkpointer.save(1, {"model": model})
         checkpointer.wait()

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import stagereg
 import stagereg.checkpoint.hold as hold
 from stagereg import Checkpointer
 from stagereg.checkpoint.hold import DirectoryLock
@@ -83,7 +82,7 @@ def test_a_run_does_not_replace_what_another_run_has_saved_since_it_began(
     monkeypatch.setattr(hold, "command_key", lambda: "another")  # so restore() takes no lock
     with Checkpointer(str(tmp_path)) as first:
         first.save(10, {"x": 10})
-    late = Checkpointer(str(tmp_path), leave=stagereg.Leave(save_last=False))
+    late = Checkpointer(str(tmp_path), save_last=False)
     if restores:
         assert late.restore({"x": 0}) == 10
     with Checkpointer(str(tmp_path)) as other:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stagereg.assembly import Leave
+from stagereg.assembly import Preemption
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 NAMES = ("jobset", "kubeflow", "ray")
@@ -58,7 +58,7 @@ def unknown(tree: Any, schema: dict[str, Any], path: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pod_has_the_time_the_volumes_and_the_policy_that_a_run_needs(name: str) -> None:
-    grace = Leave().grace
+    grace = Preemption().grace_period
     (pod,) = [each for each in found(objects(name), "spec") if "terminationGracePeriodSeconds" in each]
     assert grace is not None
     assert pod["terminationGracePeriodSeconds"] >= 2 * grace.total_seconds()

@@ -220,7 +220,8 @@ def test_a_job_that_loses_a_node_goes_on_with_another_one(slurm: Slurm, app: App
 
 def test_a_job_goes_on_from_what_its_nodes_have_kept(slurm: Slurm, app: App) -> None:
     folder = f"{LOCAL}/t"
-    given = "steps=1500 step_s=0.02 checkpoint.every=100000 tier.every=5 tier.copies=1 checkpoint.leave.grace=null"
+    given = "steps=1500 step_s=0.02 checkpoint.every=100000 tier.every=5 tier.copies=1"
+    given += " checkpoint.preemption.grace_period=null"
     job = Job(slurm, app, MACHINES, overrides=f"{given} tier=disk tier.dir={folder}")
     job.await_output("GOES 20")
     slurm.run("scontrol", "requeue", job.number)

@@ -390,7 +390,12 @@ def test_values_that_are_known_are_checked_before_anything_is_built() -> None:
         "restore.verify": "ful",
         "restore.allow_missing": "optimizer",
     }
-    ended = {"failure.mtbf": "never", "failure.on_error": "ignore", "leave.grace": "0s", "leave.save_last": "maybe"}
+    ended = {
+        "failure.mtbf": "never",
+        "failure.on_error": "ignore",
+        "preemption.grace_period": "0s",
+        "save_last": "maybe",
+    }
     for name, value in {**wrong, **ended, "replicas.verify_every": -1, "replicas.share": "first"}.items():
         config = OmegaConf.create({"checkpoint": checkpoint})
         OmegaConf.update(config, f"checkpoint.{name}", value)

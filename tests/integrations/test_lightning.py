@@ -463,7 +463,10 @@ def test_two_trainers_of_a_process_save_to_one_directory(tmp_path):
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        *((name, "in Lightning that is said by") for name in ("dir", "every", "keep", "resume", "leave")),
+        *(
+            (name, "in Lightning that is said by")
+            for name in ("dir", "every", "keep", "resume", "preemption", "save_last")
+        ),
         ("on_commit", "`stagereg follow DIR/last.ckpt -- COMMAND`"),
         ("restor", "Did you mean 'restore'"),
     ],

@@ -67,7 +67,7 @@ nproc: 1
 to: self
 moment: none
 answers: ???
-checkpoint: {every: 1, leave: {grace: 0.2s}}
+checkpoint: {every: 1, preemption: {grace_period: 0.2s}}
 """
 LINE = "preempted by SIGTERM before the first step: no step is lost. Start the run again.\n"
 

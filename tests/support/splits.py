@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.registry import build
 from stagereg.stagers.blocking import BlockingAsyncStager
 
@@ -328,7 +328,7 @@ class Groups:
         own = root if dist.get_rank() < size else f"{root}-others"
         chosen = build("storage", storage)
         options |= {"storage": chosen, "process_group": self[size]}
-        with Checkpointer(own, stager=BlockingAsyncStager(), leave=Leave(grace=None), **options) as found:
+        with Checkpointer(own, stager=BlockingAsyncStager(), preemption=Preemption(None), **options) as found:
             yield found
 
 

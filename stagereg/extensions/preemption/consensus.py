@@ -178,6 +178,6 @@ class PreemptionConsensus:
         self.close()
         _log.warning(
             "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on SIGTERM "
-            "and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each step.",
+            "and SIGUSR1 end a rank at once, without a save. In each step call maybe_save or should_save on all ranks.",
             str(error).partition("\n")[0],
         )

@@ -189,8 +189,8 @@ class SignalListener:
             while True:
                 left = None if self.received is None else max(0.0, self._until - time.monotonic())
                 if not select.select([read], [], [], left)[0]:
-                    grace = option("checkpoint.leave.grace")
-                    self._end(f"{{grace_s:g}} s were too few to save and leave ({grace})")
+                    grace = option("checkpoint.preemption.grace_period")
+                    self._end(f"{{grace_s:g}} s were too few to save and exit ({grace})")
                     return
                 numbers = os.read(read, 64)
                 if not numbers:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.store.local_files as local
-from stagereg.assembly import Checkpointer, Leave, Replicas
+from stagereg.assembly import Checkpointer, Replicas
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.damage import WHOLE, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.manifest import FileDigest, Manifest
@@ -91,7 +91,7 @@ def restore_each(rank: int, world_size: int, root: str) -> list[int]:
             return read[-1]
 
         into = {name: torch.zeros_like(x) for name, x in state_of(rank).items()}
-        with Checkpointer(root, restore=Restore(read="each"), leave=Leave(save_last=False)) as checkpointer:
+        with Checkpointer(root, restore=Restore(read="each"), save_last=False) as checkpointer:
             os.preadv = preadv
             checkpointer.restore(into)
             os.preadv = real

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fsspec import url_to_fs
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted
@@ -21,7 +21,7 @@ from tests.support.places import PLACES, place
 
 def test_one_that_cannot_be_looked_at_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"x": torch.zeros(3)}
-    with Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state)
     found = Directory.list
@@ -31,7 +31,7 @@ def test_one_that_cannot_be_looked_at_is_not_passed_over(tmp_path: Path, monkeyp
             raise OSError(errno.EIO, "Input/output error")
         return found(place, path)
 
-    with Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         monkeypatch.setattr(Directory, "list", away)
         with pytest.raises(
             CheckpointError, match=r"step-00000002 may be a good checkpoint, and it could not be looked"
@@ -126,7 +126,7 @@ def test_latest_that_a_killed_run_left_behind_is_moved_and_not_called_deleted(
 
 def train(root: object, steps: Iterable[int], resume: str = "auto", source: str | None = None, keep: int = 9) -> None:
     state = {"x": torch.zeros(3)}
-    with Checkpointer(str(root), keep=keep, resume=resume, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(root), keep=keep, resume=resume, save_last=False) as checkpointer:
         checkpointer.restore(state, source)
         for step in steps:
             checkpointer.save(step, state)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import stagereg.checkpoint.load.restoring as restoring
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.store.foreign as foreign
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.extension import Candidate, CheckpointSource, Rejection, RestoreExtension, RestoreRequest
 from stagereg.checkpoint.load.store_source import StoreSource
 from stagereg.checkpoint.options import Restore
@@ -24,7 +24,6 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError
 
 ASLEEP = Rejection("asleep", "clock", "it sleeps", "Wake it.", "Wake the newest.\n")
-STAY = Leave(save_last=False)
 
 
 class Elsewhere(StoreSource):
@@ -90,7 +89,7 @@ class Watching(RestoreExtension):
 def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
     """The run's directory has step 1, the other one step 5; ``x`` is the step."""
     for folder, step in (("own", 1), ("other", 5)):
-        with Checkpointer(str(tmp_path / folder), leave=STAY) as checkpointer:
+        with Checkpointer(str(tmp_path / folder), save_last=False) as checkpointer:
             checkpointer.save(step, {"x": step})
     found = Watching(str(tmp_path / "other"))
     monkeypatch.setattr(restoring, "installed", lambda: iter([found]))
@@ -105,7 +104,7 @@ def corrupt(checkpoint: Path) -> None:
 
 
 def restored(folder: Path, resume: str = "auto", x: int = 0) -> int | None:
-    with Checkpointer(str(folder / "own"), resume=resume, leave=STAY) as checkpointer:
+    with Checkpointer(str(folder / "own"), resume=resume, save_last=False) as checkpointer:
         return checkpointer.restore({"x": x})
 
 
@@ -133,11 +132,11 @@ def test_a_corrupt_candidate_is_reported_to_its_source_and_the_next_one_is_tried
 
 
 def test_a_corrupt_checkpoint_of_the_directory_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), leave=STAY) as checkpointer:
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"x": step})
     corrupt(tmp_path / "step-00000002")
-    with Checkpointer(str(tmp_path), keep=2, leave=STAY) as checkpointer:
+    with Checkpointer(str(tmp_path), keep=2, save_last=False) as checkpointer:
         assert checkpointer.restore({"x": 0}) == 1
         checkpointer.save(3, {"x": 3})
     assert (tmp_path / "step-00000001").exists()
@@ -183,7 +182,7 @@ def test_what_torch_wrote_is_refused_with_the_extension_that_reads_it(
     monkeypatch.setattr(foreign, "providers", no_modules)
     monkeypatch.setattr(restoring, "providers", no_modules)
     with (
-        Checkpointer(str(tmp_path / "run"), resume=str(tmp_path / "plain"), leave=STAY) as checkpointer,
+        Checkpointer(str(tmp_path / "run"), resume=str(tmp_path / "plain"), save_last=False) as checkpointer,
         pytest.raises(CheckpointError, match=r"torch wrote .*plain, and reading it needs .*/interop, which"),
     ):
         checkpointer.restore({"x": torch.zeros(3)})

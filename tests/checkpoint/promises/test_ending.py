@@ -17,7 +17,7 @@ import stagereg
 import stagereg.checkpoint.ranks.rank_group as rank_group
 import stagereg.checkpoint.ranks.requests as requests
 from stagereg import Checkpointer
-from stagereg.assembly import Leave
+from stagereg.assembly import Preemption
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.save_thread import SaveThread
 from stagereg.errors import CheckpointError
@@ -135,7 +135,7 @@ def end_with_a_failed_save(rank: int, root: str, late: int) -> str:
         else:
             patch.setattr(RankGroup, "max_async", lambda *args: (store().set(root, ""), exchange(*args))[1])
         try:
-            with Checkpointer(root, every=1, leave=Leave(grace=None)) as checkpointer:
+            with Checkpointer(root, every=1, preemption=Preemption(grace_period=None)) as checkpointer:
                 checkpointer.save(1, {"x": torch.tensor([rank])})
                 if rank != late:
                     checkpointer._background.wait()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
@@ -25,7 +25,7 @@ def kind(act: Callable[[], object]) -> str:
 def kinds(rank: int, world_size: int, root: str) -> dict[str, str]:
     seen: dict[str, str] = {}
     state = {"x": torch.arange(4.0)}
-    checkpointer = Checkpointer(f"{root}/one", leave=Leave(grace=None, save_last=False))
+    checkpointer = Checkpointer(f"{root}/one", preemption=Preemption(grace_period=None), save_last=False)
     checkpointer.save(1, state)
     checkpointer.wait()
     seen["rank 1 alone does not save"] = kind(
@@ -38,7 +38,9 @@ def kinds(rank: int, world_size: int, root: str) -> dict[str, str]:
         for file in Path(root, "one").glob("step-*/*.distcp"):
             file.write_bytes(b"nothing")
     dist.barrier()
-    with Checkpointer(f"{root}/two", resume=f"{root}/one/latest", leave=Leave(grace=None, save_last=False)) as other:
+    with Checkpointer(
+        f"{root}/two", resume=f"{root}/one/latest", preemption=Preemption(grace_period=None), save_last=False
+    ) as other:
         seen["damaged"] = kind(lambda: other.restore(state))
     opened = stagereg.open_checkpoint
     seen["damaged, opened"] = kind(lambda: opened(f"{root}/one"))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.base import record
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.load.seeding import Seeding, lowest_twins, seeds_of
@@ -75,7 +75,6 @@ nproc: 2
 dies: -1
 checkpoint: {{every: 5, keep: 1}}
 """
-STAYS = Leave(save_last=False)
 EXACT = Restore(exact=True)
 
 
@@ -160,7 +159,7 @@ def make_inexact(root: Path, *steps: int) -> None:
 
 
 def restore(root: Path, how: Restore = EXACT, **options: Any) -> int | None:
-    with Checkpointer(str(root), leave=STAYS, restore=how, **options) as checkpointer:
+    with Checkpointer(str(root), save_last=False, restore=how, **options) as checkpointer:
         return checkpointer.restore(state_of())
 
 
@@ -264,12 +263,12 @@ def drawn(rank: int, world_size: int, root: str, apart: int) -> list[list[float]
     draw, state = begin()
     found.append([each() for each in draw])
     for step in (5, 6) if rank < 2 else ():
-        with Checkpointer(f"{root}/{step}", process_group=two, leave=STAYS, resume="never") as checkpointer:
+        with Checkpointer(f"{root}/{step}", process_group=two, save_last=False, resume="never") as checkpointer:
             checkpointer.save(step, state)
         found.append([each() for each in draw])
     for step in (5, 5, 6):
         draw, state = begin()
-        with Checkpointer(f"{root}/{step}", leave=STAYS) as checkpointer:
+        with Checkpointer(f"{root}/{step}", save_last=False) as checkpointer:
             assert checkpointer.restore(state) == step
         found.append([each() for each in draw])
     return found
@@ -352,7 +351,7 @@ def test_retention_leaves_the_newest_exact_checkpoint_until_a_newer_one_is_exact
         found: list[Checkpoint] = open_store(str(root)).checkpoints()[0]
         return sorted(each.manifest.step for each in found)
 
-    with Checkpointer(str(root), keep=1, leave=STAYS) as checkpointer:
+    with Checkpointer(str(root), keep=1, save_last=False) as checkpointer:
         assert checkpointer.restore(state_of()) == 30
         assert left() == [10, 20, 30]
         checkpointer.save(40, state_of(40))

@@ -205,7 +205,7 @@ def test_what_a_program_had_comes_back_or_an_error_names_it(
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with stagereg.Checkpointer(folder, every=1, leave=stagereg.Leave(save_last=False)) as checkpointer:
+            with stagereg.Checkpointer(folder, every=1, save_last=False) as checkpointer:
                 program.step()  # so that the optimizer is known
                 program.step()
                 expected = copied(program.snapshot())
@@ -218,7 +218,7 @@ def test_what_a_program_had_comes_back_or_an_error_names_it(
             other = Program(layers, states, values, seed=5, groups=groups)
             if "lazy" in layers and not lazily:
                 other.model(torch.rand(4, SIZE))
-            with stagereg.Checkpointer(folder, every=1, leave=stagereg.Leave(save_last=False)) as checkpointer:
+            with stagereg.Checkpointer(folder, every=1, save_last=False) as checkpointer:
                 if checkpointer.restore(other.state) is None:
                     assert event != "none"  # the save was discarded, and no later one came
                     return

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.base import record
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
@@ -56,7 +56,7 @@ BYTES = 4 * 1000 + 8 * 10
 
 def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
     stager = build("stager", "pinned_cached")  # which has copied when the call returns
-    saved = Checkpointer(str(tmp_path / "c"), every=2, keep=9, leave=Leave(save_last=False), stager=stager)
+    saved = Checkpointer(str(tmp_path / "c"), every=2, keep=9, save_last=False, stager=stager)
     with record.recording(tmp_path, 0, 1), saved as checkpointer:
         for step in range(1, 6):
             checkpointer.maybe_save(step, STATE)

@@ -111,7 +111,7 @@ def test_a_program_that_writes_a_parameter_right_after_each_save_loses_no_save(w
 def test_nothing_is_committed_before_the_copy_is_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_copy, "_STILL_S", 1000 * WAIT_S)
     run = Run(writes_from=1000)
-    with Checkpointer(str(tmp_path), every=10, leave=stagereg.Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), every=10, save_last=False) as checkpointer:
         for step in range(1, 11):
             run.step(step)
             checkpointer.maybe_save(step, run.state)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing import run_ranks
@@ -68,12 +68,12 @@ def state_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def save(root: Any, step: int = 1, **state: Any) -> None:
-    with Checkpointer(str(root), stager=BlockingAsyncStager(), leave=Leave(grace=None)) as keeper:
+    with Checkpointer(str(root), stager=BlockingAsyncStager(), preemption=Preemption(None)) as keeper:
         keeper.save(step, state)
 
 
 def restore(root: Any, **state: Any) -> dict[str, Any]:
-    with Checkpointer(str(root), stager=BlockingAsyncStager(), leave=Leave(grace=None)) as keeper:
+    with Checkpointer(str(root), stager=BlockingAsyncStager(), preemption=Preemption(None)) as keeper:
         assert keeper.restore(state)
     return state
 
@@ -373,7 +373,7 @@ def on_ranks(rank: int, size: int, root: str) -> dict[str, Any]:
     back("zero", lambda params: ZeroRedundancyOptimizer([*params], Odd), local)
     one, two = Odd(model.parameters()), Odd(other.parameters())
     large(model, one)
-    with Checkpointer(f"{root}/large", stager=BlockingAsyncStager(), leave=Leave(grace=None)) as keeper:
+    with Checkpointer(f"{root}/large", stager=BlockingAsyncStager(), preemption=Preemption(None)) as keeper:
         for step in (1, 2, 3):  # each rank a share of it, in the later ones
             keeper.save(step, {"model": model, "optimizer": one})
             keeper.wait()

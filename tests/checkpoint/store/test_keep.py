@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
 from stagereg import cli
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.base.sizes import ByteSize
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.store.keep import Keep
@@ -163,7 +163,7 @@ LOSSES = {1: 0.9, 2: 0.125, 3: 0.8, 4: 0.25, 5: 0.7, 6: 0.6}
 def train(
     dir: str, keep: Any, steps: Iterable[int], metrics: Mapping[int, float] = LOSSES, on_commit: Any = None
 ) -> None:
-    with Checkpointer(dir, every=1, keep=keep, on_commit=on_commit, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(dir, every=1, keep=keep, on_commit=on_commit, save_last=False) as checkpointer:
         checkpointer.restore({"x": torch.zeros(64)})
         for step in steps:
             if step in metrics:
@@ -203,7 +203,7 @@ def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureF
 
 def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(str(tmp_path), 2, [5, 6])
-    with Checkpointer(str(tmp_path), keep=1, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), keep=1, save_last=False) as checkpointer:
         checkpointer.save(1, {"x": 1})
     assert listed(str(tmp_path), capsys) == {6: "earlier run", 5: "earlier run", 1: "newest"}
 
@@ -211,7 +211,7 @@ def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: py
 def test_a_program_that_logs_late_is_warned_before_a_checkpoint_goes(
     dir: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), save_last=False) as checkpointer:
         for step, loss in [(1, 0.25), (2, 0.5), (3, 0.75)]:
             checkpointer.save(step, {"x": 1})
             checkpointer.wait()

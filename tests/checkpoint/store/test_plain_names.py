@@ -15,7 +15,7 @@ import pytest
 import stagereg
 import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import cli
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.extensions.callbacks.calls import _Caller
@@ -34,7 +34,7 @@ class Killed(BaseException):
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A directory with steps 1 and 2, of which the second is damaged."""
-    with Checkpointer(str(tmp_path / "run"), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path / "run"), save_last=False) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"x": f"first {step}"})
     file = tmp_path / "run" / PLAIN / "index.json"
@@ -47,7 +47,7 @@ def names(root: Path) -> list[str]:
 
 
 def saved_again(root: Path, *steps: int, **options: Any) -> None:
-    with Checkpointer(str(root), leave=Leave(save_last=False), **options) as checkpointer:
+    with Checkpointer(str(root), save_last=False, **options) as checkpointer:
         state = {"x": ""}
         assert checkpointer.restore(state) == 1
         assert state == {"x": "first 1"}
@@ -140,7 +140,7 @@ def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
     with ExitStack() as held:
         held.enter_context(store.readers.read_lease(str(root / PLAIN)))
         hooks = [lambda each: told.append(each.path)]
-        with Checkpointer(str(root), keep=3, leave=Leave(save_last=False), on_commit=hooks) as checkpointer:
+        with Checkpointer(str(root), keep=3, save_last=False, on_commit=hooks) as checkpointer:
             assert checkpointer.restore({"x": ""}) == 1
             checkpointer.save(2, {"x": "second 2"})
             checkpointer.wait()
@@ -162,7 +162,7 @@ def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
 
 def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
     store, suffixed = open_store(root), Path()
-    with ExitStack() as held, Checkpointer(str(root), leave=Leave(save_last=False)) as checkpointer:
+    with ExitStack() as held, Checkpointer(str(root), save_last=False) as checkpointer:
 
         def read(point: str) -> None:
             nonlocal suffixed
@@ -197,7 +197,7 @@ def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(
         def look(each: CommittedCheckpoint) -> None:
             told.append((Path(each.path).name, (Path(each.path) / "index.json").exists()))
 
-        with Checkpointer(str(root), every=1, keep=3, leave=Leave(save_last=False), on_commit=[look]) as checkpointer:
+        with Checkpointer(str(root), every=1, keep=3, save_last=False, on_commit=[look]) as checkpointer:
             assert checkpointer.restore({"x": ""}) == 1
             checkpointer.save(2, {"x": "second 2"})
             checkpointer.wait()
@@ -234,7 +234,7 @@ def test_what_is_kept_is_said_by_the_name_there_is(root: Path) -> None:
 def test_one_that_was_given_up_later_does_not_take_the_place_of_a_good_one(root: Path) -> None:
     store = open_store(root)
     with (
-        Checkpointer(str(root), leave=Leave(save_last=False)) as checkpointer,
+        Checkpointer(str(root), save_last=False) as checkpointer,
         store.readers.read_lease(str(root / BEFORE)),
     ):
         checkpointer.save(1, {"x": "again"})

@@ -24,7 +24,7 @@ import stagereg
 import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
@@ -47,7 +47,7 @@ with open_store(sys.argv[1]).readers.read_lease(sys.argv[1] + "/step-00000001"):
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Checkpointer]:
     """A run that keeps one checkpoint, and has saved steps 1 and 2 of which it keeps both, in either kind of store."""
     dir = place(request.param, tmp_path)
-    with Checkpointer(dir, keep=1, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(dir, keep=1, save_last=False) as checkpointer:
         save(checkpointer, 1)
         yield checkpointer
     if request.param == "url":
@@ -193,7 +193,7 @@ def test_a_save_lists_the_directory_as_often_whether_few_or_many_checkpoints_go(
 
 
 def test_a_killed_reader_of_this_machine_keeps_nothing(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), keep=1, leave=Leave(save_last=False)) as run:
+    with Checkpointer(str(tmp_path), keep=1, save_last=False) as run:
         save(run, 1)
         command = [sys.executable, "-c", READ, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
@@ -328,6 +328,6 @@ def test_a_restore_of_another_job_keeps_what_it_reads(run: Checkpointer, tmp_pat
 
     run.save(7, {"model": Model()})
     run.wait()
-    with Checkpointer(str(tmp_path / "other"), leave=Leave(save_last=False)) as other:
+    with Checkpointer(str(tmp_path / "other"), save_last=False) as other:
         assert other.restore({"model": Model()}, str(run.dir)) == 7
     assert (seen, leases(run)) == ([[7, 8]], [])

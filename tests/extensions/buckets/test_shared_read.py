@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import stagereg.checkpoint.store.local_files as local_files
 import stagereg.extensions.buckets.shared_read as shared_read
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.reading import File
@@ -163,9 +163,7 @@ def restore_damaged(rank: int, world_size: int, root: str, folder: str, verify: 
     dist.barrier()
     into = state(rank, 0)
     x, found = into["plain"]["x"], None
-    with Checkpointer(
-        root, restore=Restore(read="once", verify=verify), keep=9, leave=Leave(save_last=False)
-    ) as checkpointer:
+    with Checkpointer(root, restore=Restore(read="once", verify=verify), keep=9, save_last=False) as checkpointer:
         try:
             found = checkpointer.restore(into)
         except CheckpointError as error:
@@ -207,7 +205,7 @@ def restore_where_reading_fails(rank: int, world_size: int, root: str) -> list[t
 
         File.fetch_into = fail  # type: ignore[method-assign]
         into = state(rank, 0)
-        with Checkpointer(root, restore=Restore(read="once"), leave=Leave(save_last=False)) as checkpointer:
+        with Checkpointer(root, restore=Restore(read="once"), save_last=False) as checkpointer:
             try:
                 checkpointer.restore(into)
             except CheckpointError as error:
@@ -239,7 +237,7 @@ def peak_of_restoring(rank: int, world_size: int, root: str) -> tuple[float, boo
         checkpointer.save(1, tensors(1))
     into = tensors(0)
     with Checkpointer(
-        root, restore=Restore(read="once"), stager=build("stager", "blocking"), leave=Leave(save_last=False)
+        root, restore=Restore(read="once"), stager=build("stager", "blocking"), save_last=False
     ) as checkpointer:
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 
 import stagereg
 import stagereg.extensions.callbacks.copy_to as copy_to
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.open_store import open_store
@@ -57,7 +57,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
 
 
 def save(dir: str, *steps: int, keep: int = 9) -> None:
-    with Checkpointer(dir, keep=keep, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(dir, keep=keep, save_last=False) as checkpointer:
         checkpointer.restore({"x": torch.zeros(99), "y": 0})
         for step in steps:
             checkpointer.save(step, {"x": torch.full((99,), float(step)), "y": step})
@@ -101,7 +101,7 @@ def test_a_copy_is_a_checkpoint_to_restore_from(stores: tuple[str, str], tmp_pat
     assert found is not None
     assert found.manifest.files == newest(source).manifest.files
     state: dict[str, Any] = {"x": torch.zeros(99), "y": 0}
-    with Checkpointer(str(tmp_path / "other"), leave=Leave(save_last=False)) as other:
+    with Checkpointer(str(tmp_path / "other"), save_last=False) as other:
         assert other.restore(state, target) == 5
     assert (state["y"], state["x"].sum()) == (5, 99 * 5)
 
@@ -213,7 +213,7 @@ def test_a_store_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
     source, target = str(tmp_path / "run"), str(tmp_path / "copies")
     save(source, 1)
     for place in (target, source):
-        with Checkpointer(place, leave=Leave(save_last=False)) as other:
+        with Checkpointer(place, save_last=False) as other:
             other.lock()
             with pytest.raises(CheckpointError, match="in use"):
                 CopyTo(place).committed(newest(source))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import stagereg
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.errors import ConfigError
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.testing.ranks import run_ranks
@@ -202,7 +202,7 @@ def test_switched_off_it_is_never_called(tmp_path: Path) -> None:
 
 def two_ranks(rank: int, world_size: int, root: str) -> int:
     called: list[int] = []
-    with Checkpointer(root, leave=Leave(grace=None), on_commit=lambda c: called.append(c.step)) as checkpointer:
+    with Checkpointer(root, preemption=Preemption(None), on_commit=lambda c: called.append(c.step)) as checkpointer:
         checkpointer.save(1, {"x": 1})
     return len(called)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import stagereg
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.cli import main
 from stagereg.errors import CheckpointError
@@ -108,7 +108,7 @@ def test_a_file_that_is_missing_or_changed_is_named(
     with pytest.raises(CheckpointError, match=what.partition(":")[0]):
         stagereg.open_checkpoint(path, verify=writer == "ours")
     loaded = {"w": torch.zeros(40)}
-    with Checkpointer(str(tmp_path), stager=BlockingAsyncStager(), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), stager=BlockingAsyncStager(), save_last=False) as checkpointer:
         assert checkpointer.restore(loaded) == 5, "the damaged one is skipped"
     assert torch.equal(loaded["w"], state(5)["w"])
 
@@ -129,7 +129,7 @@ def test_directories_of_any_name_are_listed_and_one_of_them_is_to_be_named(tmp_p
     with pytest.raises(CheckpointError) as refused:
         stagereg.open_checkpoint(tmp_path)
     assert message in str(refused.value)
-    scratch = Checkpointer(str(tmp_path / "run"), leave=Leave(save_last=False), stager=BlockingAsyncStager())
+    scratch = Checkpointer(str(tmp_path / "run"), save_last=False, stager=BlockingAsyncStager())
     with scratch as checkpointer, pytest.raises(CheckpointError, match="is called step-N"):
         checkpointer.restore(state(0), source=tmp_path)
     assert torch.equal(stagereg.open_checkpoint(tmp_path / "best", verify=True)["w"], state(4)["w"])
@@ -140,13 +140,13 @@ def test_the_newest_is_the_one_that_was_written_last_whoever_wrote_it(tmp_path: 
     paths = [save(tmp_path, writer, step) for writer, step in zip(order, (30, 20, 10), strict=True)]
     set_times(tmp_path, paths)
     loaded = {"w": torch.zeros(40)}
-    read = Checkpointer(str(tmp_path / "other"), leave=Leave(save_last=False), stager=BlockingAsyncStager())
+    read = Checkpointer(str(tmp_path / "other"), save_last=False, stager=BlockingAsyncStager())
     with read as checkpointer:
         assert checkpointer.restore(loaded, source=tmp_path) == 10
     assert torch.equal(loaded["w"], state(10)["w"])
     assert torch.equal(stagereg.open_checkpoint(tmp_path)["w"], state(10)["w"])
     shutil.rmtree(paths[2])
-    with Checkpointer(str(tmp_path), leave=Leave(save_last=False), stager=BlockingAsyncStager()) as checkpointer:
+    with Checkpointer(str(tmp_path), save_last=False, stager=BlockingAsyncStager()) as checkpointer:
         assert checkpointer.restore(loaded) == 20
 
 
@@ -179,7 +179,7 @@ def test_what_plain_torch_wrote_is_restored_with_a_warning(tmp_path: Path, caplo
     for writer, warned in (("torch", True), ("ours", False)):
         save(root := tmp_path / writer, writer, 7)
         caplog.clear()
-        with Checkpointer(str(root), leave=Leave(save_last=False), stager=BlockingAsyncStager()) as checkpointer:
+        with Checkpointer(str(root), save_last=False, stager=BlockingAsyncStager()) as checkpointer:
             assert checkpointer.restore(state(0)) == 7
         assert ("step-7 has no checksums, since plain torch wrote it" in caplog.text) == warned
 
@@ -201,7 +201,7 @@ def test_in_a_bucket_they_are_listed_and_to_be_copied_for_a_restore(tmp_path: Pa
     assert "1 checkpoint, all good" in command("verify", root)
     with pytest.raises(CheckpointError, match="local directory only: copy it"):
         stagereg.open_checkpoint(root)
-    checkpointer = Checkpointer(root, leave=Leave(save_last=False), stager=BlockingAsyncStager())
+    checkpointer = Checkpointer(root, save_last=False, stager=BlockingAsyncStager())
     with checkpointer, pytest.raises(CheckpointError, match="local directory only: copy it"):
         checkpointer.restore(state(0))
     objects.put(f"{root}/step-00000300.0123456789ab/.metadata", b"a save on its way")
@@ -257,7 +257,7 @@ def test_a_path_in_another_format_is_called_what_it_is(tmp_path: Path, command: 
 
 
 def restored(root: Path, options: dict[str, Any], source: Path | None) -> None:
-    reading = Checkpointer(str(root), leave=Leave(save_last=False), stager=BlockingAsyncStager(), **options)
+    reading = Checkpointer(str(root), save_last=False, stager=BlockingAsyncStager(), **options)
     with reading as checkpointer:
         checkpointer.restore(state(0), source=source)
 
@@ -301,7 +301,7 @@ def test_a_run_that_starts_from_scratch_next_to_a_file_of_weights_logs_lines_tha
     assert torch.equal(model.weight, torch.load(path)["weight"])
 
     assert said(resume="never") == []
-    ours = Checkpointer(str(tmp_path), leave=Leave(save_last=False), stager=BlockingAsyncStager())
+    ours = Checkpointer(str(tmp_path), save_last=False, stager=BlockingAsyncStager())
     with ours as checkpointer:
         checkpointer.save(1, state(0))
     assert said() == []

@@ -21,7 +21,7 @@ import stagereg.config.schema as schema
 import stagereg.extensions.goodput.phases as phases
 import stagereg.extensions.planning.interval as interval
 from stagereg import registry
-from stagereg.assembly import Checkpointer, Leave, _schedule
+from stagereg.assembly import Checkpointer, _schedule
 from stagereg.base import record
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -249,7 +249,7 @@ def test_ranks_with_different_options_all_raise(seen: list[dict[str, Any]]) -> N
 
 
 def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), every="auto", keep=9, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), every="auto", keep=9, save_last=False) as checkpointer:
         assert checkpointer.every == 10
         saved = []
         for step in range(1, 22):

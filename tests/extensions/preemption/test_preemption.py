@@ -188,7 +188,7 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
     ):
         for step in range(1, 31):
             for _ in range(1 + 2 * rank):
-                checkpointer.due(step)
+                checkpointer.should_save(step)
             if step % 5 == 0:
                 checkpointer.save(step, {"step": step})
         checkpointer.wait()
@@ -233,7 +233,7 @@ SCRIPT = """
 import ctypes, datetime, faulthandler, json, os, signal, sys, threading, time
 import torch
 import stagereg.extensions.preemption.signals as preemption
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
@@ -252,7 +252,7 @@ def me(number):
 
 def opened(name, grace_s=1000, **options):
     grace = grace_s and datetime.timedelta(seconds=grace_s)
-    return Checkpointer(os.path.join(sys.argv[1], name), leave=Leave(grace=grace), **options)
+    return Checkpointer(os.path.join(sys.argv[1], name), preemption=Preemption(grace_period=grace), **options)
 
 def on(checkpointer):
     for step in range(1, 10**6):
@@ -429,7 +429,7 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
     assert seen["dumped"].count("Current thread") == 2
     few = r"0\.3 s were too few"
     for name, text in {
-        "save hangs": rf"{few} to save and leave \(Leave\(grace=\.\.\.\)\)\. The newest good checkpoint is step 5",
+        "save hangs": rf"{few} to save and exit \(Preemption\(.*\)\)\. The newest good checkpoint is step 5",
         "too late": few,
         "another rank": few,
         "save fails, warned": "Step 7 was not saved.* no cheese.*newest.* step 5",

@@ -35,7 +35,7 @@ from ...support.programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program
 STEPS = 700
 OF_TORCHRUN = "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
 
-GRACE = "checkpoint.leave.grace=5s"
+GRACE = "checkpoint.preemption.grace_period=5s"
 CONFIG = f"""{SAVING}
 nproc: 2
 steps: {STEPS}
@@ -128,11 +128,11 @@ def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "last_line"),
     [
-        (["what=freeze", "checkpoint.leave.grace=1s"], 143, "stopped by SIGTERM"),
+        (["what=freeze", "checkpoint.preemption.grace_period=1s"], 143, "stopped by SIGTERM"),
         (["what=linger", GRACE], 75, "preempted: all is saved, but the process did not end in time"),
         (["what=fail_at_signal"], 143, "stopped by SIGTERM"),
-        (["checkpoint.leave.grace=null"], 143, "stopped by SIGTERM"),
-        (["checkpoint.leave.grace=null", "signal=SIGUSR1"], 128 + signal.SIGUSR1, "stopped by SIGUSR1"),
+        (["checkpoint.preemption.grace_period=null"], 143, "stopped by SIGTERM"),
+        (["checkpoint.preemption.grace_period=null", "signal=SIGUSR1"], 128 + signal.SIGUSR1, "stopped by SIGUSR1"),
     ],
 )
 def test_ranks_that_do_not_save_and_leave_are_ended(
@@ -142,7 +142,7 @@ def test_ranks_that_do_not_save_and_leave_are_ended(
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.splitlines()[-1] == last_line
     assert ended.stderr.count("KeyError: 'no cheese'") == ("what=fail_at_signal" in arguments)
-    assert "checkpoint.leave.grace=null" not in arguments or ended.stderr == f"{last_line}\n"
+    assert "checkpoint.preemption.grace_period=null" not in arguments or ended.stderr == f"{last_line}\n"
     assert code != 75 or latest(program) >= 30
 
 

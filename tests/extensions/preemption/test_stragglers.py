@@ -16,7 +16,7 @@ import torch
 import stagereg.base.record as record
 import stagereg.extensions.preemption.consensus as preemption_consensus
 import stagereg.extensions.preemption.stragglers as stragglers
-from stagereg import Checkpointer, Leave
+from stagereg import Checkpointer, Preemption
 from stagereg.extensions.preemption.stragglers import BusyClock, Stragglers
 from stagereg.testing.ranks import run_ranks
 
@@ -168,8 +168,8 @@ def train(rank: int, world_size: int, root: str, grace: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stragglers, "_EVERY_S", 0.0)
         patched.setattr(BusyClock, "lap", lambda _: (next(calls), 3.0 if rank == 1 else 1.0)[1])
-        leave = Leave(save_last=False) if grace else Leave(None, save_last=False)
-        with Checkpointer(root, every=10**6, leave=leave) as checkpointer:
+        options = {} if grace else {"preemption": Preemption(grace_period=None)}
+        with Checkpointer(root, every=10**6, save_last=False, **options) as checkpointer:
             for step in range(1, 25 * preemption_consensus._MOST_CALLS):
                 checkpointer.maybe_save(step, {"x": torch.zeros(1)})
     return [*said, str(next(calls))]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import stagereg
-from stagereg import Checkpointer, Leave, Restore
+from stagereg import Checkpointer, Restore
 from stagereg.errors import CorruptCheckpointError
 from stagereg.testing.ranks import RankFailure, run_ranks
 
@@ -40,7 +40,7 @@ def train(
         "keep": 9,
         "tier": tier,
         "restore": Restore(max_crashes=often),
-        "leave": Leave(save_last=False),
+        "save_last": False,
     }
     state = {"x": torch.zeros(4)}
     with Checkpointer(f"{root}/store" if "store" in where else None, **options) as checkpointer:
@@ -232,7 +232,7 @@ def test_a_run_that_went_on_from_elsewhere_and_came_further_has_nothing_counted(
     train(str(tmp_path), "tier", steps=LAST, at=99)
     assert Cycles(capsys, str(tmp_path), "tier").refusal
     state, tier = {"x": torch.zeros(4)}, stagereg.build("tier", "disk", dir=f"{tmp_path}/near", copies=1, every=1)
-    with Checkpointer(None, tier=tier, leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(None, tier=tier, save_last=False) as checkpointer:
         with pytest.raises(CorruptCheckpointError):
             checkpointer.restore(state)
         for step in range(5, LAST + 2):

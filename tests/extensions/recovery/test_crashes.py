@@ -297,13 +297,13 @@ def test_ranks_killed_after_the_commit_do_not_count(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
-from stagereg import Checkpointer, Leave
+from stagereg import Checkpointer, Preemption
 
 dist.init_process_group("gloo")
-with Checkpointer(sys.argv[1], leave=Leave(grace=timedelta(seconds=2))) as checkpointer:
+with Checkpointer(sys.argv[1], preemption=Preemption(grace_period=timedelta(seconds=2))) as checkpointer:
     start = checkpointer.restore({"x": torch.zeros(50), "n": 0})
     print("began", start, flush=True) if dist.get_rank() == 0 else None
-    checkpointer.due(start + 1)
+    checkpointer.should_save(start + 1)
     dist.all_reduce(torch.ones(1))
     if start == 200 and dist.get_rank() == 1:
         os.abort()
@@ -347,7 +347,7 @@ KILLED, CRASHED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL"
 @pytest.mark.parametrize(("end", "counts"), [(KILLED, 1), ("1 / 0", 0), ("sys.exit(1)", 0), ("raise MemoryError", 1)])
 def test_a_process_without_with_counts_its_death_and_its_lack_of_memory(tmp_path: Path, end: str, counts: int) -> None:
     save(tmp_path, 100)
-    ended = run_forked(f"{RESTORES}\ncheckpointer.due(start + 1)\n{end}", tmp_path, timeout_s=60)
+    ended = run_forked(f"{RESTORES}\ncheckpointer.should_save(start + 1)\n{end}", tmp_path, timeout_s=60)
     assert "began 100" in ended.stdout
     assert known(tmp_path) == ({"step-00000100": "1 crash after it was restored"} if counts else {})
 

@@ -171,7 +171,7 @@ def test_a_rank_that_is_stopped_in_a_commit_costs_no_step(lab: Lab, app: App) ->
 
 @pytest.mark.slow
 def test_a_rank_that_is_cut_off_ends_at_a_signal_whatever_heartbeat_timeout_is(lab: Lab, app: App) -> None:
-    _, lost, _ = started(lab, app, "heartbeat_timeout=3600", "checkpoint.leave.grace=3000s")
+    _, lost, _ = started(lab, app, "heartbeat_timeout=3600", "checkpoint.preemption.grace_period=3000s")
     lab.machines[1].cut()
     lost.kill(signal.SIGTERM)
     end_for((lost,), 0, lab.machines[0].name)

@@ -25,7 +25,6 @@ from .test_survivors import NOTICE_S, STEPS, Training, begin_next_step
 
 BOUND_S = 30.0
 INSTEAD = "with restore=Restore(exact=True) the run resumes from a newer step of the tier instead."
-STAYS = stagereg.Leave(save_last=False)
 
 
 def own(training: Training, rank: int) -> None:
@@ -56,7 +55,7 @@ def lose(rank: int, world_size: int, root: str) -> tuple[str, dict[str, Any]]:
     with loss.of_process(after):
         training = Training("ddp")
         tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=2)
-        saving = training.checkpointer = Checkpointer(f"{root}/store", every=1000, tier=tier, leave=STAYS)
+        saving = training.checkpointer = Checkpointer(f"{root}/store", every=1000, tier=tier, save_last=False)
         training.state["marked"] = per_rank(ResumableSampler(range(1000)))
         for step in range(1, STEPS + 1):
             training.step()
@@ -91,7 +90,7 @@ def restored(rank: int, world_size: int, root: str, exact: bool = False) -> dict
     }
     tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=2) if exact else None
     restore = stagereg.Restore(exact=exact)
-    saving = Checkpointer(f"{root}/store", every=1000, leave=STAYS, tier=tier, restore=restore)
+    saving = Checkpointer(f"{root}/store", every=1000, save_last=False, tier=tier, restore=restore)
     torch.manual_seed(7)
     step = saving.restore(training.state)
     found = {"step": step, "was": of(training), "large": len(training.state["large"].value)}

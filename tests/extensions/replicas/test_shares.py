@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-from stagereg.assembly import Checkpointer, Leave, Replicas
+from stagereg.assembly import Checkpointer, Preemption, Replicas
 from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, _checksum_of_object
 from stagereg.checkpoint.store.failpoints import watch
 from stagereg.errors import CheckpointError
@@ -104,7 +104,9 @@ def refused(rank: int, size: int, root: str) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def save(name: str, state: Any, drift: Any = None, after: int = 2, **options: Any) -> None:
-        with Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager(), leave=Leave(grace=None), **options) as keeper:
+        with Checkpointer(
+            f"{root}/{name}", stager=BlockingAsyncStager(), preemption=Preemption(None), **options
+        ) as keeper:
             try:
                 for step in range(1, 4):
                     keeper.save(step, state)
@@ -190,7 +192,9 @@ def beside(rank: int, size: int, root: str) -> tuple[dict[str, list[int]], list[
                 module.weight = torch.nn.Parameter(x)
         else:
             model[f"expert{own}"] = torch.nn.Linear(WIDE, (1 + own) * WIDE // 2)
-        with Checkpointer(f"{root}/{name}", keep=9, stager=BlockingAsyncStager(), leave=Leave(grace=None)) as keeper:
+        with Checkpointer(
+            f"{root}/{name}", keep=9, stager=BlockingAsyncStager(), preemption=Preemption(None)
+        ) as keeper:
             for step in range(1, 4):
                 before = keeper.stats.bytes_staged
                 keeper.save(step, {"model": model})
@@ -230,7 +234,7 @@ def knows_late(rank: int, size: int, root: str) -> list[float]:
             staged.append(sum(x.nbytes for x in copy["model"].values()) / (model.weight.nbytes + model.bias.nbytes))
             return copy
 
-    with Checkpointer(root, keep=99, stager=Counting(), leave=Leave(grace=None)) as keeper:
+    with Checkpointer(root, keep=99, stager=Counting(), preemption=Preemption(None)) as keeper:
         for step in range(1, 9):
             with torch.no_grad():
                 model.weight.fill_(step)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stagereg
-from stagereg.assembly import Checkpointer, Leave
+from stagereg.assembly import Checkpointer, Preemption
 from stagereg.base import record
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.store_target import StoreTarget
@@ -52,7 +52,7 @@ def test_a_value_logged_after_the_save_is_left_out_with_a_warning(
             reached.set()
             go_on.wait(30)
 
-    with watching(hold), Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
+    with watching(hold), Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         stagereg.log(1, loss=0.5)
         checkpointer.save(1, {"x": 1})
         assert reached.wait(30)
@@ -77,7 +77,7 @@ def test_a_step_that_is_saved_again_has_what_was_logged_meanwhile(tmp_path: Path
 
 
 def test_going_back_forgets_what_was_logged_on_the_way(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), leave=Leave(save_last=False)) as checkpointer:
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         checkpointer.save(1, {"x": 1})
         stagereg.log(2, loss=9.0)
         checkpointer.restore({"x": 0})
@@ -86,7 +86,7 @@ def test_going_back_forgets_what_was_logged_on_the_way(tmp_path: Path) -> None:
 
 
 def two_ranks(rank: int, world_size: int, root: str) -> None:
-    with Checkpointer(root, leave=Leave(grace=None)) as checkpointer:
+    with Checkpointer(root, preemption=Preemption(grace_period=None)) as checkpointer:
         stagereg.log(1, **{f"of_rank_{rank}": 1.0, "both": float(rank)})
         checkpointer.save(1, {"x": 1})
 

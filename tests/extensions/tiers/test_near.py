@@ -26,14 +26,13 @@ from stagereg.testing import run_ranks
 from ...support.programs import comes_true
 
 BOUND_S = 30.0
-STAYS = stagereg.Leave(save_last=False)
 
 
 def checkpointer(root: str, store: bool = False, **options: Any) -> Any:
     """Two ranks are two machines: each has a folder of its own."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=1)
-    options = {"every": 1 if store else 100, "leave": STAYS, **options}
+    options = {"every": 1 if store else 100, "save_last": False, **options}
     return stagereg.Checkpointer(f"{root}/store", tier=tier, **options)
 
 
@@ -91,7 +90,7 @@ def save_in_both(rank: int, world_size: int, root: str) -> list[Any]:
     saving.close()
     got: list[Any] = []
     for tier in (True, False):
-        other = checkpointer(root) if tier else stagereg.Checkpointer(f"{root}/store", leave=STAYS)
+        other = checkpointer(root) if tier else stagereg.Checkpointer(f"{root}/store", save_last=False)
         own = torch.zeros(2, dtype=torch.int64)
         with torch.no_grad():
             model.weight.zero_()
@@ -198,7 +197,7 @@ def end_without_store(rank: int, world_size: int, root: str) -> None:
         patched.setattr(Peer, "put", put)
         patched.setattr(CopyThread.close, "__defaults__", (0.0,))
         tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=1)
-        with stagereg.Checkpointer(None, tier=tier, leave=STAYS) as saving:
+        with stagereg.Checkpointer(None, tier=tier, save_last=False) as saving:
             saving.maybe_save(1, {"x": stagereg.per_rank(torch.ones(100_000))})
 
 

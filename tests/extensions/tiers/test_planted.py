@@ -42,8 +42,8 @@ def mine(tmp_path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def checkpointer(folder: Path, tier: Path, store: bool = True) -> Iterator[Any]:
     of = stagereg.build("tier", "disk", dir=str(tier), every=1, copies=0, keep=3)
-    where, stays = str(folder / "store") if store else None, stagereg.Leave(save_last=False)
-    with contextlib.closing(stagereg.Checkpointer(where, every=100, tier=of, leave=stays)) as it:
+    where = str(folder / "store") if store else None
+    with contextlib.closing(stagereg.Checkpointer(where, every=100, tier=of, save_last=False)) as it:
         yield it  # and no end in good order
 
 

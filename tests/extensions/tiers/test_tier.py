@@ -139,7 +139,7 @@ def test_a_step_of_the_tier_may_be_named_by_its_path_until_it_is_gone(tmp_path: 
 
 def test_a_save_that_is_called_for_at_a_step_of_the_tier_goes_to_the_store_too(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "store"), every=100, tier=tier_in(tmp_path)) as checkpointer:
-        assert checkpointer.due(1)
+        assert checkpointer.should_save(1)
         assert not checkpointer.goes_everywhere(1)
         checkpointer.save(1, {"x": 1})
         assert (checkpointer.goes_everywhere(1), checkpointer.saved) == (True, None)

@@ -89,7 +89,7 @@ def test_one_copy_serves_tier_and_store_and_is_given_back_once(tmp_path: Path) -
         resumed = stagereg.Checkpointer(
             str(tmp_path / "store"),
             tier=tier(tmp_path / ("other" if folder.name == "store" else "tier")),
-            leave=stagereg.Leave(save_last=False),
+            save_last=False,
         )
         got = {"value": torch.zeros(1000)}
         assert resumed.restore(got) == 1
@@ -114,7 +114,7 @@ def test_a_tier_without_room_leaves_the_store_alone(tmp_path: Path, caplog: pyte
 def lose_folder(rank: int, world_size: int, root: str) -> tuple[int, int]:
     """Lose the folder of the tier between two saves, as where a login ends and its memory is cleared."""
     folder, state = Path(root, "tier"), {"value": torch.ones(10) * rank}
-    with stagereg.Checkpointer(None, tier=tier(folder), leave=stagereg.Leave(save_last=False)) as checkpointer:
+    with stagereg.Checkpointer(None, tier=tier(folder), save_last=False) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.maybe_save(step, {"value": stagereg.per_rank(state["value"])})
             checkpointer.wait()
