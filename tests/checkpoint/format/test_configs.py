@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-import stagereg
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.configs import of_type
 from stagereg.checkpoint.format.encoding import decode, encode
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
+from tests.support.reading import opened
 
 TEXTS = st.sampled_from(["", "a", "${lr}", "${oc.env:HOME}", "${no_resolver:1}", "???", "x ${a.b} y"])
 VALUES = st.one_of(TEXTS, st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), st.binary(max_size=3))
@@ -74,8 +74,8 @@ def test_configs_come_back_anywhere_in_the_state(tmp_path: Path) -> None:
         assert OmegaConf.is_missing(each, "missing")
         assert OmegaConf.is_interpolation(each, "warmup_lr")
     assert found["none"] == DictConfig(None)
-    with stagereg.open_checkpoint(tmp_path) as opened:
-        assert isinstance(opened.entry("cfg"), DictConfig)
+    with opened(tmp_path) as checkpoint:
+        assert isinstance(checkpoint.entry("cfg"), DictConfig)
 
 
 def test_a_structured_config_gets_its_class_from_the_program(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import stagereg
 import stagereg.checkpoint.format.manifest as manifest
-import stagereg.checkpoint.save.committing as committing
 import stagereg.checkpoint.store.conditions as conditions
 from stagereg.checkpoint.format.damage import InaccessibleFile, VerificationResult
 from stagereg.checkpoint.format.encoding import Encoded, encode
@@ -26,6 +25,7 @@ from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.open_store import backend_of, open_store
 from stagereg.errors import CheckpointError
 from tests.support.places import PLACES, place
+from tests.support.reading import opened
 from tests.support.states import build
 
 
@@ -58,29 +58,6 @@ def test_an_index_that_does_not_fit_the_files_is_not_committed(tmp_path: Path) -
     assert restored(tmp_path) == 1
 
 
-def test_a_tier_gets_no_such_index_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tables = committing.tables
-
-    def shifted(*args: Any) -> dict[str, Any]:
-        found = tables(*args)
-        found["tensors"]["x"][2][0][1] += 1 << 30
-        return found
-
-    monkeypatch.setattr(committing, "tables", shifted)
-
-    def run() -> None:
-        tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
-        with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier, stager=build("blocking")) as each:
-            each.maybe_save(1, {"x": torch.ones(3)})
-
-    with pytest.raises(CheckpointError, match="lie outside of their file"):  # the last step, which goes to the store
-        run()
-    assert "lie outside of their file" in caplog.text
-    assert not [*(tmp_path / "tier").rglob("index.json")]
-
-
 @given(st.integers(190, 210), st.sampled_from(["list", "dict", "tensor", "tuple"]))
 @settings(max_examples=12, deadline=None)
 def test_deep_nesting_comes_back_or_is_refused_by_name(
@@ -97,7 +74,7 @@ def test_deep_nesting_comes_back_or_is_refused_by_name(
     if depth > 200:
         assert not [*root.glob("step-*")]
         return
-    with stagereg.open_checkpoint(root) as checkpoint:
+    with opened(root) as checkpoint:
         assert repr(checkpoint.entry("deep")) == repr(value)
 
 
@@ -155,7 +132,7 @@ def test_what_a_save_acknowledges_is_read_as_it_was_and_what_it_refuses_costs_no
         assert (steps(root), restored(root)) == ([1], 1)
         return
     assert steps(root) == [2]
-    with stagereg.open_checkpoint(root) as checkpoint:
+    with opened(root) as checkpoint:
         for name, value in state.items():
             assert repr(checkpoint.entry(name)) == repr(value)
 

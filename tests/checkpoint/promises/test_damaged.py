@@ -25,10 +25,19 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
-from ...extensions.recovery.test_crashes import save
 from ...support.faulty_storage import flip
 
 DATA = "__0_0.distcp"
+
+
+def state_of(step: float = 0.0) -> dict[str, Any]:
+    return {"x": torch.full((50,), float(step)), "n": step}
+
+
+def save(root: Path | str, *steps: int, keep: int = 9) -> None:
+    with Checkpointer(str(root), keep=keep, resume="never") as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state_of(step))
 
 
 def restore(root: Path, **options: Any) -> tuple[int | None, dict[str, Any]]:

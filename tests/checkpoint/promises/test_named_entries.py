@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
-import stagereg.extensions.diagnostics.first_save as first_save
 from stagereg.assembly import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -50,27 +48,3 @@ def partial(rank: int, world: int, folder: Path) -> str:
 def test_a_partial_tensor_is_named(world: int, tmp_path: Path) -> None:
     for text in run_ranks(partial, world, args=(tmp_path,)):
         assert "'n.x' cannot be saved: it is a DTensor of placements (Partial(sum),)" in text
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [(first_save, "leaves"), (first_save, "memory_of"), (first_save, "listed"), (first_save, "_variables")],
-)
-def test_a_check_that_fails_is_skipped_and_the_save_is_the_same(
-    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("a check that fails")
-
-    monkeypatch.setattr(module, name, fails)
-    monkeypatch.setattr(first_save.TensorKind, "fits", fails if name == "listed" else first_save.TensorKind.fits)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    with caplog.at_level(logging.DEBUG, logger="stagereg"), Checkpointer(tmp_path, every=1) as checkpointer:
-        checkpointer.save(1, {"model": model, "optimizer": optimizer, "n": 1})
-    assert [each for each in caplog.records if "skipped the check" in each.getMessage()]
-    monkeypatch.undo()
-    other = torch.nn.Linear(2, 2)
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore({"model": other, "optimizer": torch.optim.SGD(other.parameters()), "n": 0}) == 1
-    assert torch.equal(other.weight, model.weight)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import stagereg
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.errors import CheckpointError
-from stagereg.extensions.recovery.step_snapshot import _Notes
 from stagereg.testing import run_ranks
 from tests.checkpoint.state.test_optimizer_carries import error_of
 from tests.checkpoint.state.test_optimizer_carries import restore as restore_state
 from tests.checkpoint.state.test_optimizer_carries import save as save_state
+from tests.support.reading import opened
 from tests.support.states import KINDS, build
 from tests.support.subclasses import Codes
 
@@ -91,7 +91,7 @@ def restore(rank: int, world_size: int, root: str) -> list[bool]:
 @pytest.mark.parametrize("saved", [1, 2])
 def test_parts_are_taken_on_any_number_of_ranks(tmp_path: Path, saved: int) -> None:
     run_ranks(save, saved, args=(str(tmp_path),))
-    with stagereg.open_checkpoint(tmp_path, verify=True) as checkpoint:
+    with opened(tmp_path, verify=True) as checkpoint:
         assert torch.equal(checkpoint["values.x"], WHOLE)
         assert checkpoint["layer.weight"].shape == WHOLE.shape
     full = {"x": torch.empty(ROWS, COLUMNS), "zeros": torch.ones(ROWS, COLUMNS)}
@@ -146,7 +146,7 @@ def test_moments_without_attributes_are_split_as_their_parameter(
     tmp_path: Path, saved: int, world_size: int, grad: torch.Tensor
 ) -> None:
     assert all(run_ranks(save_adam, saved, args=(str(tmp_path), grad)))
-    with stagereg.open_checkpoint(tmp_path, verify=True) as checkpoint:
+    with opened(tmp_path, verify=True) as checkpoint:
         assert torch.equal(
             checkpoint["optimizer.state.weight.exp_avg"], adam(WHOLE, grad)[1].state_dict()["state"][0]["exp_avg"]
         )
@@ -182,7 +182,7 @@ def test_each_stager_keeps_the_attributes(tmp_path: Path, stager: str) -> None:
         for step in (1, 2):
             checkpointer.save(step, {"x": {"w": x}})
             checkpointer.wait()
-    with stagereg.open_checkpoint(tmp_path) as checkpoint:
+    with opened(tmp_path) as checkpoint:
         assert torch.equal(checkpoint["x.w"], WHOLE)
 
 
@@ -237,7 +237,3 @@ def test_attributes_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: 
 def test_parts_that_leave_a_hole_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'x\.w' do not make up"):
         save_state(tmp_path, x={"w": part_of(WHOLE, [range(0, 3), range(4, 8)])})
-
-
-def test_what_is_noted_at_the_end_of_a_step_is_a_part_too() -> None:
-    assert is_split(_Notes().of(part_of(WHOLE, [range(ROWS)])))

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import stagereg
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.errors import CheckpointError, StageregError
-from stagereg.extensions.interop.export import TensorOptions, export
 from stagereg.testing import run_ranks
 from tests.checkpoint.state.test_optimizer_carries import error_of, restore, save
+from tests.support.reading import opened
 from tests.support.states import KINDS as STAGERS
 from tests.support.states import build
 from tests.support.subclasses import Codes, Dense, Nested, Opaque, Whole, codes, nested
@@ -70,7 +70,7 @@ def test_each_stager_keeps_what_a_subclass_wraps(tmp_path: Path, kind: str, stag
     assert type(found) is type(made)
     assert same_bits(found, made)
     assert found.note == "kept"
-    with stagereg.open_checkpoint(tmp_path, verify=True) as checkpoint:
+    with opened(tmp_path, verify=True) as checkpoint:
         assert same_bits(checkpoint["x.w"], made)
         assert same_bits(checkpoint.entry("x")["w"], made)
 
@@ -86,32 +86,6 @@ def test_plain_torch_reads_them_too(tmp_path: Path, storage: str) -> None:
     dcp.load(wanted, checkpoint_id=str(tmp_path / "latest"))
     assert same_bits(wanted["x"]["w"], made)
     assert same_bits(restore(tmp_path, x={"w": None})["x"]["w"], made)
-
-
-def test_what_plain_torch_saved_is_not_rounded(tmp_path: Path) -> None:
-    large, small = codes(4, 30_000), codes(2)
-    dcp.save({"x": {"large": large}, "y": {"small": small}}, checkpoint_id=str(tmp_path), no_dist=True)
-    with stagereg.open_checkpoint(tmp_path) as checkpoint:
-        assert same_bits(checkpoint["x.large"], large)
-        with pytest.raises(CheckpointError, match=r"y\.small.*Codes"):
-            checkpoint["y.small"]
-
-
-def test_safetensors_refuses_them_by_name(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CheckpointError, match=r"'x\.w': it is a .*Codes.*use storage=.dcp"),
-        stagereg.Checkpointer(str(tmp_path), every=1, storage=stagereg.build("storage", "safetensors")) as checkpointer,
-    ):
-        checkpointer.save(1, {"x": {"w": codes(4)}})
-
-
-def test_a_file_of_their_own_keeps_them_or_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "a", x={"w": codes(4)})
-    with stagereg.open_checkpoint(tmp_path / "a") as checkpoint:
-        with pytest.raises(CheckpointError, match=r"cannot hold 'x\.w', a tensor that wraps others; write a \.pt"):
-            export(checkpoint, None, tmp_path / "all.safetensors", False, TensorOptions())
-        export(checkpoint, None, tmp_path / "all.pt", False, TensorOptions())
-    assert same_bits(torch.load(tmp_path / "all.pt", weights_only=True)["x"]["w"], codes(4))
 
 
 @pytest.mark.parametrize("stager", STAGERS)
@@ -246,7 +220,7 @@ def test_parts_under_fsdp2_come_back_on_as_many_ranks_and_on_others_where_that_c
     assert "in 2 parts" in refused
     assert stepped == "right"
     with (
-        stagereg.open_checkpoint(tmp_path) as checkpoint,
+        opened(tmp_path) as checkpoint,
         pytest.raises(CheckpointError, match="in 2 parts"),
     ):
         checkpoint["optimizer.state.weight.moment"]

@@ -22,6 +22,7 @@ from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.state.nested import Spreader
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.testing.ranks import run_ranks
+from tests.support.reading import opened
 
 Pair = namedtuple("Pair", "left right")
 
@@ -143,9 +144,9 @@ def test_a_run_continues_from_nested_objects_as_from_named_ones(tmp_path: Path) 
     ]
     assert [each.last_epoch for each in program["schedulers"]] == [2, 2]
     assert program["train"]["epoch"] == 2
-    with stagereg.open_checkpoint(tmp_path) as opened:
-        assert opened["nets.g.weight"].shape == (2, 2)
-        assert {"train.opt.g", "train.epoch", "schedulers.1"} <= {*opened.entries}
+    with opened(tmp_path) as checkpoint:
+        assert checkpoint["nets.g.weight"].shape == (2, 2)
+        assert {"train.opt.g", "train.epoch", "schedulers.1"} <= {*checkpoint.entries}
 
 
 def test_lists_of_modules_and_of_optimizers_stay_one_entry(tmp_path: Path) -> None:
@@ -155,8 +156,8 @@ def test_lists_of_modules_and_of_optimizers_stay_one_entry(tmp_path: Path) -> No
     ]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in stages]
     save(tmp_path, {"nets": {"stages": stages}, "train": {"opt": optimizers, "n": 1}})
-    with stagereg.open_checkpoint(tmp_path) as opened:
-        assert sorted(opened.entries) == ["nets.stages", "train.n", "train.opt"]
+    with opened(tmp_path) as checkpoint:
+        assert sorted(checkpoint.entries) == ["nets.stages", "train.n", "train.opt"]
 
 
 def test_a_checkpoint_with_a_plain_container_restores_objects_in_it(tmp_path: Path) -> None:
@@ -243,8 +244,8 @@ def test_a_dict_that_shrinks_between_steps_is_saved_as_it_is(tmp_path: Path) -> 
             c.maybe_save(step, state)
             if step == 2:
                 del state["all"]["b"], state["list"][1]
-    with stagereg.open_checkpoint(tmp_path) as opened:
-        assert sorted(opened.entries) == ["all.a", "list.0"]
+    with opened(tmp_path) as checkpoint:
+        assert sorted(checkpoint.entries) == ["all.a", "list.0"]
 
 
 # -- schedulers

@@ -30,6 +30,7 @@ import stagereg.checkpoint.format.manifest as manifest
 import stagereg.checkpoint.store.directory as local
 from stagereg import registry
 from stagereg.assembly import Checkpointer
+from stagereg.base.providers import has
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.protocol import name_of, named
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -44,7 +45,7 @@ from ...support.states import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-STORAGES = ("dcp", "safetensors")
+STORAGES = ("dcp", *["safetensors"] * has("interop"))
 each = pytest.mark.parametrize("storage", STORAGES)
 
 
@@ -278,13 +279,13 @@ def test_an_unregistered_storage_without_marks_reads_its_own(tmp_path: Path) -> 
 def test_storage_is_a_group_with_dcp_as_its_default(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
     chosen = []
-    for overrides in ([], ["storage=torch_dcp"], ["storage=safetensors"], ["storage=dcp", "storage.direct=never"]):
+    for overrides in ([], *([f"storage={name}"] for name in STORAGES), ["storage=torch_dcp"], ["storage.direct=never"]):
         with initialize_config_dir(str(tmp_path), version_base="1.3"):
             config = compose("app", [*overrides, f"checkpoint.dir={tmp_path}"])
         with stagereg.instantiate(config.checkpoint) as saving:
             saving.save(1, {"x": 1})
         chosen.append(json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"])
-    assert chosen == ["dcp", "torch_dcp", "safetensors", "dcp"]
+    assert chosen == ["dcp", *STORAGES, "torch_dcp", "dcp"]
 
 
 @pytest.fixture

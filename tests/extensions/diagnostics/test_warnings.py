@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import stagereg.extensions.diagnostics.first_save as first_save
 from stagereg.assembly import Checkpointer
+from stagereg.checkpoint.options import Restore
+from stagereg.stagers.blocking import BlockingStager
 from stagereg.testing import run_ranks
+from tests.checkpoint.promises.test_cast import HalfStager, IntStager, made, stepped
 
 from ...support.forks import run_forked
 
@@ -177,3 +182,48 @@ def test_a_program_that_does_not_close_its_checkpointer_is_told_at_its_end(
 ) -> None:
     done = run_forked(PROGRAM.format(body=body), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("was not closed")) == (code, times), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stager", "cast", "said"),
+    [
+        (HalfStager, False, r"HalfStager makes 8 .* model.0.weight \(bfloat16 \[8, 4\] in place of float32 .* 5 more"),
+        (HalfStager, True, ""),
+        (IntStager, True, r"makes 2 .* model.0.weight \(int32 \[8, 4\] .*\. Take another stager"),
+        (BlockingStager, False, ""),
+    ],
+)
+def test_the_first_save_names_what_restore_would_not_take(
+    stager: Any, cast: bool, said: str, tmp_path: Path, caplog: Any
+) -> None:
+    with Checkpointer(str(tmp_path), stager=stager(), restore=Restore(cast=cast)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, stepped(made()))
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(found) == bool(said)
+    assert all("restore() does not take" in each for each in found)
+    assert not said or re.search(said, found[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(first_save, "leaves"), (first_save, "memory_of"), (first_save, "listed"), (first_save, "_variables")],
+)
+def test_a_check_that_fails_is_skipped_and_the_save_is_the_same(
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a check that fails")
+
+    monkeypatch.setattr(module, name, fails)
+    monkeypatch.setattr(first_save.TensorKind, "fits", fails if name == "listed" else first_save.TensorKind.fits)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with caplog.at_level(logging.DEBUG, logger="stagereg"), Checkpointer(tmp_path, every=1) as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer, "n": 1})
+    assert [each for each in caplog.records if "skipped the check" in each.getMessage()]
+    monkeypatch.undo()
+    other = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"model": other, "optimizer": torch.optim.SGD(other.parameters()), "n": 0}) == 1
+    assert torch.equal(other.weight, model.weight)

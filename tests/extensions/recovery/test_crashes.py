@@ -29,21 +29,12 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, Preempted, Stopped
 from stagereg.extensions.recovery.crashes import crashes_in, is_in_order, is_out_of_memory
 from stagereg.testing.ranks import RankFailure, run_ranks
+from tests.checkpoint.promises.test_damaged import save, state_of
 
 from ...support.forks import run_forked
 from ...support.pages import Page
 
 NOTE = ".restored.json"
-
-
-def state_of(step: float = 0.0) -> dict[str, Any]:
-    return {"x": torch.full((50,), float(step)), "n": step}
-
-
-def save(root: Path | str, *steps: int, keep: int = 9) -> None:
-    with Checkpointer(str(root), keep=keep, resume="never") as checkpointer:
-        for step in steps:
-            checkpointer.save(step, state_of(step))
 
 
 def run_out(_: object = None) -> None:

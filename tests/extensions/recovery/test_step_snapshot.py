@@ -14,11 +14,13 @@ import torch
 
 import stagereg
 from stagereg.base.hooks import BEFORE_STEPS
+from stagereg.checkpoint.format.split_tensors import is_split
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import ResumableSampler
 from stagereg.errors import CheckpointError
-from stagereg.extensions.recovery.step_snapshot import StepSnapshot
+from stagereg.extensions.recovery.step_snapshot import StepSnapshot, _Notes
+from tests.checkpoint.promises.test_split_tensors import ROWS, WHOLE, part_of
 from tests.support.subclasses import codes
 
 
@@ -277,3 +279,7 @@ def test_a_snapshot_that_is_held_for_a_save_is_not_closed() -> None:
     whole.hold()
     assert not whole.close()
     assert whole._seen is not None
+
+
+def test_a_part_of_a_larger_tensor_is_noted_as_one() -> None:
+    assert is_split(_Notes().of(part_of(WHOLE, [range(ROWS)])))

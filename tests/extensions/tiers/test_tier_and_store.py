@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import stagereg
+import stagereg.checkpoint.save.committing as committing
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.errors import CheckpointError
 from stagereg.stagers.pinned_cached import PinnedCachedStager
 from stagereg.testing import run_ranks
 
@@ -129,3 +131,28 @@ def test_ranks_go_on_where_the_folder_of_their_tier_vanishes(tmp_path: Path) -> 
     for saves, parts in run_ranks(lose_folder, 2, args=(str(tmp_path),), timeout_s=60):
         assert saves == 3
         assert parts == 4
+
+
+def test_a_tier_gets_no_such_index_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = committing.tables
+
+    def shifted(*args: Any) -> dict[str, Any]:
+        found = tables(*args)
+        found["tensors"]["x"][2][0][1] += 1 << 30
+        return found
+
+    monkeypatch.setattr(committing, "tables", shifted)
+
+    def run() -> None:
+        tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
+        with stagereg.Checkpointer(
+            str(tmp_path / "store"), every=10, tier=tier, stager=stagereg.build("stager", "blocking")
+        ) as each:
+            each.maybe_save(1, {"x": torch.ones(3)})
+
+    with pytest.raises(CheckpointError, match="lie outside of their file"):  # the last step, which goes to the store
+        run()
+    assert "lie outside of their file" in caplog.text
+    assert not [*(tmp_path / "tier").rglob("index.json")]
