@@ -1,8 +1,4 @@
-"""Describes crashed processes and exceptions (signal or error, innermost user frame) for error messages.
-
-It reads what the standard library's ``faulthandler`` and ``traceback`` have written. Starting, watching and ending
-processes is left to its callers.
-"""
+"""Describes exceptions, with the innermost frame of the user, and names signals."""
 
 from __future__ import annotations
 
@@ -31,17 +27,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def innermost_frame(dump: str) -> str:
-    """Where a plugin was when ``faulthandler`` wrote ``dump``, ``"stage (mine.py:7)"``; empty without a stack.
-
-    The running thread comes first. Frames of Python, torch, pytest and stagereg are passed over for their callers.
-    """
-    frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
-    frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
-    own = [frame for frame in frames if not _is_foreign(frame[0])]
-    return next((f"{function} ({file}:{line})" for file, line, function in own or frames), "")
-
-
 def summarize_exception(error: BaseException, *but: str) -> str:
     """An exception and where it came from, ``"ValueError: no licence (mine.py:7)"``; not from the files ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
@@ -53,22 +38,10 @@ def summarize_exception(error: BaseException, *but: str) -> str:
 def place_of(error: BaseException, *but: str) -> str:
     """Return where an exception came from, ``"mine.py:7"``, not from the files ``but``; empty without a place."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
-    own = [frame for frame in frames if not _is_foreign(frame.filename)]
+    own = [frame for frame in frames if not is_foreign(frame.filename)]
     # The text of a syntax error names the file already.
     here = own or [f for f in frames if not f.filename.startswith("<") and not isinstance(error, SyntaxError)]
     return f"{here[-1].filename}:{here[-1].lineno}" if here else ""
-
-
-def summarize(text: str) -> str:
-    """How a rank ended, in a line, of its text in ``RankFailure.failed``: its error; or the signal and where it was."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
-    if "before it returned" not in lines[0]:
-        return lines[-1]  # of a traceback
-    uncaught = [line for line in lines[1:] if line.startswith("what():")]
-    errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
-    summary = ": ".join([lines[0], *(uncaught or errors)[-1:]])
-    frame = innermost_frame(text)
-    return f"{summary}, in {frame}" if frame else summary
 
 
 def format_error(error: BaseException) -> str:
@@ -91,7 +64,8 @@ def describe_after(error: BaseException, known: BaseException | None) -> str:
     return f"{step[0]}, for the same reason as step {other[1]}."
 
 
-def _is_foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
+    """Return whether a file is one of Python, torch, pytest or stagereg."""
     packages = next((part for part in _PACKAGES if f"/{part}/" in file), "")
     standard = file.startswith(("<", sysconfig.get_path("stdlib"))) and not packages
     theirs = any(f"/{packages}/{name}/" in file for name in ("torch", "_pytest", "pluggy"))

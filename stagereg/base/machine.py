@@ -17,7 +17,6 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
@@ -55,29 +54,6 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def describe(device: str) -> dict[str, Any]:
-    """Versions, processor, cores, the load before the run (1, 5 and 15 minutes), and on ``cuda`` device and driver."""
-    import torch
-
-    from stagereg.base.version import __version__
-
-    found: dict[str, Any] = {
-        "stagereg": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "libc": " ".join(platform.libc_ver()),
-        "cpu": _processor(),
-        "cores": cores(),
-        "load": list(os.getloadavg()),
-        "torch_threads": torch.get_num_threads(),
-        TUNABLES: os.environ.get(TUNABLES, ""),
-    }
-    if device != "cpu":
-        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": _driver()}
-    return found
-
-
 def memory(figure: str) -> int:
     """Return a figure of this process's memory in bytes, such as ``"VmRSS"``.
 
@@ -105,13 +81,6 @@ def ranks_here(world_size: int) -> int:
     if variables.get("SLURM_NTASKS") == str(world_size):
         return min(world_size, int(variables.get("SLURM_NTASKS_PER_NODE", world_size)))
     return world_size
-
-
-def noise_warning(load: float, cores: int) -> str:
-    """Return a line that says so if a 1-minute load average of ``load`` makes for noisy figures, or nothing."""
-    if load <= cores / 2:
-        return ""
-    return f"The machine is busy (load {load:.1f} on {cores} cores): the figures will be noisy."
 
 
 def boot_id() -> str:
@@ -146,15 +115,3 @@ def file_system(folder: Path) -> str:
 def is_on_network(folder: Path) -> bool:
     """Whether ``folder`` lies in a network file system, by the type of its mount."""
     return _NETWORK.fullmatch(file_system(folder)) is not None
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _driver() -> str:
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return ""

@@ -7,15 +7,13 @@ files of other people are shown too. Nothing heavy is imported.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import math
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stagereg.errors import printable
@@ -31,41 +29,6 @@ _COLOURS = {
 """Styles of verdicts on a terminal; any other text is plain."""
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 """What a terminal has for each part of a style (ECMA-48)."""
-
-
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    help_: str,
-    run: Callable[[argparse.Namespace], int],
-    more: str = "",
-) -> argparse.ArgumentParser:
-    """Add a command with ``--json``, which ``run`` takes, and return its parser; ``more`` is for its own help."""
-    parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}")
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
-    return parser
-
-
-def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
-    """Return a ``type`` for an option: a number above 0, or 0 too, as ``read`` makes it or raises ``ValueError``."""
-
-    def checked(text: str) -> Any:
-        try:
-            number = read(text)
-        except ValueError as error:  # of which the project's ConfigError is one
-            raise argparse.ArgumentTypeError(str(error)) from error
-        if not 0 < number < math.inf and not (or_zero and number == 0):
-            raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
-        return number
-
-    return checked
-
-
-def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--timeout`` to a command: seconds for ``what``."""
-    help_ = f"seconds {what}, %(default)g"
-    parser.add_argument("--timeout", type=above_zero(float), default=60.0, metavar="S", help=help_)
 
 
 def echo(text: str = "", style: str = "") -> None:
@@ -100,23 +63,6 @@ def json_numbers(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [json_numbers(value) for value in data]
     return str(data) if isinstance(data, float) and not math.isfinite(data) else data
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what is printed meanwhile: imported components may print, and a JSON document must stay alone.
-
-    This holds for C and for child processes too, so no other thread may print meanwhile.
-    """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def progress(what: str = "") -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from stagereg.base.number_text import decimal
 from stagereg.base.output import warn
+from stagereg.bench.environment import describe, noise_warning
 from stagereg.bench.measure import interleave, peaks, quiet
 from stagereg.errors import ConfigError, nearest
 
@@ -72,12 +73,12 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: something that was asked for cannot be had; nothing was measured.
     """
     rows = _check(asked)
-    import stagereg.base.machine as machine
     import stagereg.bench.report as report
+    from stagereg.base.machine import file_system
 
-    environment = machine.describe(asked.device)
-    notes = [machine.noise_warning(environment["load"][0], environment["cores"])]
-    if "dir" in asked and machine.file_system(Path(asked.dir)) in ("tmpfs", "ramfs"):
+    environment = describe(asked.device)
+    notes = [noise_warning(environment["load"][0], environment["cores"])]
+    if "dir" in asked and file_system(Path(asked.dir)) in ("tmpfs", "ramfs"):
         notes.append(f"--dir {asked.dir} is memory, not a disk: the figures are not those of a disk.")
     notes = [note for note in notes if note]
     for note in notes:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagereg.base.number_text import counted, parameter_text, percent
 from stagereg.errors import MALFORMED, ConfigError, few_of
+from stagereg.sweep.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
 
 _LIMIT = re.compile(r"worse:(\d+(?:\.\d+)?)%")

@@ -22,6 +22,7 @@ from pathlib import Path
 import stagereg.base.output as output
 import stagereg.registry as registry
 from stagereg.base.installed import DISTRIBUTION, normalized, unmet
+from stagereg.commands.arguments import add_command, add_timeout
 from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
@@ -41,9 +42,9 @@ Case = dict[str, str]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
-    parser = output.add_command(commands, "check", help_, run)
+    parser = add_command(commands, "check", help_, run)
     parser.add_argument("target", help=_TARGET)
-    output.add_timeout(parser, "that each promise may take, besides the waits that its contract limits")
+    add_timeout(parser, "that each promise may take, besides the waits that its contract limits")
 
 
 def run(asked: argparse.Namespace) -> int:

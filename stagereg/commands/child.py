@@ -20,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stagereg.base.crash_report import innermost_frame, signal_name, summarize_exception
+from stagereg.base.crash_report import signal_name, summarize_exception
 from stagereg.base.machine import end_with
 from stagereg.errors import StageregError
+from stagereg.testing.crash_text import innermost_frame
 
 _CHILD = f"import sys; from {__name__} import answer; answer(int(sys.argv[1]), *sys.argv[2:])"
 _GRACE_S = 2.0  # seconds that a process that hangs gets to dump its stack

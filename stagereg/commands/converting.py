@@ -14,6 +14,7 @@ from pathlib import Path
 import stagereg.base.output as output
 from stagereg.base.sizes import ByteSize
 from stagereg.checkpoint.format.damage import VerificationResult
+from stagereg.commands.arguments import add_command
 from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError, listed
 
@@ -26,7 +27,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "It does not matter how many ranks saved it. A .pt has all of the state and is made in memory; a .safetensors "
         "has the tensors, and is made piece by piece. --dtype and --max-shard-size are for a .safetensors."
     )
-    parser = output.add_command(commands, "convert", help_, run, more)
+    parser = add_command(commands, "convert", help_, run, more)
     parser.add_argument("checkpoint", help="one checkpoint, or a directory of them (its newest good one); path or URL")
     parser.add_argument("out", help="the file: OUT.pt, OUT.pth or OUT.safetensors")
     parser.add_argument("--only", metavar="NAME", help="only this name of the state, such as model, as it is by itself")

@@ -25,6 +25,7 @@ import stagereg.registry as registry
 from stagereg.base.installed import DISTRIBUTION
 from stagereg.base.output import size_text
 from stagereg.base.version import __version__
+from stagereg.commands.arguments import add_command, add_timeout
 from stagereg.commands.child import call_in_child
 
 _TORCH_LIMIT_S = 120.0  # seconds for PyTorch, whose first import from a network disk takes its time
@@ -40,9 +41,9 @@ class Finding(NamedTuple):
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = output.add_command(commands, "doctor", "look at versions, limits, disks and plugins: what is broken?", run)
+    parser = add_command(commands, "doctor", "look at versions, limits, disks and plugins: what is broken?", run)
     parser.add_argument("--dir", default=".", help="a directory that checkpoints go to; the current one if not given")
-    output.add_timeout(parser, "for importing each plugin")
+    add_timeout(parser, "for importing each plugin")
 
 
 def run(asked: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from stagereg.base.durations import seconds_of
-from stagereg.base.output import above_zero, warn
+from stagereg.base.output import warn
 from stagereg.base.small_files import UnfitFileError
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import FOLLOWED, Checkpoint, plain_name
@@ -28,6 +28,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import with_those_of_torch
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import open_store
+from stagereg.commands.arguments import above_zero
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, ConfigError, printable
 
 _WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself

@@ -24,19 +24,20 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.store.open_store import open_store
+from stagereg.commands.arguments import add_command
 from stagereg.errors import CheckpointError
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL; or that of a tier (tier.dir)"
     listing = "list the checkpoints of a directory, or what a tier has on this machine, and who writes there"
-    parser = output.add_command(commands, "ls", listing, list_checkpoints)
+    parser = add_command(commands, "ls", listing, list_checkpoints)
     parser.add_argument("directory", help=help_)
     more = parser.add_mutually_exclusive_group()
     more.add_argument("--verify", action="store_true", help="read the content of every file too")
     help_leftovers = "delete what killed runs have left half-written, uploads in parts too, and list that instead"
     more.add_argument("--leftovers", action="store_true", help=help_leftovers)
-    parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
+    parser = add_command(commands, "verify", "check whether checkpoints are what was written", verify)
     parser.add_argument("directory", help=help_)
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
 

@@ -7,23 +7,26 @@ Listing imports none of them, showing imports the one. ``--plugins`` imports mod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 
 import stagereg.base.output as output
 import stagereg.registry as registry
+from stagereg.commands.arguments import add_command
 from stagereg.errors import UnknownNameError, nearest
 from stagereg.registry import Entry
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "list the stagers, storages, join hooks and joinables there are"
-    parser = output.add_command(commands, "list", help_, list_components)
+    parser = add_command(commands, "list", help_, list_components)
     parser.add_argument("kind", nargs="?", default="", help=f"only this kind: {', '.join(registry.kinds())}")
     add_plugins_option(parser)
     help_ = "show one component: options, arguments, doc, where it is defined"
-    parser = output.add_command(commands, "show", help_, show)
+    parser = add_command(commands, "show", help_, show)
     parser.add_argument("component", help="kind/name, as in stager/pinned_cached, or the name alone if one kind has it")
     add_plugins_option(parser)
 
@@ -43,7 +46,7 @@ def import_plugins(asked: argparse.Namespace) -> None:
     import stagereg.config.plugins as plugins
 
     sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
-    with output.stdout_to_stderr():
+    with _stdout_to_stderr():
         plugins.from_config(OmegaConf.create({"plugins": modules}), "--plugins")
 
 
@@ -67,7 +70,7 @@ def list_components(asked: argparse.Namespace) -> int:
 def show(asked: argparse.Namespace) -> int:
     import_plugins(asked)
     entry = find(asked.component)
-    with output.stdout_to_stderr():
+    with _stdout_to_stderr():
         from stagereg.commands.describe import describe
 
         shown = describe(entry)
@@ -109,3 +112,20 @@ def find(text: str) -> Entry:
         f"No component named {text!r}.{near}\n`stagereg list` lists what there is; --plugins "
         "MODULE imports a module first."
     )
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr what is printed meanwhile: imported components may print, and a JSON document must stay alone.
+
+    This holds for C and for child processes too, so no other thread may print meanwhile.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -19,8 +19,8 @@ import stagereg.commands.baseline as baseline
 import stagereg.commands.several as several
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
-from stagereg.base.number_text import counted, percent, quantity, shown
 from stagereg.base.overrides import by_key
+from stagereg.commands.arguments import add_command
 from stagereg.commands.baseline import Change
 from stagereg.commands.goodput import PHASES, Goodput, failures, goodput, starts
 from stagereg.errors import ConfigError, printable
@@ -28,6 +28,7 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.metric import METRICS, RETURNED, metric
+from stagereg.sweep.number_text import counted, percent, quantity, shown
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of
 from stagereg.sweep.run import RankRecord, Run, Started
@@ -47,9 +48,7 @@ _CODES = (
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "show a run or a sweep again: tables, and of a sweep pictures and an HTML page"
-    parser = output.add_command(
-        commands, "report", help_, run, f"With --json it writes files only with --output. {_CODES}"
-    )
+    parser = add_command(commands, "report", help_, run, f"With --json it writes files only with --output. {_CODES}")
     parser.add_argument(
         "directories",
         nargs="+",

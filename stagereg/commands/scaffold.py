@@ -19,6 +19,7 @@ from pathlib import Path
 import stagereg.base.output as output
 import stagereg.registry as registry
 from stagereg.base.spec import with_article
+from stagereg.commands.arguments import add_command
 from stagereg.errors import ConfigError
 
 _MODULES = {
@@ -71,7 +72,7 @@ _README = """# {distribution}
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "make a package for a new plugin: typed, documented, with its contract, green at once; or a program"
-    parser = output.add_command(commands, "new", help_, run)
+    parser = add_command(commands, "new", help_, run)
     kinds = (*_MODULES, _PROGRAM)
     parser.add_argument("kind", choices=kinds, help="what it is to be: %(choices)s", metavar="kind")
     name = "what users choose a plugin by, as in stager=NAME, or a program's folder; lower-case letters, digits and '_'"

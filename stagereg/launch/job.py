@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 from stagereg.base.address import is_one_machine, listen, loopback
+from stagereg.errors import LaunchError
 from stagereg.launch.extension import RankExtension, answers, mark, rank_extensions
+from stagereg.launch.run_store import GATHER_S, await_key
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,31 @@ def open_store(rank: int, world_size: int) -> Any:
                 own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
                 return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
     return next(iter(rendezvous("env://")))[0]
+
+
+def name_attempt(store: Any, rank: int, world_size: int) -> str:
+    """Return the name of this attempt, the same on all its ranks and of no earlier one on ``store``.
+
+    Elastic's restart count is not a name: an agent that follows the restart of another agent does not count it. So each
+    process draws a number, and rank 0's is the name. Rank 0 answers every number drawn until all ranks have read an
+    answer; an answer to a process of an earlier attempt is read by none.
+    """
+    mine = store.add("drawn", 1)
+    if rank > 0:
+        await_key(store, f"answer/{mine}", "rank 0 did not start")
+        name: str = store.get(f"answer/{mine}").decode()
+        store.add(f"received/{name}", 1)
+        return name
+    answered, deadline = 0, time.monotonic() + GATHER_S
+    while (received := store.add(f"received/{mine}", 0)) < world_size - 1:
+        drawn = store.add("drawn", 0)
+        for number in range(answered + 1, drawn + 1):
+            store.set(f"answer/{number}", str(mine))
+        answered = drawn
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
+        time.sleep(0.01)
+    return str(mine)
 
 
 def run_recorded(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -27,8 +28,7 @@ from stagereg.launch.command_line import CommandLine
 from stagereg.launch.extension import Again, Attempt, End, Exit, LaunchExtension, Start, answers, first
 from stagereg.launch.local_ranks import LocalRanks
 from stagereg.launch.progress import Progress
-from stagereg.launch.rank import ATTEMPT, LAUNCHER
-from stagereg.launch.run_secret import SECRET, agreed_secret, new_secret
+from stagereg.launch.rank import ATTEMPT, LAUNCHER, SECRET
 from stagereg.launch.run_store import NEXT_START, TIME_TO_END, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
@@ -158,9 +158,7 @@ def _end(end: End, why: str, code: int | None) -> NoReturn:
 def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
     """The environment of this task's ranks: each takes one core, as processes share the cores."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if task.is_one_machine and sys.platform == "linux" else {}
-    secret = os.environ.get(SECRET, "")
-    if task.count > 1:
-        secret = agreed_secret(store, task.index, task.count, secret)
+    secret = {SECRET: secrets.token_hex(32)} if task.count == 1 and not os.environ.get(SECRET) else {}
     return {
         "OMP_NUM_THREADS": "1",
         **loopback,
@@ -171,6 +169,6 @@ def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": task.host,
         "MASTER_PORT": str(store.port),
-        SECRET: secret or new_secret(),
+        **secret,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import sys
 import weakref
 from collections.abc import Callable
@@ -26,8 +27,7 @@ from stagereg.launch.exits import print_exit
 from stagereg.launch.extension import begin, expect_installed, launch_extensions, mark
 from stagereg.launch.job import run_recorded
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.rank import Rank, alone, is_rank
-from stagereg.launch.run_secret import SECRET, new_secret
+from stagereg.launch.rank import SECRET, Rank, alone, is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
@@ -98,7 +98,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         if rank is not None:
             _follow(rank)
         elif parsed(sys.argv[1:]).multirun:  # the tasks of a scheduler's job inherit it, and tell it to no store
-            os.environ.setdefault(SECRET, new_secret())
+            os.environ.setdefault(SECRET, secrets.token_hex(32))
         _run_hydra(job, arguments)
         if rank is not None and rank.launched:  # the rest of the script is the launcher's
             sys.exit()

@@ -37,12 +37,14 @@ from stagereg.errors import (
 from stagereg.launch.agreed_values import VALUES, resolved, take
 from stagereg.launch.exits import print_exit
 from stagereg.launch.extension import Cause, RankExtension, answers, first, mark, rank_extensions
-from stagereg.launch.job import for_json, open_store, process_group, run_recorded
-from stagereg.launch.run_store import RunStore, name_attempt
+from stagereg.launch.job import for_json, name_attempt, open_store, process_group, run_recorded
+from stagereg.launch.run_store import RunStore
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
 ATTEMPT = "STAGEREG_ATTEMPT"  # the environment variable with how often it has started the run again
+SECRET = "STAGEREG_SECRET"
+"""The environment variable with the secret of a run: the same text on all its ranks, or on none."""
 _LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
 _EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
 _TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving

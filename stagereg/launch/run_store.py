@@ -1,8 +1,7 @@
 """What the ranks of a run, and the launcher if there is one, write for each other into torch's store.
 
 ``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with a
-prefix of its own, so that no rank reads a key of one that has died. Elastic's restart count cannot be that prefix: an
-agent that follows the restart of another agent does not count it (:func:`name_attempt`).
+prefix of its own, so that no rank reads a key of a process that has died.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any
 
 import stagereg.base.record as record
 from stagereg.errors import LaunchError
-from stagereg.launch.run_secret import GATHER_S, await_key
 
+GATHER_S = 600  # seconds in which the ranks of a run may start one after another
 STEPPED = "stepped"  # the key that a rank sets when it takes its first step
 NEXT_START = "next start"  # the key of what rank 0 publishes of the next start, if that skips the newest checkpoint
 TIME_TO_END = "time to end"  # the key of the seconds that ranks may take to end once one has died
@@ -106,25 +106,13 @@ class RunStore:
         return value
 
 
-def name_attempt(store: Any, rank: int, world_size: int) -> str:
-    """The name of this attempt, the same on all its ranks and of no earlier one on ``store``.
+def await_key(store: Any, key: str, failure: str) -> None:
+    """Wait for a key of a store.
 
-    Each process draws a number, and rank 0's is the name. Rank 0 answers every number drawn until all ranks have read
-    an answer; one to a process of an earlier attempt is read by none.
+    Raises:
+        LaunchError: it does not come in :data:`GATHER_S` seconds; ``failure`` says what that means.
     """
-    mine = store.add("drawn", 1)
-    if rank > 0:
-        await_key(store, f"answer/{mine}", "rank 0 did not start")
-        name: str = store.get(f"answer/{mine}").decode()
-        store.add(f"received/{name}", 1)
-        return name
-    answered, deadline = 0, time.monotonic() + GATHER_S
-    while (received := store.add(f"received/{mine}", 0)) < world_size - 1:
-        drawn = store.add("drawn", 0)
-        for number in range(answered + 1, drawn + 1):
-            store.set(f"answer/{number}", str(mine))
-        answered = drawn
-        if time.monotonic() > deadline:
-            raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
-        time.sleep(0.01)
-    return str(mine)
+    try:
+        store.wait([key], timedelta(seconds=GATHER_S))
+    except RuntimeError as error:
+        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from stagereg.base.address import listen
 from stagereg.errors import LaunchError
-from stagereg.launch.run_secret import GATHER_S
+from stagereg.launch.run_store import GATHER_S
 
 _PORTS = range(20_000, 32_000)  # below those that systems give to outgoing connections
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagereg.base.number_text import counted, parameter_text, percent
 from stagereg.sweep.cell import EQUAL, FEW
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, metric
+from stagereg.sweep.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import FEWEST
 
 _CLAIMS = {

@@ -24,19 +24,19 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-import stagereg.base.machine as machine
 import stagereg.base.record as record
 from stagereg.base.crash_report import format_error
-from stagereg.base.number_text import counted
 from stagereg.base.output import echo, warn
 from stagereg.base.overrides import SWEEP_KEYS, raw, split
 from stagereg.base.version import __version__
+from stagereg.bench.environment import describe
 from stagereg.errors import ConfigError, StageregError
 from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import directed, lacking, least_difference, usual
+from stagereg.sweep.number_text import counted
 from stagereg.sweep.plan import PLAN, Plan
 from stagereg.sweep.result import JobResult, is_completed, jobs_in
 from stagereg.sweep.reuse import as_saved, fingerprint, flat, held
@@ -255,7 +255,7 @@ def _environment(run: Run | None) -> dict[str, Any]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    return machine.describe(device) | (run.environment if run else {})
+    return describe(device) | (run.environment if run else {})
 
 
 def _error_text(error: Exception) -> str:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagereg.base.number_text import percent
+from stagereg.sweep.number_text import percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, least_p_value, p_value
 
 EQUAL, FEW = "the figures are equal", "there are fewer than 4 runs"  # reasons why rows tie without a test

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stagereg.base.number_text import counted, parameter_text, percent
 from stagereg.base.overrides import by_key
 from stagereg.errors import ConfigError, few_of
 from stagereg.sweep.cell import Cell, ties
 from stagereg.sweep.metric import Metric, columns, directed, least_difference
+from stagereg.sweep.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import JobResult
 

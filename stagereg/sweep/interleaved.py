@@ -25,10 +25,10 @@ from hydra.core.override_parser.types import Override
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from stagereg.base.number_text import counted
 from stagereg.base.output import warn
 from stagereg.base.overrides import SWEEP_KEYS, Identity, gives_resume, raw
 from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
+from stagereg.sweep.number_text import counted
 from stagereg.sweep.plan import Plan, PlannedJob, command_to_continue
 from stagereg.sweep.result import RESULT, JobResult, is_completed, jobs_in
 from stagereg.sweep.reuse import Reuse, SweepError, as_saved, expect_own, flat, held

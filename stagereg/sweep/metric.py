@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from stagereg.base.number_text import quantity
 from stagereg.errors import ConfigError, nearest
+from stagereg.sweep.number_text import quantity
 
 RETURNED = "returned."  # what the name of a figure begins with that a task returns in a dict
 DIRECTIONS = {"minimize": "lower", "maximize": "higher"}  # as Hydra's sweepers name them

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from stagereg.base.number_text import duration
 from stagereg.base.overrides import Identity, quoted
 from stagereg.base.record import plain
 from stagereg.errors import MALFORMED, ConfigError
 from stagereg.launch.command_line import CommandLine
 from stagereg.sweep.files import is_whole, json_of
+from stagereg.sweep.number_text import duration
 from stagereg.sweep.result import OVERRIDES, RESULT, JobResult, write_whole
 
 PLAN = "sweep.json"

@@ -52,7 +52,7 @@ class JobResult:
     returned: Any = None  # what the task returned, as JSON has it
     figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`
     versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
-    environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.base.machine.describe`
+    environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.bench.environment`
     command: str = ""  # the command line that runs this job alone; empty if unknown
     resumed: int | None = None  # the step that it resumed from; `None` if it began at the beginning
 

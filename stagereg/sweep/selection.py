@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stagereg.base.number_text import counted
 from stagereg.errors import ConfigError
 from stagereg.sweep.comparison import Comparison, compare
 from stagereg.sweep.files import yaml_of
 from stagereg.sweep.metric import columns, lacking, usual
 from stagereg.sweep.metric import metric as metric_of
+from stagereg.sweep.number_text import counted
 from stagereg.sweep.plan import Plan, Progress
 from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
 

@@ -16,9 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from stagereg.base.crash_report import summarize, summarize_exception
+from stagereg.base.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError
 from stagereg.testing import ranks
+from stagereg.testing.crash_text import summarize
 from stagereg.testing.ranks import RankFailure, run_ranks
 
 T = TypeVar("T")

@@ -29,11 +29,12 @@ from torch.distributed.distributed_c10d import _world
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from stagereg.base.crash_report import innermost_frame, summarize, summarize_exception
+from stagereg.base.crash_report import summarize_exception
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.join.context import Join
 from stagereg.kernel.broken import is_lost_connection
 from stagereg.kernel.channel import resources_of
+from stagereg.testing.crash_text import innermost_frame, summarize
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import limited, new_group
 

@@ -32,11 +32,6 @@ def test_the_threshold_is_set_unless_the_user_has_set_it(monkeypatch: pytest.Mon
     assert tunables({}) == {}
 
 
-@pytest.mark.parametrize(("load", "cores", "noisy"), [(1.01, 2, True), (1.0, 2, False), (8.0, 64, False)])
-def test_a_load_above_half_of_the_cores_is_called_noisy(load: float, cores: int, noisy: bool) -> None:
-    assert bool(machine.noise_warning(load, cores)) is noisy
-
-
 def test_the_file_system_of_a_folder_is_the_innermost_mount(tmp_path: Path) -> None:
     assert machine.file_system(Path("/proc/self")) == "proc"
     assert machine.file_system(tmp_path) not in ("", "proc")

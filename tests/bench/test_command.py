@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stagereg import cli
+from stagereg.bench.environment import noise_warning
 
 from ..support.benched import bench, rows_by_group
 
@@ -131,3 +132,8 @@ def test_a_row_that_fails_is_an_exit_code(
     out = capsys.readouterr().out
     assert "failed: OSError: out of luck y y" in out
     assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(("load", "cores", "noisy"), [(1.01, 2, True), (1.0, 2, False), (8.0, 64, False)])
+def test_a_load_above_half_of_the_cores_is_called_noisy(load: float, cores: int, noisy: bool) -> None:
+    assert bool(noise_warning(load, cores)) is noisy

@@ -116,9 +116,9 @@ def _tests_of(file: Path) -> dict[str, Any]:
 
 
 def _machine(device: str, scale: float, rounds: int) -> dict[str, Any]:
-    import stagereg.base.machine as machine
+    from stagereg.bench.environment import describe
 
-    found = {"host": platform.node(), **machine.describe(device)}
+    found = {"host": platform.node(), **describe(device)}
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
     with contextlib.suppress(OSError):
         answer = subprocess.run([*query, "--format=csv"], capture_output=True, text=True, timeout=60, check=False)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from stagereg import registry
+from stagereg.commands.listing import _stdout_to_stderr
 
 from .checkpoint_directories import save
 from .conftest import GOOD, Command, Install
@@ -92,3 +96,15 @@ def test_a_module_of_this_directory_can_be_named(tmp_path: Path) -> None:
     assert missed.stderr.startswith("stagereg: --plugins names the plugin 'mine_lsted', which cannot be imported. Did ")
     assert "mine_listed" in missed.stderr
     assert "opcode" not in asked("list", "--plugins", "nope").stderr, "no module of Python itself"
+
+
+def test_other_output_of_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(KeyError), _stdout_to_stderr():
+        print("python")
+        os.write(1, b"c\n")
+        subprocess.run([sys.executable, "-S", "-c", "print('child')"], check=True)
+        raise KeyError  # what goes wrong meanwhile must not leave it there
+    print("document")
+    printed = capfd.readouterr()
+    assert printed.out == "document\n"
+    assert sorted(printed.err.split()) == ["c", "child", "python"]

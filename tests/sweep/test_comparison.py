@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from stagereg.base.number_text import parameter_text
 from stagereg.errors import ConfigError
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
 from stagereg.sweep.comparison import Comparison, ComparisonRow, compare
+from stagereg.sweep.number_text import parameter_text
 from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import JobResult, results
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stagereg.base.number_text import shown
 from stagereg.errors import ConfigError
 from stagereg.sweep.metric import directed, least_difference, metric, usual
+from stagereg.sweep.number_text import shown
 
 
 def test_an_unknown_metric_is_reported_with_the_nearest() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.base.number_text import duration
 from stagereg.errors import ConfigError
+from stagereg.sweep.number_text import duration
 from stagereg.sweep.plan import PLAN, Plan, PlannedJob, Progress, command_to_continue
 from stagereg.sweep.result import jobs_in
 from stagereg.sweep.reuse import held

@@ -14,6 +14,7 @@ from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import ENDED
 from stagereg.extensions.recovery.rank_failure import EmergencySave, of_process
 from stagereg.extensions.recovery.restarts import Restarts
+from stagereg.extensions.recovery.run_secret import agreed_secret, given_secret
 from stagereg.extensions.recovery.warm import WarmProcess, WarmStart
 from stagereg.launch.command_line import number
 from stagereg.launch.extension import (
@@ -27,7 +28,7 @@ from stagereg.launch.extension import (
     Start,
     ThisRank,
 )
-from stagereg.launch.run_secret import agreed_secret, await_key, given_secret
+from stagereg.launch.run_store import await_key
 
 _LOST_S = 5.0  # seconds from the error of a rank to the report of the failed rank that has caused it
 _MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import stagereg.sweep.render.tables as tables_of
-from stagereg.base.number_text import shown
 from stagereg.base.small_files import read_small
 from stagereg.errors import printable
 from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.files import YAML_BYTES
+from stagereg.sweep.number_text import shown
 from stagereg.sweep.result import CONFIG
 
 _TEMPLATES = Path(__file__).parent / "templates"

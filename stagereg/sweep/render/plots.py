@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagereg.base.number_text import parameter_text
 from stagereg.errors import printable
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric
+from stagereg.sweep.number_text import parameter_text
 from stagereg.sweep.render.tables import AGAIN, ALL_TIE, MOST_ROWS, RANGES, first_line, shortened, shown_cells
 
 if TYPE_CHECKING:

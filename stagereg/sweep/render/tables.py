@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import stagereg.base.output as output
-from stagereg.base.number_text import column_texts, counted, parameter_text, shown
 from stagereg.errors import printable
 from stagereg.sweep.answer import answer
 from stagereg.sweep.cell import Cell
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, metric
+from stagereg.sweep.number_text import column_texts, counted, parameter_text, shown
 from stagereg.sweep.render.options import options_of
 
 # Columns of numbers that are not figures of runs.

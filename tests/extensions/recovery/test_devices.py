@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..extensions.recovery.test_restarts import CONFIG, SCRIPT
-from ..support.programs import Program
+from ...support.programs import Program
+from .test_restarts import CONFIG, SCRIPT
 
 GPUS = torch.cuda.device_count()
 BACKENDS = {"cpu": "cpu:gloo,cuda:gloo", "gloo": "cpu:gloo,cuda:gloo", "nccl": "cpu:gloo,cuda:nccl"}

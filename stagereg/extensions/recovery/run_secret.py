@@ -15,20 +15,14 @@ import logging
 import os
 import secrets
 import time
-from datetime import timedelta
 from typing import Any
 
 from stagereg.base.machine import machine_name
 from stagereg.errors import LaunchError
+from stagereg.launch.rank import SECRET
+from stagereg.launch.run_store import GATHER_S, await_key
 
-SECRET = "STAGEREG_SECRET"
-"""The environment variable with the secret of a run: the same text on all its ranks, or on none."""
-GATHER_S = 600  # seconds in which the ranks of a run may start one after another
 _log = logging.getLogger(__name__)
-
-
-def new_secret() -> str:
-    return secrets.token_hex(32)
 
 
 @functools.cache
@@ -57,7 +51,7 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
     if given:
         store.set("secret/place", "null")
         return given
-    secret, memory = new_secret(), -1
+    secret, memory = secrets.token_hex(32), -1
     try:
         with contextlib.suppress(AttributeError, OSError):  # not there, or forbidden in this container
             memory = os.memfd_create("stagereg-secret")
@@ -94,15 +88,3 @@ def _read(store: Any, machine: str, path: str) -> str:
     store.set("secret/elsewhere", "")
     await_key(store, "secret/text", "rank 0 did not come to its job")
     return str(store.get("secret/text").decode())
-
-
-def await_key(store: Any, key: str, failure: str) -> None:
-    """Wait for a key of a store.
-
-    Raises:
-        LaunchError: it does not come in :data:`GATHER_S` seconds; ``failure`` says what that means.
-    """
-    try:
-        store.wait([key], timedelta(seconds=GATHER_S))
-    except RuntimeError as error:
-        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error

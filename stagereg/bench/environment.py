@@ -1,0 +1,51 @@
+"""What figures were measured on, and whether that makes them noisy."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from stagereg.base.machine import TUNABLES, cores
+from stagereg.base.version import __version__
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Versions, processor, cores, the load before the run (1, 5 and 15 minutes), and on ``cuda`` device and driver."""
+    import torch
+
+    found: dict[str, Any] = {
+        "stagereg": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "cpu": _processor(),
+        "cores": cores(),
+        "load": list(os.getloadavg()),
+        "torch_threads": torch.get_num_threads(),
+        TUNABLES: os.environ.get(TUNABLES, ""),
+    }
+    if device != "cpu":
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": _driver()}
+    return found
+
+
+def noise_warning(load: float, cores: int) -> str:
+    """Return a line that says so if a 1-minute load average of ``load`` makes for noisy figures, or nothing."""
+    if load <= cores / 2:
+        return ""
+    return f"The machine is busy (load {load:.1f} on {cores} cores): the figures will be noisy."
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,43 @@
+"""What the parsers of sub-commands share."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help_: str,
+    run: Callable[[argparse.Namespace], int],
+    more: str = "",
+) -> argparse.ArgumentParser:
+    """Add a command with ``--json``, which ``run`` takes, and return its parser; ``more`` is for its own help."""
+    parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}")
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
+    return parser
+
+
+def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
+    """Return a ``type`` for an option: a number above 0, or 0 too, as ``read`` makes it or raises ``ValueError``."""
+
+    def checked(text: str) -> Any:
+        try:
+            number = read(text)
+        except ValueError as error:  # of which the project's ConfigError is one
+            raise argparse.ArgumentTypeError(str(error)) from error
+        if not 0 < number < math.inf and not (or_zero and number == 0):
+            raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
+        return number
+
+    return checked
+
+
+def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--timeout`` to a command: seconds for ``what``."""
+    help_ = f"seconds {what}, %(default)g"
+    parser.add_argument("--timeout", type=above_zero(float), default=60.0, metavar="S", help=help_)

@@ -1,0 +1,30 @@
+"""Describes crashed processes in a line, from what the standard library's ``faulthandler`` and ``traceback`` wrote."""
+
+from __future__ import annotations
+
+import re
+
+from stagereg.base.crash_report import is_foreign
+
+
+def innermost_frame(dump: str) -> str:
+    """Where a plugin was when ``faulthandler`` wrote ``dump``, ``"stage (mine.py:7)"``; empty without a stack.
+
+    The running thread comes first. Frames of Python, torch, pytest and stagereg are passed over for their callers.
+    """
+    frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
+    frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
+    own = [frame for frame in frames if not is_foreign(frame[0])]
+    return next((f"{function} ({file}:{line})" for file, line, function in own or frames), "")
+
+
+def summarize(text: str) -> str:
+    """How a rank ended, in a line, of its text in ``RankFailure.failed``: its error; or the signal and where it was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
+    if "before it returned" not in lines[0]:
+        return lines[-1]  # of a traceback
+    uncaught = [line for line in lines[1:] if line.startswith("what():")]
+    errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
+    summary = ": ".join([lines[0], *(uncaught or errors)[-1:]])
+    frame = innermost_frame(text)
+    return f"{summary}, in {frame}" if frame else summary
