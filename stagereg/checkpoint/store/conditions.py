@@ -56,10 +56,9 @@ def leftovers(backend: Backend) -> list[str]:
 
 
 def complete(found: list[VerificationResult]) -> list[Checkpoint]:
-    """Return the complete ones, the one committed last first; of one under two names its plain one."""
+    """Return the complete ones, the one committed last first."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
-    those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
-    return [*{each.key: each for each in those}.values()][::-1]
+    return sorted(those, key=lambda each: each.manifest.order, reverse=True)
 
 
 def _steps(backend: Backend) -> list[VerificationResult]:
