@@ -445,7 +445,6 @@ KNOWN = {
         "integrations/written",
     ],
     "exchange": ["extensions/interop/dcp_writer", "integrations/named", "integrations/written"],
-    "link": ["checkpoint/store/directory"],
     "open": [
         "base/small_files",
         "commands/check_cases",
@@ -457,8 +456,8 @@ KNOWN = {
     ],
     "rename": [
         "checkpoint/store/directory",
-        "checkpoint/store/local_files",
         "commands/scaffold",
+        "extensions/interop/exchange",
         "extensions/tiers/folder",
         "integrations/named",
     ],

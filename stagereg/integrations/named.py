@@ -27,9 +27,9 @@ from stagereg.base.small_files import sync
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
 from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.local_files import exchange
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, kind_of, printable
+from stagereg.extensions.interop.exchange import exchange
 from stagereg.extensions.interop.opening import open_checkpoint
 
 _log = logging.getLogger(__name__)

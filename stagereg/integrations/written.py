@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from stagereg.base.small_files import discard, temporary, temporary_of, write_new
-from stagereg.checkpoint.store.local_files import exchange
 from stagereg.errors import CheckpointError
+from stagereg.extensions.interop.exchange import exchange
 
 _MARK = ".written-by-stagereg"
 

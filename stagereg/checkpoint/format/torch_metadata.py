@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from stagereg.checkpoint.format.encoding import DEEPEST, without_gc
 from stagereg.checkpoint.format.index import MOST_DIMENSIONS
-from stagereg.checkpoint.format.manifest import METADATA, MOST, is_name
-from stagereg.checkpoint.format.unpickler import NO_METADATA, BoundedUnpickler, Name
+from stagereg.checkpoint.format.manifest import METADATA, MOST
+from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
 _CHUNKS = 10_000  # parts of tensors of which nothing is stored
@@ -67,27 +67,14 @@ def loads(content: bytes) -> Metadata:
     return found
 
 
-def file_sizes(content: bytes) -> dict[str, int]:
-    """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
-    sizes: dict[str, int] = {}
-    try:
-        for info in loads(content).storage_data.values():
-            name, end = info.relative_path, info.offset + info.length
-            if not is_name(name) or "/" in name or name in (".", ".."):
-                raise ValueError(f"it names {name!r:.100}, which is not a file of the directory")
-            sizes[name] = max(end, sizes.get(name, 0))
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
-    return sizes
-
-
 class _MetadataUnpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in _DTYPES:
             return _DTYPES[full]
         if full not in _MADE:
-            raise CheckpointError(NO_METADATA.format(module[:100], name[:100]))
+            text = f"its {METADATA} names {module:.100}.{name:.100}, which is no metadata; nothing was imported."
+            raise CheckpointError(text)
         return Name(full)
 
     def call(self, of: Any, given: Any) -> Any:

@@ -18,9 +18,6 @@ _TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` knows
     + pickle.EMPTY_TUPLE + pickle.EMPTY_LIST + pickle.APPEND + pickle.APPENDS + pickle.EMPTY_DICT + pickle.EMPTY_SET
     + pickle.BINPERSID
 )  # fmt: skip
-NO_METADATA = "its .metadata names {}.{}, which is no metadata; nothing was imported."
-_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
-_SMALL_BYTES = 1 << 20  # checked in milliseconds
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # instructions of later protocols
 
 _ITEMS = 1 << 15  # copied by all calls at most, and one more for each byte of the pickle
@@ -146,34 +143,3 @@ class BoundedUnpickler(pickle._Unpickler):
         pickle.SETITEM[0]: _item_set,
         pickle.SETITEMS[0]: _items_set,
     }
-
-
-class _Look(BoundedUnpickler):
-    """Makes nothing but names: an object becomes the name of its class."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] not in ("torch", "builtins", "pathlib"):
-            raise ValueError(NO_METADATA.format(module[:100], name[:100]))
-        return super().find_class(module, name)
-
-    def call(self, of: Any, given: Any) -> Any:
-        return of
-
-    def build(self, made: Any, state: Any) -> None: ...
-
-    def make_tuple(self, items: list[Any]) -> Any:
-        return ()
-
-    def set_items(self, of: Any, items: list[Any]) -> None: ...
-
-
-def expect_metadata(content: bytes) -> None:
-    """Raise ``ValueError`` if the content of a small ``.metadata`` is not a pickle of torch. Imports no torch."""
-    if len(content) > _SMALL_BYTES:
-        return
-    try:
-        found = _Look(content).load()
-    except Exception as error:  # any class of error: the file may hold anything
-        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
-    if found != _METADATA:
-        raise ValueError(f"it has {found!r:.100} in place of torch's metadata")

@@ -1,8 +1,7 @@
-"""Files and directories of this machine: a path of a URL, marks, new files, one name for another in one step."""
+"""Files and directories of this machine: a path of a URL, marks, new files."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import io
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from stagereg.base.machine import is_on_network
-from stagereg.base.small_files import open_regular, temporary, temporary_of
+from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
 from stagereg.checkpoint.format.manifest import FileDigest
@@ -28,7 +27,6 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _THREADS = min(4, os.cpu_count() or 1)
 _PIECE_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 20
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -149,35 +147,3 @@ class LocalFiles:
 
     def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
         return DiskFile(path, direct, mode)
-
-
-def exchange(beside: Path, path: Path) -> Path:
-    """Give ``beside`` the name ``path``; return the path of what had that name, a link itself. Deletes nothing.
-
-    In one step, or in two if the file system has none: killed between them, it is at :func:`aside`.
-    """
-    if not os.path.lexists(path):
-        os.rename(beside, path)
-        return beside
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(beside), os.fsencode(path)
-    if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return beside
-    old = Path(aside(path))
-    os.rename(path, old)
-    try:
-        os.rename(beside, path)
-    except OSError:
-        os.rename(old, path)
-        raise
-    return old
-
-
-def aside(path: Path) -> str:
-    """Return a name ``.NAME.TOKEN.old`` in the folder of ``path`` that cannot be foreseen; makes nothing."""
-    return f"{temporary(path).removesuffix('tmp')}old"
-
-
-def aside_of(name: str) -> str | None:
-    """Return of what a name is the one of :func:`aside`, without its folder; ``None`` if it is not ours."""
-    return temporary_of(f"{name.removesuffix('old')}tmp") if name.endswith(".old") else None

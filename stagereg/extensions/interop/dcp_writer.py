@@ -40,9 +40,9 @@ from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import aside_of, exchange
 from stagereg.checkpoint.store.open_store import local_part, open_parent_store, open_store
 from stagereg.errors import CheckpointError, ConfigError, CorruptCheckpointError, printable
+from stagereg.extensions.interop.exchange import aside_of, exchange
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 

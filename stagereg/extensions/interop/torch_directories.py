@@ -16,12 +16,12 @@ from stagereg.checkpoint.format.manifest import (
     METADATA,
     FileDigest,
     Manifest,
+    is_name,
     step_within,
 )
-from stagereg.checkpoint.format.unpickler import expect_metadata
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.foreign import TORCH
-from stagereg.errors import MALFORMED
+from stagereg.errors import MALFORMED, CheckpointError
 
 DCP_WRITER = "DcpWriter"
 _MOST_BYTES = 1 << 30  # a longer file is not read
@@ -54,15 +54,28 @@ def _of_torch(
     manifest: Manifest, content: bytes, path: str, there: Mapping[str, int | str]
 ) -> tuple[Manifest, dict[str, str]]:
     """Return the manifest with the files as they are, and what is wrong with them."""
-    expect_metadata(content)
-    from stagereg.checkpoint.format.torch_metadata import file_sizes  # imports torch
-
-    least = {METADATA: len(content), **file_sizes(content)}
+    least = {METADATA: len(content), **_file_sizes(content)}
     found = {name: _followed(f"{path}/{name}", there[name]) for name in least if name in there}
     for name, size in least.items():
         seen = found.get(name)
         manifest.files[name] = FileDigest(max(size, seen) if isinstance(seen, int) else size, 0)
     return manifest, differences(manifest, found)
+
+
+def _file_sizes(content: bytes) -> dict[str, int]:
+    """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
+    from stagereg.checkpoint.format.torch_metadata import loads  # imports torch
+
+    sizes: dict[str, int] = {}
+    try:
+        for info in loads(content).storage_data.values():
+            name, end = info.relative_path, info.offset + info.length
+            if not is_name(name) or "/" in name or name in (".", ".."):
+                raise ValueError(f"it names {name!r:.100}, which is not a file of the directory")
+            sizes[name] = max(end, sizes.get(name, 0))
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    return sizes
 
 
 def _read(backend: Backend, path: str, name: str, there: int | str) -> bytes:

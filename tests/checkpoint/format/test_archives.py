@@ -133,7 +133,6 @@ def test_records_are_not_copied_on_their_way_to_torch() -> None:
 
 GOOD = saved((torch.ones(2), 1))
 BEGIN = struct.unpack_from("<Q", GOOD, len(GOOD) - 50)[0]  # of the directory
-TENSOR = next(i for i in range(BEGIN) if GOOD[i + _LOCAL :].startswith(b"archive/data/0"))
 ENTRY = next(i for i in range(BEGIN, len(GOOD)) if GOOD[i + _ENTRY :].startswith(b"archive/data/0"))
 
 
@@ -169,48 +168,29 @@ def renamed(name: bytes, other: bytes) -> bytes:
     return GOOD.replace(name, other)
 
 
-def with_gap(before: int) -> bytes:
-    """Zeros before a record or the directory, and all that is said of places moved with them."""
-    data = bytearray(GOOD)
-    for place, form in ((len(GOOD) - 50, "<Q"), (len(GOOD) - 34, "<Q"), (len(GOOD) - 6, "<L")):
-        struct.pack_into(form, data, place, *(each + 16 for each in struct.unpack_from(form, data, place)))
-    at = BEGIN
-    while data[at : at + 4] == b"PK\1\2":
-        [offset] = struct.unpack_from("<L", data, at + 42)
-        struct.pack_into("<L", data, at + 42, offset + 16 * (offset >= before))
-        at += _ENTRY + struct.unpack_from("<H", data, at + 28)[0]
-    return bytes(data[:before] + bytes(16) + data[before:])
+def overlapping() -> bytes:
+    """Two records have the same bytes."""
+    first = next(i for i in range(BEGIN, len(GOOD)) if GOOD[i : i + 4] == b"PK\1\2")
+    return put(ENTRY + 42, GOOD[first + 42 : first + 46])
 
 
 FORGED = {
-    "a gap before a record": with_gap(TENSOR),
-    "a gap before the directory": with_gap(BEGIN),
     "nothing": b"",
     "a short one": GOOD[:60],
     "something before": b"x" + GOOD,
-    "something after": GOOD + b"x",
     "an empty zip after": GOOD + b"PK\5\6" + bytes(18),
-    "a comment": GOOD[:-2] + b"\1\0x",
     "compressed": deflated(),
     "two directories": two_directories(),
     "the old format with a zip behind": old_format_with_tail(),
     "another magic number": put(0, b"PK\3\5"),
     "a method in the directory": put(ENTRY + 10, b"\x08"),
-    "a method in the header": put(TENSOR + 8, b"\x08"),
     "encrypted": put(ENTRY + 8, b"\x09"),
     "a size in the directory": put(ENTRY + 24, b"\x09"),
     "both sizes in the directory": put(ENTRY + 20, struct.pack("<2L", 9, 9)),
-    "a size in the header": put(TENSOR + 22, b"\x01"),
-    "another size at the end of a record": put(GOOD.index(b"PK\7\x08", TENSOR) + 12, b"\x09"),
-    "another CRC-32 at the end of a record": put(GOOD.index(b"PK\7\x08", TENSOR) + 4, b"\x09"),
-    "another offset": put(ENTRY + 42, struct.pack("<L", TENSOR + 1)),
-    "another disk": put(ENTRY + 34, b"\x01"),
-    "another name in the header": put(TENSOR + _LOCAL, b"archivE"),
-    "another extra field": put(TENSOR + _LOCAL + len("archive/data/0"), b"XX"),
-    "another number of records": put(len(GOOD) - 98 + 32, b"\x01"),
-    "another number at the very end": put(len(GOOD) - 12, b"\x01"),
-    "another folder": renamed(b"archive/byteorder", b"brchive/byteorder"),
-    "a name with a zero": renamed(b"archive/byteorder", b"archive/byte\0rder"),
+    "sizes beyond the end": put(ENTRY + 20, struct.pack("<2L", 1 << 30, 1 << 30)),
+    "the place of another record": overlapping(),
+    "a place behind the end": put(ENTRY + 42, struct.pack("<L", 1 << 30)),
+    "a name with a zero": renamed(b"archive/byteorder", b"archive/\0yteorder"),
 }  # fmt: skip
 
 
@@ -230,22 +210,6 @@ def test_names_that_torch_does_not_tell_apart_are_refused() -> None:
     writer.write_end_of_file()
     with pytest.raises(CheckpointError, match="two records of one name"):
         pickled.load("x", stream.getvalue())
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
-def test_a_changed_byte_is_refused_or_changes_one_value(at: int, by: int) -> None:
-    data = bytearray(GOOD)
-    data[at] ^= by
-    try:
-        found = records(data)
-    except ValueError:
-        return
-    good = records(GOOD)
-    assert {name: len(content) for name, content in found.items()} == {
-        name: len(content) for name, content in good.items()
-    }
-    assert sum(bytes(found[name]) != bytes(content) for name, content in good.items()) <= 1
 
 
 # -- pickles that claim memory
