@@ -1,4 +1,4 @@
-"""The part of ``stagereg check`` that runs in a child process: imports plugins, and runs their contracts by pytest.
+"""The part of ``stagereg check`` that runs in a child process: imports plugins, and tries their contracts.
 
 Whatever is tried is a case, with a section, a name and a promise. It is written down before it is tried, as a line of
 JSON, and once more with its verdict, so that the parent knows which one was running when the process crashed or hung.
@@ -7,17 +7,14 @@ JSON, and once more with its verdict, so that the parent knows which one was run
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import tempfile
-import types
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import pytest
 from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
@@ -27,14 +24,11 @@ from stagereg.base.crash_report import summarize_exception
 from stagereg.base.installed import normalized
 from stagereg.base.providers import has
 from stagereg.base.spec import with_article
-from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.store.keep import KeepRule
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
 from stagereg.config.no_tier import NoTier
-from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
+from stagereg.errors import ConfigError, StageregError
 from stagereg.registry import Entry
-from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import (
     Contract,
     JoinableContract,
@@ -56,6 +50,7 @@ if has("callbacks"):
     _KINDS["on_commit"] = stagereg.testing.OnCommitContract
 if has("tiers"):
     _KINDS["tier"] = stagereg.testing.TierContract
+_VERDICTS = {True: "kept", False: "broken", None: "skipped"}
 _KEEPS = "It keeps what {} promises."
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
@@ -78,29 +73,28 @@ def run(folder: str, target: str) -> str:
     return ""
 
 
-class ConfiguredContract(StagerContract):
+class ConfiguredStagerContract(StagerContract):
     """The contract of a stager that has none of its own: it is built from its defaults."""
 
-    def make(self) -> AsyncStager:
-        made: AsyncStager = _made("stager")
-        return made
+    def make(self) -> Any:
+        return _made("stager")
 
 
 class ConfiguredKeepContract(KeepContract):
-    """The contract of a retention rule that has none of its own: it is built from its defaults."""
+    """Likewise of a retention rule."""
 
-    def make(self) -> KeepRule:
-        made: KeepRule = _made("keep")
-        return made
+    def make(self) -> Any:
+        return _made("keep")
 
 
 class ConfiguredStorageContract(StorageContract):
-    """The contract of a storage that has none of its own: it is built from its defaults."""
+    """Likewise of a storage."""
 
-    def make(self) -> Storage:
-        made: Storage = _made("storage")
-        return made
+    def make(self) -> Any:
+        return _made("storage")
 
+
+_CONFIGURED = {"stager": ConfiguredStagerContract, "keep": ConfiguredKeepContract, "storage": ConfiguredStorageContract}
 
 if has("tiers"):
 
@@ -123,7 +117,7 @@ def _made(kind: str, **options: Any) -> Any:
 
 
 class _Cases:
-    """What is tried, and how it went; also the plugin that pytest reports to."""
+    """What is tried, and how it went."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -208,50 +202,16 @@ class _Cases:
         self._contracts.append((section, found))
 
     def run_contracts(self) -> None:
-        """Run the contracts by pytest, without the configuration of whatever project is in this directory."""
-        if not self._contracts:
-            return
-        os.environ.pop("PYTEST_ADDOPTS", None)
         ranks.before_wait = lambda limit_s: self._append({"limit_s": limit_s})  # which the parent grants
-        file = self._folder / "contracts"
-        file.touch()
-        options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider"]
-        pytest.main([*options, "-p", "no:faulthandler", str(file)], plugins=[self])
-
-    # -- hooks of pytest
-
-    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Module:
-        """Return a module in memory, which has every contract under a name that pytest takes for one of a test."""
-        module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
-        module.obj = types.ModuleType("contracts")
-        for number, (_, contract) in enumerate(self._contracts):
-            setattr(module.obj, f"Test{number}", contract)
-        return module
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write what is going to be tried, in case that the process ends before."""
-        for item in session.items:
-            self.write(*self._case(item), "skipped", "not tried: the process has ended")
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        case = self._case(item)
-        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # of several of one kind
-        self.write(*case)
-
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        error = call.excinfo.value if call.excinfo else None
-        if isinstance(error, pytest.skip.Exception):  # pytest makes it of unittest.SkipTest, too
-            self.write(*self._case(item), "skipped", str(error))
-        elif error is not None:
-            seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)
-            self.write(*self._case(item), "broken", seen)
-        elif call.when == "call":
-            self.write(*self._case(item), "kept")
-
-    def _case(self, item: pytest.Item) -> tuple[str, str, str]:
-        assert isinstance(item, pytest.Function)
-        number = int(item.nodeid.split("::")[1].removeprefix("Test"))
-        return self._contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
+        for section, contract in self._contracts:
+            for name, promise in contract.promises().items():
+                self.write(section, name, promise, "skipped", "not tried: the process has ended")
+        for section, contract in self._contracts:
+            os.environ.update([self._targets[section]] if section in self._targets else [])  # of several of one kind
+            for name, promise in contract.promises().items():
+                self.write(section, name, promise)
+                outcome = contract.outcome(name)
+                self.write(section, name, promise, _VERDICTS[outcome.kept], outcome.seen)
 
 
 def _own_hook(entry: Entry) -> Any:
@@ -277,15 +237,11 @@ def _configured(entry: Entry) -> type[Contract] | str:
     """Return the contract of a component that is built from a config, which goes into the environment, or why not."""
     os.environ[_TARGET.format(entry.kind)] = json.dumps([entry.path, entry.target.partition(":")[0]])
     try:
-        if entry.kind == "stager":
-            instantiate({"_target_": entry.path}).close()
-            return ConfiguredContract
-        if entry.kind == "keep":
-            instantiate({"_target_": entry.path})
-            return ConfiguredKeepContract
-        if entry.kind == "storage":
-            instantiate({"_target_": entry.path})
-            return ConfiguredStorageContract
+        if found := _CONFIGURED.get(entry.kind):
+            made = instantiate({"_target_": entry.path})
+            if entry.kind == "stager":
+                made.close()
+            return found
         if entry.kind == "tier":
             with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
                 tier = instantiate({"_target_": entry.path, "dir": folder})

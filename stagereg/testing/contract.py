@@ -58,7 +58,10 @@ class Contract:
 
     @classmethod
     def outcome(cls, name: str) -> Outcome:
-        """Try one of :meth:`promises` on a fresh instance; only interrupting the process raises."""
+        """Try one of :meth:`promises` on a fresh instance; only interrupting the process raises.
+
+        The method gets no argument: a fixture of pytest is not available.
+        """
         promise = cls.promises()[name]
         try:
             getattr(cls(), name)()
@@ -66,7 +69,9 @@ class Contract:
             return Outcome(name, promise, None, str(reason))
         except BrokenPromiseError as broken:
             return Outcome(name, promise, False, str(broken))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # such as SystemExit, or what pytest.fail() raises
             return Outcome(name, promise, False, summarize_exception(error))
         return Outcome(name, promise, True)
 

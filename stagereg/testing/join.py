@@ -1,8 +1,8 @@
 """The contracts of joins: what a joinable, or a join hook, promises to those who train with it.
 
 An author inherits one, and writes how to make the component, one training step, and the result of a single process. The
-contract runs training loops on ranks (``scenario``), whose processes all promises share, and compares what it observed
-with each promise. ``docs/contracts.md`` lists the promises and has a whole example.
+contract runs training loops on ranks (``scenario``), and compares what it observed with each promise.
+``docs/contracts.md`` lists the promises and has a whole example.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class JoinableContract(Contract):
         tolerance: by how much numbers may differ, relative above 1.
         timeout_s: seconds that a scenario may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
             that wait for each other in vain give up after half of it. When one has hung, the others get a third.
-        together: whether the first promise tried runs all scenarios; False runs only what a promise needs.
     """
 
     world_size: ClassVar[int] = 2
@@ -47,7 +46,6 @@ class JoinableContract(Contract):
     own_collectives: ClassVar[int] = 0
     keeps: ClassVar[Sequence[str]] = ()
     tolerance: ClassVar[float] = 1e-9
-    together: ClassVar[bool] = True
 
     # -- what the author says
 
@@ -184,7 +182,6 @@ class JoinableContract(Contract):
             "side effects of stopped": Scenario((even,), failing=size, before=2),
             "side effects of thrown": Scenario((uneven,), throw=True, before=2),
             "fails": Scenario((even,), failing=1),
-            # So far no rank waits for one that has run out of data. What follows hangs with a hook that is wrong.
             "uneven": Scenario((uneven,)),
             "first has none": Scenario((first_none,)),
             "last has none": Scenario((last_none,)),
@@ -208,9 +205,7 @@ class JoinableContract(Contract):
     def _result(self, name: str) -> ScenarioResult:
         if self.world_size < 2:
             self.broken(f"world_size is {self.world_size}, and a join is between ranks: set it to 2 or 3")
-        plan = self._plan()
-        others = [each for other, each in plan.items() if self._is_due(other)] if self.together else []
-        return played(type(self), plan[name], others)
+        return played(type(self), self._plan()[name])
 
     def _broken(self, name: str, seen: str) -> None:
         self.broken(f"{seen} ({self._plan()[name]})")

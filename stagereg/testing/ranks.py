@@ -105,14 +105,13 @@ def run_ranks(
         store = _open_store()
         sizes = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         limit_s, port = timeout_s + _PG_EXTRA_S, store.port
-        deadline = time.monotonic() + timeout_s
         ranks: list[_Rank] = []
         try:
             for rank in range(nproc):
                 own = {**sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 variables = {**os.environ, **_ONE_THREAD, **_ON_THIS_MACHINE, **own, **(env or {})}
                 ranks.append(_start(Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, limit_s)))
-            hung = _wait(ranks, deadline)
+            hung = _wait(ranks, time.monotonic() + timeout_s)  # the server, which may import torch first, has forked
         finally:
             for each in ranks:
                 each.end()

@@ -1,25 +1,20 @@
 """One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
 
-All scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own. The first
-that hangs, or kills a rank, ends that call; each scenario that has no result yet then runs alone when it is requested.
-To find what a join leaves behind, a walk from the joinables compares their attributes and hooks, and of other objects
-also the values of simple attributes.
+Each scenario of a contract runs once, in processes of its own. To find what a join leaves behind, a walk from the
+joinables compares their attributes and hooks, and of other objects also the values of simple attributes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import re
-import tempfile
 import time
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +31,11 @@ from stagereg.kernel.broken import is_lost_connection
 from stagereg.kernel.channel import resources_of
 from stagereg.testing.crash_text import innermost_frame, summarize
 from stagereg.testing.ranks import RankFailure, run_ranks
-from stagereg.testing.worker import limited, new_group
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
-_STARTING_S = 30.0
-_HURRIED_S = 6.0
-"""Seconds that a loop gets at least, when another one of the contract has hung."""
+_STARTING_S = 5.0  # seconds from the start of the ranks to the loop
+_HURRIED_S = 6.0  # seconds that a loop gets at least, when another one of the contract has hung
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
@@ -80,7 +73,6 @@ class Observation:
     kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
     traces: list[str] = field(default_factory=list)  # what was left behind, one text each
     sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
-    hung: bool = False  # it took half of its time, for example since stagereg's Join timed out
 
 
 @dataclass(frozen=True)
@@ -120,13 +112,11 @@ _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakr
 _hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts of which a scenario has hung
 
 
-def played(contract: Any, scenario: Scenario, others: Sequence[Scenario]) -> ScenarioResult:
-    """Return how a scenario of a contract went, which is run once: with ``others``, as long as none hangs or dies."""
+def played(contract: Any, scenario: Scenario) -> ScenarioResult:
+    """Return how a scenario of a contract went, which is run once."""
     known = _played.setdefault(contract, {})
-    if not known and others:
-        known.update(_run(contract, tuple(dict.fromkeys([*others, scenario])), contract.timeout_s))
     if scenario not in known:
-        known.update(_run(contract, (scenario,), _limit_s(contract)))
+        known[scenario] = _run(contract, scenario, _limit_s(contract))
     return known[scenario]
 
 
@@ -136,32 +126,23 @@ def _limit_s(contract: Any) -> float:
     return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
 
 
-def _run(contract: Any, todo: tuple[Scenario, ...], limit_s: float) -> dict[Scenario, ScenarioResult]:
-    """How each went of which all ranks came to the end; a single one is among them in any case."""
-    size, failure = contract.world_size, ""
-    with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
-        try:
-            args = contract, todo, limit_s, folder
-            run_ranks(run_scenarios, size, args=args, timeout_s=3 * limit_s + _STARTING_S)
-        except RankFailure as error:
-            failure = _in_short(error)
-        files = [[_file(folder, number, rank) for rank in range(size)] for number in range(len(todo))]
-        seen = [tuple(pickle.loads(each.read_bytes()) if each.exists() else None for each in row) for row in files]
-    if "hung in" in failure or any(each and each.hung for row in seen for each in row):
+def _run(contract: Any, scenario: Scenario, limit_s: float) -> ScenarioResult:
+    began, failure = time.monotonic(), ""
+    try:
+        args = contract, scenario, limit_s
+        seen = run_ranks(play, contract.world_size, args=args, timeout_s=limit_s + _STARTING_S)
+    except RankFailure as error:
+        failure = _in_short(error)
+        seen = [error.returned.get(rank) for rank in range(contract.world_size)]
+    if time.monotonic() - began > limit_s / 2:  # for example since stagereg's Join timed out
         _hung.add(contract)
-    if len(todo) == 1:
-        return {todo[0]: ScenarioResult(seen[0], failure)}
-    return {each: ScenarioResult(row) for each, row in zip(todo, seen, strict=True) if None not in row}
-
-
-def _file(folder: str, number: int, rank: int) -> Path:
-    return Path(folder, f"{number}-{rank}")
+    return ScenarioResult(tuple(seen), failure)
 
 
 def _in_short(failure: RankFailure) -> str:
     lines, advice = [], ""
     for rank, text in {**failure.hung, **failure.failed}.items():
-        hung = rank in failure.hung or re.search(r"Timeout \(\d+:", text)
+        hung = rank in failure.hung
         line = f"rank {rank} hung in {innermost_frame(text)}" if hung else f"rank {rank}: {summarize(text)}"
         if other := re.search(r"(\d+) vs (\d+)\. Received data", text):
             sizes = f"received {other[1]} bytes of another rank's collective where its own has {other[2]}"
@@ -175,23 +156,9 @@ def _in_short(failure: RankFailure) -> str:
 # -- on the ranks
 
 
-def run_scenarios(
-    rank: int, world_size: int, contract: Any, todo: Sequence[Scenario], limit_s: float, folder: str
-) -> None:
-    """Play all, and write what was observed to files; the process ends when one takes too long."""
-    for number, each in enumerate(todo):
-        if number:
-            with limited(2 * limit_s):  # others may still be at the last one
-                new_group()
-        began = time.monotonic()
-        with limited(limit_s):
-            seen = _Play(contract(), each, rank, limit_s).run()
-        seen.hung = time.monotonic() - began > limit_s / 2
-        file = _file(folder, number, rank)
-        file.with_suffix(".part").write_bytes(pickle.dumps(seen))
-        file.with_suffix(".part").rename(file)
-        if seen.hung and len(todo) > 1:
-            raise InjectedError("the others are played alone, with less time")
+def play(rank: int, world_size: int, contract: Any, scenario: Scenario, limit_s: float) -> Observation:
+    """Play a scenario on a rank, and return what was observed."""
+    return _Play(contract(), scenario, rank, limit_s).run()
 
 
 class _Play:

@@ -7,7 +7,6 @@ path, so the rank imports the caller's own modules from the same files under the
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -20,14 +19,14 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 from stagereg.errors import StageregError
 
@@ -86,7 +85,6 @@ class Assignment:
 class _Running:
     job: Assignment
     store: Any
-    stacks: BinaryIO
     groups: int = 0
 
 
@@ -99,7 +97,7 @@ def is_rank() -> bool:
 
 
 def new_group() -> None:
-    """On a rank: end all process groups, and continue in a new one. Collective; :func:`limited` bounds the wait."""
+    """On a rank: end all process groups, and continue in a new one. Collective."""
     import torch.distributed as dist
 
     running = _on_a_rank()
@@ -107,16 +105,6 @@ def new_group() -> None:
     dist.destroy_process_group()
     running.groups += 1
     _begin_group(running)
-
-
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """On a rank: end this process, with a dump of all its threads' stacks, unless the block ends in so many seconds."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=_on_a_rank().stacks)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def await_all(milestone: str) -> None:
@@ -142,13 +130,13 @@ def work(job: Assignment) -> None:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
         faulthandler.enable(file=stacks, all_threads=True)
         try:
-            _call(job, stacks)
+            _call(job)
         except BaseException:
             job.file("error").write_text(traceback.format_exc())
             sys.exit(1)
 
 
-def _call(job: Assignment, stacks: BinaryIO) -> None:
+def _call(job: Assignment) -> None:
     global _running
     import torch
     import torch.distributed as dist
@@ -158,7 +146,7 @@ def _call(job: Assignment, stacks: BinaryIO) -> None:
     sys.meta_path.insert(0, job.shipment)
     fn, args, kwargs = pickle.loads(job.shipment.call)
     store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=job.pg_timeout_s))
-    _running = _Running(job, store, stacks)
+    _running = _Running(job, store)
     _begin_group(_running)
     try:
         job.file("part").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import re
@@ -362,12 +361,6 @@ def test_a_folder_is_checked_as_if_it_was_installed(tmp_path: Path, check: Check
     assert found["test_breaks"] == ("broken", "3 is not 4")
     (tmp_path / "pyproject.toml").write_text("[project")
     assert "is not valid TOML" in command("check", tmp_path, code=2).err
-
-
-def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))
-    assert "pip install 'hydra-stagereg[check]'" in command("check", "blocking", code=2).err
 
 
 def test_what_a_target_means_is_known_without_importing_it(install: Install) -> None:

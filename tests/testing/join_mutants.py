@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -98,11 +97,11 @@ CAUGHT_BY: dict[str, dict[type[JoinableContract], str]] = {}
 
 
 def breaks(seen: str, *promises: str, timeout_s: float = 6.0, **more: Any) -> Any:
-    """Make the contract of a mutant: it tries what one promise needs, and does not wait for long."""
+    """Make the contract of a mutant: it does not wait for long."""
 
     def registered(kind: K) -> K:
         base, name = (SumContract, "kind") if issubclass(kind, Sum) else (HookContract, "hook_kind")
-        facts = {name: kind, "together": False, "timeout_s": timeout_s, "__module__": __name__, **more}
+        facts = {name: kind, "timeout_s": timeout_s, "__module__": __name__, **more}
         contract = type(f"{kind.__name__}Contract", (base,), facts)
         globals()[contract.__name__] = contract  # ranks find it by its name
         for promise in promises:
@@ -318,17 +317,3 @@ class NeverReturns(SumHook):
 
     def main_hook(self) -> None:
         threading.Event().wait()
-
-
-class NeverReturnsInAll(HookContract):
-    """The contract of that, which plays all loops at first."""
-
-    hook_kind, timeout_s = NeverReturns, 6.0
-
-
-class AftermathContract(SumContract):
-    """Takes the process with it when the next process group is made, or the run ends."""
-
-    def build(self) -> Sum:
-        dist.destroy_process_group = lambda: os._exit(3)
-        return Sum()

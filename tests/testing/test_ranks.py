@@ -19,7 +19,7 @@ import torch.distributed as dist
 from stagereg.errors import StageregError
 from stagereg.kernel.broken import abort
 from stagereg.testing import RankFailure, run_ranks
-from stagereg.testing.worker import await_all, limited, new_group
+from stagereg.testing.worker import new_group
 
 from ..support.programs import comes_true, runs
 
@@ -54,21 +54,8 @@ def sum_in_new_groups(rank, world_size, spoils):
     return sums
 
 
-def wait_in_a_limit(rank, world_size):
-    with limited(60.0):
-        pass
-    if rank == 1:
-        with limited(1.0):
-            time.sleep(600)
-    dist.barrier()
-
-
 def parent(rank, world_size):
     return os.getppid()
-
-
-def wait_for_all(rank, world_size):
-    await_all("all")
 
 
 def raise_on(rank, world_size, culprit, others):
@@ -129,18 +116,9 @@ def test_a_rank_goes_on_in_a_new_group_even_after_an_abort(spoils):
     assert run_ranks(sum_in_new_groups, args=(spoils,), timeout_s=30) == [[3.0, 5.0, 7.0]] * 2
 
 
-def test_a_limited_block_that_hangs_ends_its_rank_with_its_stack():
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(wait_in_a_limit, timeout_s=30)
-    assert next(iter(caught.value.failed)) == 1
-    assert "Timeout (0:00:01)!" in caught.value.failed[1]
-    assert "in wait_in_a_limit" in caught.value.failed[1]
-
-
-def test_the_functions_for_ranks_are_an_error_outside_of_one():
-    for means in (new_group, lambda: limited(1.0).__enter__(), lambda: await_all("here")):
-        with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
-            means()
+def test_a_function_for_ranks_is_an_error_outside_of_one():
+    with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
+        new_group()
 
 
 def test_a_raising_rank_is_named_and_the_others_end():
@@ -165,7 +143,6 @@ def test_a_rank_that_dies_is_named_with_its_end_and_last_output(number):
 
 
 def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
-    run_ranks(wait_for_all, 1)  # the limit is for the ranks, and not for the server to import torch
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
         run_ranks(hang_on, args=(1, str(tmp_path)), timeout_s=4)
