@@ -285,9 +285,9 @@ def _watching(restore: Restore, stager: AsyncStager) -> list[CheckpointExtension
 
         found.append(LoggedMetrics())
     if has("recovery"):
-        from stagereg.extensions.recovery.survivors import Survivors
+        from stagereg.extensions.recovery.emergency_saver import EmergencySaver
 
-        found.append(Survivors())
+        found.append(EmergencySaver())
     return found
 
 

@@ -62,7 +62,7 @@ EXPECTED = [
     _LOST + "its process has ended",
     _LOST + "it was stopped",
     _LOST + f"nothing was heard of it for {NOTICE_S} s",
-    _LOST + r"its pulse at \S+ cannot be reached",
+    _LOST + r"its heartbeat process at \S+ cannot be reached",
     r"rank \d+: died of SIGKILL",
     r"lost rank 0's torchrun or machine: the store of this run",
     "its process was killed",  # as the record shows, where all were

@@ -449,13 +449,15 @@ def _framed(rng: Random, text: bytes, mutated: bool) -> bytes:
 
 def _pulse_lines(rng: Random) -> bytes:
     """Return mutated lines as pulses send them."""
-    told: dict[str, Any] = {"lost": {"1": ["process 1 on here", "its process has ended"]}}
+    told: dict[str, Any] = {"failed": {"1": ["process 1 on here", "its process has ended"]}}
     lines = []
     for _ in range(rng.choice((1, 2, 5))):
         whole = mutate_json(rng, told)[0].text().encode()
         text = rng.choice(TEXTS).encode("utf-8", "replace")
         lines.append(
-            rng.choice((whole, whole, mutate_bytes(rng, whole)[0], text, b".", b"hurry", b'"hurry"', text + b" 0" * 9))
+            rng.choice(
+                (whole, whole, mutate_bytes(rng, whole)[0], text, b".", b"shorten", b'"shorten"', text + b" 0" * 9)
+            )
         )
     return b"\n".join(lines) + rng.choice((b"\n", b"\n", b""))
 

@@ -25,8 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.command as command
-import stagereg.extensions.recovery.rank_failure as loss
+import stagereg.extensions.recovery.rank_failure as rank_failure
 from stagereg.assembly import Checkpointer
+from stagereg.base.rank_failures import responding
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group
 from stagereg.extensions.recovery.launching import monitored
@@ -94,12 +95,12 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int,
     with ExitStack() as stack:
         options: dict[str, Any] = {"every": _NEVER, "resume": "never"}
         without = stack.enter_context(Checkpointer(folder / "without", **options))  # which has nothing to register at
-        save = loss.EmergencySave(store, rank, world, _NOTICE_S)
+        save = rank_failure.EmergencySave(store, rank, world, _NOTICE_S)
         stack.enter_context(monitored(Rank(rank, world, rank, world, False, store), save, print))
-        stack.enter_context(loss.of_process(save))
+        stack.enter_context(responding(save))
         both = stack.enter_context(Checkpointer(folder / "with", **options))
         assert save.monitor is not None
-        pulse = save.monitor._pulse.pid
+        pulse = save.monitor._process.pid
         turns = [Noticing(row, training, pulse, {CHECKPOINTER: without, BOTH: both}) for row in rows]
         found = {one.row: one for one in interleave(turns, rounds)}
         os.kill(pulse, signal.SIGCONT)

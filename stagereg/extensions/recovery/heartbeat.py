@@ -1,27 +1,23 @@
-"""The pulse of a rank: a small process beside it, which tells the pulses of the others that the rank is alive.
+"""The heartbeat process of a rank, which proves to the other ranks that the rank is alive.
 
-A process of its own, since a thread of the rank waits for the interpreter's lock, which compilers and libraries may
-hold for longer than any time-out; and since somebody has to end a rank that is cut off and does not end by itself. It
-needs the standard library alone, and runs as a file, ``python -I -S heartbeat.py``, so that it starts in milliseconds.
+It is a process of its own, since a thread of the rank waits for the interpreter's lock, which compilers and libraries
+may hold for longer than any timeout, and since a rank that is cut off may not end by itself. It needs the standard
+library alone, and runs as a file, ``python -I -S heartbeat.py``, so that it starts in milliseconds.
 
-All pulses are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``timeout_s``. That a rank's
-process has ended is told to all at once; that it was stopped, or that nothing was heard of it, after ``timeout_s``. One
-that hears nothing of the hub for so long is cut off, or the hub's machine is gone: it cannot know which. If it has not
-ended ``timeout_s`` later, its pulse kills it. A rank that a debugger holds is not lost. Where one is asked to end by a
-signal, all ranks are about to, and none waits for longer than :data:`HURRIED_S` for one that is silent or stopped.
-
-A pulse that ends before its rank is started again (:mod:`.watch`). Rank 0 holds the port of the hub and passes it on as
-an inherited socket, so the others connect to the same port again, and a port that is closed means that rank 0 has
-ended. The hub waits for a rank whose connection has ended without a word: on its own machine it sees whether the
-process of the rank lives, and else it waits for :data:`RETURN_S`.
+All heartbeat processes are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``timeout_s``. A
+rank has failed if its connection ends without ``bye``, or if it was stopped or silent for ``timeout_s``. The hub tells
+all of each failure. A heartbeat process that hears nothing of the hub for so long is cut off, or the hub's machine is
+gone: it cannot know which. If its rank has not ended ``timeout_s`` later, it kills the rank. A rank that a debugger
+holds has not failed. If one rank is asked to end by a signal, all ranks are about to, and none waits for longer than
+:data:`SHORT_TIMEOUT_S` for another that is silent or stopped. A rank and its heartbeat process end together:
+:mod:`.failure_monitor` kills a rank whose heartbeat process has died.
 
 Anybody may connect to the hub. It sends a challenge, and reads one short line, ``RANK PROOF NAME``, of which it parses
-nothing before the proof is right. The rank in its turn does nothing that the hub says before the hub has proved itself.
+nothing before the proof is right. The rank in its turn heeds nothing before the hub has proved itself.
 
-From the rank come lines of JSON: first its :class:`Config`, ``{RANK: NAME}`` of the ranks that an earlier hub had,
-seconds that it needs more before it is killed, ``"hurry"`` when it has got a signal, and ``"bye"`` when it has ended in
-order. To it go ``{"port": N}`` once it is connected, the port on the hub, ``{"lost": {RANK: [NAME, WHY]}}``,
-``{"came": RANK, "name": NAME}`` and ``{"left": RANK}`` on the hub, and ``{"off": true}`` if rank 0 has no pulse left.
+The rank sends lines of JSON: first its :class:`Config`, then seconds that it needs more before it is killed,
+``"shorten"`` when it has got a signal, and ``"bye"`` when it ends in order. It receives ``{"port": N}`` once its
+heartbeat process is connected, the port on the hub, and ``{"failed": {RANK: [NAME, WHY]}}``.
 """
 
 from __future__ import annotations
@@ -30,10 +26,8 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
-import re
 import resource
 import secrets
 import selectors
@@ -43,40 +37,39 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-HURRIED_S = 4.0  # seconds in which a loss is noticed at most once a rank has been asked to end
-RETURN_S = 3.0  # seconds in which a pulse that was started again is back
+SHORT_TIMEOUT_S = 4.0  # seconds until a failure is detected at most, once a rank has been asked to end
 ENDED = "its process has ended"
 _STOPPED = "it was stopped (SIGSTOP, or a suspended job)"
 _SILENT = "nothing was heard of it for {:g} s: frozen, or its machine is gone or cut off"
 _SHUT_OUT = (
-    "its pulse did not let this rank in for {:g} s: it is frozen, strangers fill its port, or STAGEREG_SECRET is "
-    "not the same on both"
+    "its heartbeat process did not let this rank in for {:g} s: it is frozen, strangers fill its port, or "
+    "STAGEREG_SECRET is not the same on both"
 )
 
 _MOST_BYTES = 1 << 16  # of one line at most
 _GREETING_BYTES = 1024  # of one line before the other side has proved that it belongs to this run
 _STRANGERS = 64  # connections without a proof at a time
-_STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds that each has; and where others wait for its place
+_STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds that each has; and if others wait for its place
 _PAUSE_S = 0.5  # seconds without accepting, once no file can be opened
 _AGAIN_S = 0.2  # seconds between attempts to reach the hub
 _WELCOME_S = 20.0  # seconds in which the hub lets a rank in: strangers may be before it
+_LEAVE_S = 3.0  # seconds in which a rank that ends is still to be let in
 _TEXT_LENGTH = 300  # characters of a name or a reason: terminals show them
-_PROCESS = re.compile(r"process (\d{1,10}) on ")
 
 
 class Config(NamedTuple):
-    """What a pulse has to know."""
+    """What a heartbeat process is started with."""
 
     rank: int
     name: str  # of the rank's process, for messages
     timeout_s: float
     secret: str  # of the run
     hub: list[Any] | None  # host, port and name of the hub; ``None`` on the hub itself
-    world_size: int = 1 << 31
+    world_size: int
 
 
 class Line:
-    """A connection to another pulse, or to the rank: sends and takes lines, and never waits."""
+    """A connection to another heartbeat process, or to the rank: sends and takes lines, and never waits."""
 
     def __init__(self, reads: Any, writes: Any, rank: int = -1, opened: socket.socket | None = None) -> None:
         self.reads, self.writes, self.opened = reads, writes, opened
@@ -86,7 +79,7 @@ class Line:
         self._came = b""
 
     def send(self, text: str) -> None:
-        """Send one; what does not go at once is lost, with who does not read."""
+        """Send one; drop what does not go at once."""
         with contextlib.suppress(OSError):
             os.write(self.writes, text.encode() + b"\n")
 
@@ -103,33 +96,22 @@ class Line:
         return None if not data or len(self._came) > most else [line.decode(errors="replace") for line in lines]
 
 
-class Awaited(NamedTuple):
-    """A rank whose pulse has ended and may come again."""
-
-    name: str
-    since: float
-    limit_s: float
-    why: str  # it is lost if it does not
-
-
 class Heartbeat:
-    """That of one rank, whose process ``parent`` is. ``listener`` is the port of the hub; by default a new one."""
+    """The heartbeat of one rank, whose process is ``parent``. The hub listens on ``listener``, or on a new port."""
 
     def __init__(self, config: Config, parent: int, rank: Line, listener: socket.socket | None = None) -> None:
         self.config, self._parent, self._rank = config, parent, rank
         self._timeout_s = config.timeout_s
         self._beat_s = min(1.0, config.timeout_s / 5)
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[int, Line] = {}  # to other pulses, by descriptor
-        self._strangers: dict[int, Line] = {}  # connections without a proof, the oldest first
+        self._lines: dict[int, Line] = {}  # to other heartbeat processes, by descriptor
+        self._strangers: dict[int, Line] = {}  # connections without a proof
         self._ranks: dict[int, Line] = {}  # proven connections, by rank
-        self._awaited: dict[int, Awaited] = {}  # by rank
-        self._lost: dict[int, tuple[str, str]] = {}
-        self._said = False  # whether the rank has said that it ends
+        self._failed: dict[int, tuple[str, str]] = {}
+        self._leaves = False  # whether the rank has sent that it ends
         self._ends_by: float | None = None
-        self._is_off = False  # rank 0 has no pulse any more, or has ended in order
-        self._was_welcome = False
-        self._away_since, self._again_at = time.monotonic(), 0.0  # since when the hub has not known this one
+        self._hub_left = False  # whether rank 0 has ended in order
+        self._away_since, self._again_at = time.monotonic(), 0.0  # since when the hub has not let this one in
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
         self._given_s = 0.0  # which the rank may live longer than that
@@ -139,32 +121,31 @@ class Heartbeat:
         if config.hub is None:
             self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
             self._listener.setblocking(False)
-            host, port = self._listener.getsockname()[:2]
-            self._is_alone = ipaddress.ip_address(host.partition("%")[0]).is_loopback  # all ranks are on this machine
-            rank.send(json.dumps({"port": port}))
+            rank.send(json.dumps({"port": self._listener.getsockname()[1]}))
 
     def run(self) -> None:
-        """Beat until the rank has ended, or has said that it does."""
+        """Beat until the rank has ended, or has sent that it does."""
         last = time.monotonic()
         while True:
-            now = time.monotonic()
-            self._seek(now)
+            self._open(time.monotonic())
             for key, _ in self._selector.select(self._beat_s / 4):
                 self._serve(key.fileobj)
             now = time.monotonic()
-            if now - last > 3 * self._beat_s:  # this process was not running, and knows nothing of that time
-                self._forgive(now)
-            if self._said or os.getppid() != self._parent:
-                self._ends_by = self._ends_by or now + RETURN_S
-                if self._is_settled() or now > self._ends_by:
+            if now - last > 3 * self._beat_s:  # this process was not running, and heard nothing in that time
+                self._away_since = now
+                for line in self._lines.values():
+                    line.heard = now
+            if self._leaves or os.getppid() != self._parent:
+                self._ends_by = self._ends_by or now + _LEAVE_S
+                if self._is_in() or now > self._ends_by:
                     return self._end()
             if now - last >= self._beat_s:
                 last = now
                 self._beat(now)
             self._look(now)
 
-    def _seek(self, now: float) -> None:
-        """Accept connections while there is room for them; or connect to the hub, unless that is so."""
+    def _open(self, now: float) -> None:
+        """Accept connections while there is room for them; or connect to the hub, unless that is done."""
         if self._listener is not None:
             wants = len(self._strangers) < _STRANGERS and now >= self._accepts_at
             if wants and not self._accepts:
@@ -172,28 +153,18 @@ class Heartbeat:
             elif self._accepts and not wants:
                 self._selector.unregister(self._listener)
             self._accepts = wants
-        elif not (self._lines or self._is_off or 0 in self._lost) and now >= self._again_at:
+        elif not (self._lines or self._is_in()) and now >= self._again_at:
             self._connect(now)
 
-    def _is_welcome(self) -> bool:
-        return self._listener is not None or 0 in self._ranks
-
-    def _is_settled(self) -> bool:
-        """Whether nobody has to come before this one can end: who comes too late would take the end for a loss."""
-        alone = self._is_off or 0 in self._lost
-        return alone or (self._is_welcome() and not (self._said and self._awaited))
-
-    def _forgive(self, now: float) -> None:
-        for line in self._lines.values():
-            line.heard = now
-        self._awaited = {rank: each._replace(since=now) for rank, each in self._awaited.items()}
-        self._away_since = now
+    def _is_in(self) -> bool:
+        """Whether the hub knows this rank, or is no more."""
+        return self._listener is not None or 0 in self._ranks or self._hub_left or 0 in self._failed
 
     def _beat(self, now: float) -> None:
         stopped = _state(self._parent) == "T"
         self._stopped_since = (self._stopped_since or now) if stopped else None
         if self._stopped_since is not None and now - self._stopped_since > self._timeout_s:
-            self._tell(self.config.rank, self.config.name, _STOPPED)
+            self._report(self.config.rank, self.config.name, _STOPPED)
         for line in self._ranks.values():
             line.send(".")
 
@@ -203,42 +174,31 @@ class Heartbeat:
                 self._close(line)
         for line in [*self._ranks.values()]:
             if now - line.heard > self._timeout_s:
-                self._tell(line.rank, line.name, _SILENT.format(self._timeout_s))
+                self._report(line.rank, line.name, _SILENT.format(self._timeout_s))
                 self._close(line)
-        for rank, (name, since, limit_s, why) in [*self._awaited.items()]:
-            if self._has_ended(name):
-                self._tell(rank, name, ENDED)
-            elif now - since > min(limit_s, self._timeout_s):
-                self._tell(rank, name, why)
         limit_s = max(self._timeout_s, _WELCOME_S)
-        if not (self._is_welcome() or self._is_off) and now - self._away_since > limit_s:
-            self._tell(0, self.config.hub[2] if self.config.hub else "", _SHUT_OUT.format(limit_s))
+        if not self._is_in() and now - self._away_since > limit_s:
+            self._report(0, self.config.hub[2] if self.config.hub else "", _SHUT_OUT.format(limit_s))
         if self._kill_at is not None and now > self._kill_at + self._given_s and os.getppid() == self._parent:
             os.kill(self._parent, signal.SIGKILL)
 
-    def _has_ended(self, name: str) -> bool:
-        """Whether the process of a rank has ended, as far as that is seen from here."""
-        process = _PROCESS.match(name)
-        return self._is_alone and process is not None and _state(int(process[1])) in ("", "Z", "X")
-
-    def _tell(self, rank: int, name: str, why: str) -> None:
-        self._awaited.pop(rank, None)
-        if rank in self._lost:
+    def _report(self, rank: int, name: str, why: str) -> None:
+        """Report the failure of a rank to this rank, and to all ranks that are connected."""
+        if rank in self._failed:
             return
-        self._lost[rank] = name, why
-        told = json.dumps({"lost": {rank: (name, why)}})
+        self._failed[rank] = name, why
         for line in (self._rank, *self._ranks.values()):
-            line.send(told)
+            line.send(json.dumps({"failed": {rank: (name, why)}}))
         if rank == self.config.rank:
             self._kill_at = time.monotonic() + self._timeout_s
-        elif rank == 0 and self.config.hub is not None and self._kill_at is None:  # or this one is cut off
+        elif rank == 0 and self._kill_at is None:  # or this one is cut off
             self._kill_at = time.monotonic() + self.config.timeout_s
 
-    def _hurry(self) -> None:
-        if self._timeout_s > HURRIED_S:
-            self._timeout_s = HURRIED_S
+    def _shorten_timeout(self) -> None:
+        if self._timeout_s > SHORT_TIMEOUT_S:
+            self._timeout_s = SHORT_TIMEOUT_S
             for line in self._ranks.values():
-                line.send("hurry")
+                line.send("shorten")
 
     def _serve(self, source: Any) -> None:
         if source is self._listener:
@@ -252,17 +212,14 @@ class Heartbeat:
         elif (line := self._lines.get(source)) is not None:
             try:
                 self._read(line)
-            except Exception:  # any bad message ends this connection alone
-                self._leave(line)
+            except Exception:  # a bad message ends this connection alone
+                self._drop(line)
 
     def _obey(self, value: Any) -> None:
         if value == "bye":
-            self._said = True
-        elif value == "hurry":
-            self._hurry()
-        elif isinstance(value, dict):
-            now, why = time.monotonic(), _SILENT.format(self._timeout_s)
-            self._awaited = {int(rank): Awaited(name, now, self._timeout_s, why) for rank, name in value.items()}
+            self._leaves = True
+        elif value == "shorten":
+            self._shorten_timeout()
         else:
             self._given_s += value
 
@@ -270,7 +227,7 @@ class Heartbeat:
         """Handle the lines that arrived. Raises any ``Exception`` if one is not a message of this run."""
         texts = line.take()
         if texts is None:
-            self._leave(line)
+            self._drop(line)
         for text in texts or ():
             if line.rank < 0:
                 if self._greet(line, text):
@@ -279,17 +236,16 @@ class Heartbeat:
                 break
             line.heard = time.monotonic()
             if text == "bye":
-                self._is_off = self._listener is None
-                self._rank.send(json.dumps({"left": line.rank}))
+                self._hub_left = self._listener is None
                 self._close(line)
                 break
-            if text == "hurry":
-                self._hurry()
+            if text == "shorten":
+                self._shorten_timeout()
             elif text.startswith("{"):
-                for rank, name, why in losses(text, self.config.world_size):
-                    self._tell(rank, name, why)
+                for rank, name, why in failures(text, self.config.world_size):
+                    self._report(rank, name, why)
             elif text.strip("."):
-                raise ValueError("this is no message")
+                raise ValueError("this is not a message")
 
     def _greet(self, line: Line, text: str) -> bool:
         """Take a line of one that has proved nothing yet; return whether it may stay."""
@@ -300,15 +256,9 @@ class Heartbeat:
                 return False
             self._admit(line, *found)
             line.send(f".{proof(config.secret, line.challenge, 'hub')}")
-            self._rank.send(json.dumps({"came": line.rank, "name": line.name}))
-            if self._lost:
-                line.send(json.dumps({"lost": self._lost}))
+            if self._failed:
+                line.send(json.dumps({"failed": self._failed}))
             return True
-        if not line.challenge and text.startswith("off "):
-            self._is_off = hmac.compare_digest(text[4:].encode(), proof(config.secret, "", "off").encode())
-            if self._is_off:
-                self._rank.send(json.dumps({"off": True}))
-            return False
         if not line.challenge:
             line.challenge = text
             line.send(f"{config.rank} {proof(config.secret, text, config.rank)} {config.name}")
@@ -316,14 +266,12 @@ class Heartbeat:
         if not hmac.compare_digest(text.encode(), f".{proof(config.secret, line.challenge, 'hub')}".encode()):
             return False
         self._admit(line, 0, line.name)
-        self._was_welcome = True
         self._rank.send(json.dumps({"port": None}))
         return True
 
     def _admit(self, line: Line, rank: int, name: str) -> None:
         line.rank, line.name, line.heard = rank, name, time.monotonic()
         self._strangers.pop(line.reads, None)
-        self._awaited.pop(rank, None)
         self._ranks[rank] = line
 
     def _accept(self) -> None:
@@ -348,10 +296,8 @@ class Heartbeat:
             limit_s = max(_AGAIN_S, self._away_since + self._timeout_s - now)
             self._add(socket.create_connection((host, port), limit_s)).name = name
         except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            if refused or time.monotonic() - self._away_since > self._timeout_s:
-                gone = f"its pulse at {host}:{port} cannot be reached: {error}"
-                self._tell(0, name, ENDED if refused and self._was_welcome else gone)
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() - self._away_since > self._timeout_s:
+                self._report(0, name, f"its heartbeat process at {host}:{port} cannot be reached: {error}")
 
     def _add(self, connected: socket.socket) -> Line:
         connected.setblocking(False)
@@ -369,24 +315,18 @@ class Heartbeat:
             self._selector.unregister(line.reads)
             line.opened.close()
 
-    def _leave(self, line: Line) -> None:
-        """The connection has ended without a word: wait for the rank, or seek the hub once more."""
+    def _drop(self, line: Line) -> None:
+        """Close a connection that has ended without ``bye``: its rank has failed."""
         self._close(line)
-        if line.rank < 0:
-            return
-        now = time.monotonic()
-        if self._listener is None:
-            self._away_since, self._again_at = now, 0.0
-        elif line.rank not in self._lost:
-            lives = self._is_alone and _PROCESS.match(line.name) and not self._has_ended(line.name)
-            limit_s, why = (self._timeout_s, _SILENT.format(self._timeout_s)) if lives else (RETURN_S, ENDED)
-            self._awaited[line.rank] = Awaited(line.name, now, limit_s, why)
+        if line.rank >= 0:
+            self._report(line.rank, line.name, ENDED)
 
     def _end(self) -> None:
-        if not self._said:
-            self._tell(self.config.rank, self.config.name, ENDED)
-        for line in self._ranks.values():
-            line.send("bye" if self._said else json.dumps({"lost": self._lost}))
+        if self._leaves:
+            for line in self._ranks.values():
+                line.send("bye")
+        else:
+            self._report(self.config.rank, self.config.name, ENDED)
 
 
 def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[int, str] | None:
@@ -401,9 +341,9 @@ def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[i
     return (number, printable(name)) if 0 <= number < world_size else None
 
 
-def losses(text: str, world_size: int) -> list[tuple[int, str, str]]:
-    """Return ranks, names and reasons of a message on losses. Raises any ``Exception`` if it is none."""
-    found = [(int(rank), printable(name), printable(why)) for rank, (name, why) in json.loads(text)["lost"].items()]
+def failures(text: str, world_size: int) -> list[tuple[int, str, str]]:
+    """Return ranks, names and reasons of a message on failures. Raises any ``Exception`` for another text."""
+    found = [(int(rank), printable(name), printable(why)) for rank, (name, why) in json.loads(text)["failed"].items()]
     if not all(0 <= rank < world_size for rank, _, _ in found):
         raise ValueError("this rank does not exist")
     return found
@@ -436,7 +376,7 @@ def main() -> None:
     with contextlib.suppress(OSError, ValueError):  # the hub has a connection of each rank
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with contextlib.suppress(OSError, AttributeError):  # a rank may read late, and a pulse must not wait for it
+    with contextlib.suppress(OSError, AttributeError):  # a rank may read late, and its heartbeat must not wait for it
         fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20)
     with open(0, "rb", buffering=0, closefd=False) as given:  # no byte more than the line
         config = Config(**json.loads(given.readline()))

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from stagereg.base.durations import seconds_of
+from stagereg.base.rank_failures import responding
 from stagereg.errors import ConfigError, LaunchError, at_least
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import ENDED
-from stagereg.extensions.recovery.rank_failure import EmergencySave, of_process
+from stagereg.extensions.recovery.rank_failure import EmergencySave
 from stagereg.extensions.recovery.restarts import Restarts
 from stagereg.extensions.recovery.run_secret import agreed_secret, given_secret
 from stagereg.extensions.recovery.warm import WarmProcess, WarmStart
@@ -30,7 +31,7 @@ from stagereg.launch.extension import (
 )
 from stagereg.launch.run_store import await_key
 
-_LOST_S = 5.0  # seconds from the error of a rank to the report of the failed rank that has caused it
+_HEARD_S = 5.0  # seconds from the error of a rank to the report of the failed rank that has caused it
 _MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
 _TIMEOUT_S = 10.0  # where the config has none
 _RESUME = "++checkpoint.resume=auto"
@@ -104,13 +105,13 @@ class RecoveryRank(RankExtension):
         save = self._save = EmergencySave(rank.store, rank.rank, rank.world_size, _checked_timeout(cfg))
         ending = threading.Lock()
 
-        def end(lost: str) -> None:
+        def end(failed: str) -> None:
             if ending.acquire(blocking=False):  # once; the monitor goes on to listen
                 # Either may hang where the store is lost, too.
-                threading.Thread(target=rank.note, args=(lost,), daemon=True).start()
+                threading.Thread(target=rank.note, args=(failed,), daemon=True).start()
                 threading.Thread(target=self._end, args=(rank, save), daemon=True).start()
 
-        with monitored(rank, save, end), of_process(save):
+        with monitored(rank, save, end), responding(save):
             yield
 
     def failed_ranks(self) -> Collection[int]:
@@ -121,7 +122,7 @@ class RecoveryRank(RankExtension):
             self._save.await_saved()
 
     def cause(self) -> Cause | None:
-        return None if self._save is None else _cause(self._save, _LOST_S)
+        return None if self._save is None else _cause(self._save, _HEARD_S)
 
     def leave(self) -> None:
         if self._save is not None and self._save.monitor is not None:
@@ -132,8 +133,8 @@ class RecoveryRank(RankExtension):
 
 
 @contextlib.contextmanager
-def monitored(rank: ThisRank, save: EmergencySave, on_lost: Callable[[str], None]) -> Iterator[None]:
-    """Detect failures of other ranks in a ``with`` block; ``on_lost`` is called with a sentence, on another thread."""
+def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], None]) -> Iterator[None]:
+    """Detect failures of other ranks in a ``with`` block. A thread calls ``on_failure`` with a sentence."""
     if rank.world_size == 1:
         yield
         return
@@ -148,7 +149,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_lost: Callable[[str], None
 
     # Of this attempt alone: a process that an earlier one has left is a stranger.
     secret = agreed_secret(store.of_attempt, rank.rank, rank.world_size, given_secret()) + store.attempt
-    monitor = save.monitor = FailureMonitor(rank.rank, rank.world_size, save.timeout_s, secret, connect, on_lost)
+    monitor = save.monitor = FailureMonitor(rank.rank, rank.world_size, save.timeout_s, secret, connect, on_failure)
     failed = False
     try:
         yield

@@ -1,97 +1,115 @@
-"""Keeps restores from checkpoints that runs crash after: rejects them, and notes what is about to be read."""
+"""Quarantine: skips checkpoints that keep crashing the runs that restore them, and counts those crashes."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 
+import stagereg.base.shutdown as shutdown
+import stagereg.extensions.recovery.rank_failure as rank_failure
+from stagereg.base.crash_report import place_of
+from stagereg.base.deadline import within
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import Candidate, CheckpointExtension, Rejection, RestoreRequest, Saves, Setup
-from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.checkpoint.format.manifest import RESTORED, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store
-from stagereg.errors import CheckpointError
-from stagereg.extensions.recovery.crashes import CrashCounter, Crashes, RestoreRecord, is_in_order, retry
+from stagereg.errors import CheckpointError, is_consequence
+from stagereg.extensions.recovery.crashes import (
+    STORE,
+    Crashes,
+    RestoreRecord,
+    crashes_in,
+    is_in_order,
+    is_out_of_memory,
+    key_of,
+    record_in,
+    step_of,
+)
+from stagereg.extensions.recovery.restarts import is_automatic
+from stagereg.launch.run_store import NEXT_START
 
-TIER = "tier"
-"""The source whose steps are counted apart from the checkpoints of the directory."""
+_BEST_EFFORT_S = 10.0
+_MOST_FAILURES = 20  # that a record has
+
+_LAST_TRY = (
+    "stagereg: %s in %s: %s. After one more crash before a later checkpoint, %s skips it. If the "
+    "crashes have another cause, prevent that with %s."
+)
 
 _log = logging.getLogger(__name__)
 
 
 class Quarantine(CheckpointExtension):
-    """Skips the checkpoints that ``"auto"`` quarantines, and counts the crashes of its run.
+    """Counts the crashes of one run, and skips the checkpoints that are quarantined if ``resume`` is ``"auto"``.
 
     Args:
         max_crashes: how many crashes are enough; ``None`` counts none.
         locks_early: whether the run has the lock from its start.
-        leads: whether this rank is the lowest one of its machine, for a run that has a note on each machine.
+        leads: whether this rank is the lowest one of its machine, for a run that has a record on each machine.
+
+    Attributes:
+        crashed: whether the end of this run is a crash even if the process goes on.
     """
 
     name = "quarantine"
 
     def __init__(self, max_crashes: int | None, locks_early: bool, leads: Callable[[], bool]) -> None:
-        self._max_crashes, self._locks_early, self._leads = max_crashes, locks_early, leads
+        self.crashed = False
+        self._max_crashes, self._leads = max_crashes, leads
+        self._holds = locks_early
+        self._unwritten: str | None = None  # what is to be written once the run has the lock
+        self._record: RestoreRecord | None = None  # of earlier runs; None until it is read
+        self._restored = ""  # the checkpoint that this run restored, until the run comes further
+        self._saved: set[str] = set()  # the checkpoints that this run saved
+        self._lock = threading.Lock()  # saves to several targets end on several threads
+        self._process, self._writes = os.getpid(), False  # a fork counts nothing; this rank writes the record
 
     def start(self, setup: Setup, saves: Saves) -> None:
-        counts = setup.ranks.rank == 0 if setup.stores else self._leads()
-        options = setup.store, self._max_crashes, counts, setup.stores, setup.token, self._locks_early
-        self._counter = CrashCounter(*options)
+        self._store, self._shared, self._token = setup.store, setup.stores, setup.token
+        self._saves = saves
+        self._writes = setup.ranks.rank == 0 if setup.stores else self._leads()
+        shutdown.wait_for(self)
 
     def locked(self) -> None:
-        if not self._locks_early:
-            self._counter.hold()
+        self._holds = True
+        if self._unwritten is not None and self._counts():
+            self._write(self._unwritten)
 
-    def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
-        self._counter.committed(step, near=where == TIER)
-
-    def ending(self, error: BaseException | None) -> None:
-        self._counter.crashed = True  # unless all ranks come to the end
-        if error is not None:
-            self._counter.failed(error)
-
-    def ended(self) -> None:
-        self._counter.crashed = False
-
-    def outlook(self) -> str:
-        return self._counter.skipped_next()
-
-    def close(self, in_time: bool) -> None:
-        if in_time:  # else a thread hangs, and may still write
-            self._counter.leave()
+    # -- restoring
 
     def candidates(self, request: RestoreRequest, listed: list[Candidate]) -> list[Candidate]:
-        counter, ranks = self._counter, request.ranks
+        def answer(read: list[RestoreRecord | None]) -> list[tuple[list[Candidate], RestoreRecord | None]]:
+            self._take(read)
+            return [(self._without_quarantined(request, listed), self._record)] * request.ranks.size
 
-        def answer(noted: list[RestoreRecord | None]) -> list[tuple[list[Candidate], RestoreRecord | None]]:
-            counter.take_note(noted)
-            return [(self._without_quarantined(request, listed), counter.note())] * ranks.size
-
-        found, note = ranks.round_trip(request.failing, counter.note, answer, ranks.limit)
-        counter.take_note([note])
+        found, record = request.ranks.round_trip(request.failing, self._read, answer, request.ranks.limit)
+        self._take([record])
         return found
 
     def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
         assert candidate.checkpoint is not None
-        self._counter.begin_restore(
-            _store_of(request, [candidate], candidate.path), candidate.checkpoint, candidate.source == TIER
-        )
+        if self._counts() and self._is_ours(self._store_of(request, candidate.path)):
+            self._restored = key_of(candidate.checkpoint.name, candidate.source)
+            self._store.retention.distrusted.discard(candidate.path)
+            if self._max_crashes is not None:
+                self._write(self._restored)
 
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
         if candidate is None:
-            self._counter.forget()
+            self._forget()
 
     def refused(self, error: CheckpointError) -> None:
         if is_in_order(error):  # the restore has crashed nothing
-            self._counter.leave()
+            self._leave()
 
     def _without_quarantined(self, request: RestoreRequest, listed: Sequence[Candidate]) -> list[Candidate]:
         """Reject the checkpoints that ``"auto"`` skips for their crashes; warn if another ``resume`` takes one."""
         is_auto, retried = request.resume == "auto", retry()
-        in_tier = [each.found.checkpoint for each in listed if each.source == TIER]
-        newest = next((each.manifest.step for each in listed if each.manifest and not each.found.damages), -1)
-        also, reached = [each for each in in_tier if each is not None], newest if is_auto else -1
-        crashes = self._counter.crashes_of(_store_of(request, listed, request.resume), also, reached) if listed else {}
+        crashes = self._crashes_of(request, listed) if listed else {}
         found = []
         for each in listed:
             known = crashes.get(each.path, Crashes())
@@ -110,8 +128,181 @@ class Quarantine(CheckpointExtension):
             found.append(each)
         return found
 
+    def _crashes_of(self, request: RestoreRequest, listed: Sequence[Candidate]) -> dict[str, Crashes]:
+        """Return the crashes of candidates, by path, and have retention distrust quarantined ones. On rank 0.
 
-def _store_of(request: RestoreRequest, listed: Sequence[Candidate], path: str) -> CheckpointStore:
-    """Return the store that candidates are counted in; ``path`` is of one, if ``resume`` names a path."""
-    in_tier = any(each.source == TIER for each in listed)
-    return request.store if in_tier or not request.is_path else open_parent_store(path)
+        A newest step beyond all that was restored shows that the last run came further, but did not note it.
+        """
+        store = self._store_of(request, request.resume)
+        if not self._is_ours(store):
+            return {path: each._replace(most=self._max_crashes) for path, each in crashes_in(store).items()}
+        record = self._record or RestoreRecord()
+        keys = {each.path: key_of(each.name) for each in (store.checkpoints()[0] if record.times else ())}
+        for each in listed:
+            if each.source != STORE and each.found.checkpoint is not None:
+                keys[each.path] = key_of(each.found.checkpoint.name, each.source)
+        if request.resume == "auto":
+            newest = next((each.manifest.step for each in listed if each.manifest and not each.found.damages), -1)
+            if record.in_a_row and newest > max(record.reached, record.newest):
+                record = self._settle(record)
+            if newest >= 0:
+                self._record = record = record._replace(newest=newest)
+        found = {path: record.of(key) for path, key in keys.items()}
+        self._store.retention.distrusted |= {path for path, each in found.items() if each.quarantined}
+        return found
+
+    def _store_of(self, request: RestoreRequest, path: str) -> CheckpointStore:
+        """Return where a checkpoint is counted, whose path is ``path`` if ``resume`` names one."""
+        ours = not request.is_path or any(target.names(path) for target in self._saves.targets)
+        return request.store if ours else open_parent_store(path)
+
+    def _is_ours(self, store: CheckpointStore) -> bool:
+        return os.path.realpath(store.root) == os.path.realpath(self._store.root)
+
+    # -- saving and ending
+
+    def committed(self, step: int, where: str, checkpoint: object) -> None:
+        if not self._counts():
+            return
+        with self._lock:
+            key, record = key_of(step_name(step), where), self._record
+            self._saved.add(key)
+            if record is None:  # the run has restored nothing of this directory
+                self._forget()
+            elif step > max(record.reached, step_of(self._restored)) and (
+                self._restored or record.in_a_row or key in record.times
+            ):
+                self._restored = ""
+                self._settle(record)
+                self._write()
+
+    def ending(self, error: BaseException | None) -> None:
+        self.crashed = True  # unless all ranks come to the end
+        if error is not None:
+            self._fail(error)
+
+    def ended(self) -> None:
+        self.crashed = False
+
+    def outlook(self) -> str:
+        """Return that the next start skips the checkpoint since this run ends in a crash; empty if it does not."""
+        known = (self._record or RestoreRecord()).of(self._restored).one_more
+        if not (self.crashed and self._restored and self._holds and known.quarantined):
+            return ""
+        with within(_BEST_EFFORT_S):
+            left = RestoreRecord.read(self._store)  # another rank may have removed the note
+        return _skips(self._restored, known) if left.restored and left.run == self._token else ""
+
+    def close(self, in_time: bool) -> None:
+        if in_time:  # else a thread hangs, and may still write
+            self._leave()
+
+    def finish(self) -> bool:
+        """Remove the note at the end of the job or the process, unless an error has ended it."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self._fail(error)
+        self._leave()
+        return True
+
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be empty by then
+        if not at_the_end():  # the program has let go of its checkpointer
+            self._leave()
+
+    def _leave(self) -> None:
+        """Remove the note: the run releases the directory in good order. Idempotent."""
+        if self._restored and not self.crashed and self._counts():
+            self._restored = ""
+            self._record = (self._record or RestoreRecord())._replace(times=self._times())
+            if self._max_crashes is not None:
+                self._write()
+
+    def _fail(self, error: BaseException) -> None:
+        """Note the error that ends this rank: remove the note, unless the error is to be counted. Any rank."""
+        if self._process != os.getpid():
+            return
+        self.crashed = not is_in_order(error)
+        if is_consequence(error) or (self.crashed and is_out_of_memory(error)):
+            return
+        with within(_BEST_EFFORT_S):
+            record = self._record if self._writes else RestoreRecord.read(self._store)
+        ours = self._restored if self._writes else record is not None and record.run == self._token and record.restored
+        if record is None or not ours:  # nothing was restored, or the run has come further
+            return
+        if self.crashed and is_automatic():
+            failure = f"{type(error).__qualname__} at {place_of(error)}"
+            if failure in record.failures:
+                return
+            record = record._replace(failures=(*record.failures, failure)[-_MOST_FAILURES:])
+        self.crashed, self._record = False, record
+        if self._writes:
+            self._leave()
+        elif self._max_crashes is not None:
+            self._holds = True  # rank 0 wrote the record of this run
+            self._write()
+
+    # -- the record
+
+    def _counts(self) -> bool:
+        return self._writes and self._process == os.getpid()
+
+    def _read(self) -> RestoreRecord | None:
+        """Return the record of earlier runs; ``None`` on a rank that does not write it."""
+        if not self._counts():
+            return None
+        return record_in(self._store, self._holds) if self._record is None else self._record
+
+    def _take(self, read: Sequence[RestoreRecord | None]) -> None:
+        """Take the newest of the records that the ranks have read."""
+        newest = max(filter(None, read), key=lambda each: each.number, default=RestoreRecord())
+        self._record = newest._replace(most=self._max_crashes)
+
+    def _forget(self) -> None:
+        """Drop all counts: the run restores nothing of this directory."""
+        known, self._restored = self._read(), ""
+        if known is not None:
+            self._record = RestoreRecord(number=known.number)
+            if known.times or known.failures:
+                self._write()
+
+    def _settle(self, record: RestoreRecord) -> RestoreRecord:
+        """Drop the counts, except of skipped checkpoints that were not saved again."""
+        most = self._max_crashes
+        quarantined = {key: each for key, each in self._times().items() if most is not None and each >= most}
+        self._record = RestoreRecord(times=quarantined, most=most, number=record.number)
+        return self._record
+
+    def _times(self) -> dict[str, int]:
+        """Return the counts of the steps that this run has not saved again."""
+        times = {} if self._record is None else self._record.times
+        return {key: each for key, each in times.items() if key not in self._saved}
+
+    def _write(self, restored: str = "") -> None:
+        if not self._holds:
+            self._unwritten = restored
+            return
+        record = self._record or RestoreRecord()
+        number = record.number + (not self._shared)
+        self._record = record._replace(most=self._max_crashes, number=number, run=self._token)
+        try:
+            with within(_BEST_EFFORT_S):
+                self._store.backend.replace(RESTORED, self._record._replace(restored=restored).dumps())
+        except Exception as error:
+            _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
+        known = self._record.of(restored)
+        is_last_try = bool(restored) and known.one_more.quarantined
+        if is_last_try and known.times and not known.quarantined:
+            _log.warning(_LAST_TRY, restored, self._store.root, known, option("checkpoint.resume", "auto"), retry())
+        rank_failure.publish(NEXT_START, _skips(restored, known.one_more) if is_last_try else "")
+
+
+def _skips(key: str, known: Crashes) -> str:
+    return (
+        f"The next start with {option('checkpoint.resume', 'auto')} skips {key}, which is {known}. If the crashes have "
+        f"another cause, resume from it with {retry()}."
+    )
+
+
+def retry() -> str:
+    """Return the option with which no checkpoint is quarantined."""
+    return option("checkpoint.restore.max_crashes", None)

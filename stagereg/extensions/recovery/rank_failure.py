@@ -1,4 +1,4 @@
-"""The emergency save of surviving ranks when other ranks fail: an :class:`EmergencySaver` registers here.
+"""The emergency save of surviving ranks when other ranks fail: what makes the save registers here (:func:`expect`).
 
 A rank detects a rank failure by its failure monitor, on a thread, or by a failed collective, on the training thread.
 Either way the saver saves once, on a thread of its own, for a bounded time; the training thread waits. Nothing is saved
@@ -12,50 +12,49 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from stagereg.base.rank_failures import responding
+from stagereg.base.rank_failures import response
 from stagereg.errors import LaunchError, reason
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
-from stagereg.extensions.recovery.heartbeat import HURRIED_S
+from stagereg.extensions.recovery.heartbeat import SHORT_TIMEOUT_S
 from stagereg.launch.run_store import TIME_TO_END, RunStore
 
 _TIMEOUTS = 3.0  # times the heartbeat timeout that an emergency save may take
 _HEARD_S = 5.0  # seconds from a broken collective to the report of the failed rank
 _POLL_INTERVAL_S = 0.02
 _PUBLISH_S = 2.0
-_NOT_SAVED = "Those who are left have not saved: "
+_NOT_SAVED = "The surviving ranks have not saved: "
 
 
 @dataclass(frozen=True)
 class RankFailure:
     """What an emergency save is given, on each surviving rank.
 
-    ``store`` is torch's, in which the surviving ranks meet (:func:`connect`). ``lost`` returns the ranks that have
-    failed by now, as :meth:`EmergencySave.failed_ranks`. Other failures are detected in ``timeout_s`` seconds. At
-    ``until`` (``time.monotonic``) this rank ends, whatever is under way.
+    Attributes:
+        store: torch's, in which the surviving ranks meet (:func:`connect`).
+        failed: returns the ranks that have failed by now, as :meth:`EmergencySave.failed_ranks`.
+        timeout_s: seconds until another failure is detected.
+        until: when this rank ends, whatever is under way, of ``time.monotonic``.
     """
 
     rank: int
     world_size: int
     store: Any
-    lost: Callable[[], Mapping[int, str]]
+    failed: Callable[[], Mapping[int, str]]
     timeout_s: float
     until: float
 
-    def is_lost(self, process: str) -> bool:
-        """Whether a process, as ``process 12 on node3``, was that of a rank that is lost."""
-        return any(how.startswith(f"({process}):") for how in self.lost().values())
+    def is_of(self, process: str) -> bool:
+        """Whether a process, as ``process 12 on node3``, was that of a failed rank."""
+        return any(how.startswith(f"({process}):") for how in self.failed().values())
 
 
-class EmergencySaver(Protocol):
-    """Saves what surviving ranks have."""
-
-    def save_after_loss(self, failure: RankFailure) -> str:
-        """Save, together with the other surviving ranks, and return a sentence on the outcome."""
+Save = Callable[[RankFailure], str]
+"""Saves together with the other surviving ranks, and returns a sentence on the outcome."""
 
 
 class EmergencySave:
@@ -69,20 +68,25 @@ class EmergencySave:
         self._store, self._ranks = store, (rank, world_size)
         self.timeout_s, self._limit_s = timeout_s, _TIMEOUTS * timeout_s
         self.saved = ""
-        self.saver: Callable[[], EmergencySaver | None] = lambda: None  # returns what saves
+        self._saver: Callable[[], Save | None] = lambda: None  # returns what saves
         self.monitor: FailureMonitor | None = None
         self._lock = threading.Lock()
         self._began = False
         self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
 
-    def expect(self, saver: EmergencySaver) -> Callable[[str, Any], None]:
-        """Have ``saver``, which is held weakly, save after rank failures, in place of an earlier one.
+    def expect(self, save: Save) -> Callable[[str, Any], None]:
+        """Have a method, whose object is held weakly, save after rank failures, instead of an earlier one.
 
-        Returns what publishes a value, as JSON, in the store that it will be given.
+        Returns what publishes a value, as JSON, in the store that the method will be given.
         """
-        self.saver = weakref.ref(saver)
+        self._saver = weakref.WeakMethod(save)
         self._store.set(TIME_TO_END, self._limit_s)
         return self._store.set
+
+    def withdraw(self, save: Save) -> None:
+        """Have nothing save, unless another method is to do so by now. Idempotent."""
+        if self._saver() == save:
+            self._saver = lambda: None
 
     def publish(self, key: str, value: Any) -> None:
         """Publish a value, as JSON, for the launcher; waits a moment for a store that may be gone."""
@@ -97,17 +101,17 @@ class EmergencySave:
 
     def is_expected(self) -> bool:
         """Whether something saves after a rank failure."""
-        return self.saver() is not None
+        return self._saver() is not None
 
     def shorten_timeout(self) -> None:
         """Shorten the failure detection timeout on all ranks: this rank is to exit. Idempotent."""
-        self.timeout_s = min(self.timeout_s, HURRIED_S)
+        self.timeout_s = min(self.timeout_s, SHORT_TIMEOUT_S)
         if self.monitor is not None:
             self.monitor.shorten_timeout()
 
     def failed_ranks(self) -> dict[int, str]:
         """Return the failed ranks, each with its process and its failure: ``(process 12 on node3): ...``."""
-        return {} if self.monitor is None else {**self.monitor.lost}
+        return {} if self.monitor is None else {**self.monitor.failed}
 
     def describe(self, wait_s: float = 0.0) -> str:
         """Return sentences on the ranks that have failed, or fail within that time, and on the save; may be empty."""
@@ -119,11 +123,13 @@ class EmergencySave:
         with self._lock:
             first, self._began = not self._began, True
         until = time.monotonic() + self._limit_s
-        saver = self.saver()
+        saver = self._saver()
         if saver is None:
             return ""
         if first:
-            threading.Thread(target=self._save, args=(saver, until), name="stagereg-survivors", daemon=True).start()
+            threading.Thread(
+                target=self._save, args=(saver, until), name="stagereg-emergency-save", daemon=True
+            ).start()
         if not self._answered.wait(0.6 * self.timeout_s):  # a rank that is cut off is killed after all of it
             self.saved = f"{_NOT_SAVED}no store of this run answers."
         elif not self._over.wait(until - time.monotonic()):
@@ -133,7 +139,7 @@ class EmergencySave:
     def await_saved(self) -> None:
         """Wait for the emergency save, if a collective has failed and a rank failure may be the cause."""
         ends = time.monotonic() + _HEARD_S
-        while self.saver() is not None and not self.failed_ranks() and time.monotonic() < ends:
+        while self._saver() is not None and not self.failed_ranks() and time.monotonic() < ends:
             with contextlib.suppress(RuntimeError):  # of the store, which is gone
                 if self._store.get("cause is known"):
                     return
@@ -141,7 +147,7 @@ class EmergencySave:
         if self.failed_ranks():
             self.save()
 
-    def _save(self, saver: EmergencySaver, until: float) -> None:
+    def _save(self, saver: Save, until: float) -> None:
         try:
             store = connect(self._store, self.timeout_s / 6)
             known = store.check(["cause is known"])
@@ -150,7 +156,7 @@ class EmergencySave:
                 if self.monitor is not None:
                     self.monitor.give_time(self._limit_s)  # the store answers, so this rank is not cut off
                 failure = RankFailure(*self._ranks, store, self.failed_ranks, self.timeout_s, until)
-                self.saved = saver.save_after_loss(failure)
+                self.saved = saver(failure)
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
             why = str(error) if isinstance(error, LaunchError) else reason(error)
@@ -195,28 +201,21 @@ def _expect_open(store: Any, limit_s: float) -> None:
         socket.create_connection((store.host, store.port), limit_s).close()
 
 
-# Global because a process is one rank, and what saves is not given the launcher.
-_of_process: EmergencySave | None = None
+def expect(save: Save) -> Callable[[str, Any], None] | None:
+    """Have ``save`` save after rank failures, as :meth:`EmergencySave.expect`; ``None`` if none are detected."""
+    current = response()
+    return current.expect(save) if isinstance(current, EmergencySave) else None
 
 
-@contextlib.contextmanager
-def of_process(save: EmergencySave) -> Iterator[None]:
-    """Have :func:`expect` and :func:`publish` use this one, and the core respond with it, in a ``with`` block."""
-    global _of_process
-    _of_process = save
-    try:
-        with responding(save):
-            yield
-    finally:
-        _of_process = None
-
-
-def expect(saver: EmergencySaver) -> Callable[[str, Any], None] | None:
-    """Have ``saver`` save after rank failures, as :meth:`EmergencySave.expect`; ``None`` if none are detected."""
-    return None if _of_process is None else _of_process.expect(saver)
+def withdraw(save: Save) -> None:
+    """Have ``save`` save nothing any more, as :meth:`EmergencySave.withdraw`."""
+    current = response()
+    if isinstance(current, EmergencySave):
+        current.withdraw(save)
 
 
 def publish(key: str, value: Any) -> None:
     """Publish a value for the launcher, as :meth:`EmergencySave.publish`; nothing without our launcher."""
-    if _of_process is not None:
-        _of_process.publish(key, value)
+    current = response()
+    if isinstance(current, EmergencySave):
+        current.publish(key, value)

@@ -136,7 +136,7 @@ def test_saving_again_what_was_there_before_the_crash_is_no_progress(
 def test_what_others_saved_for_a_run_that_was_lost_is_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those who are left save it, and the one that has counted is gone."""
+    """The surviving ranks save it, and the one that has counted is gone."""
     root = str(tmp_path)
     train(root, "store", steps=LAST, at=99)
     for step in range(LAST, LAST + 20):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lock as lock
-import stagereg.extensions.recovery.crashes as crashes
+import stagereg.extensions.recovery.quarantine as quarantine
 from stagereg.assembly import Checkpointer
 from stagereg.base.command import command_key
 from stagereg.base.option_text import in_config
@@ -496,7 +496,7 @@ def test_the_rank_that_fails_first_decides(tmp_path: Path, how: str, counts: int
 def test_what_is_freed_when_modules_are_empty_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(str(tmp_path))
     checkpointer.close()
-    for module in (lock, crashes):
+    for module in (lock, quarantine):
         monkeypatch.setattr(module, "sys", None)  # as at the very end of a process
     del checkpointer
     gc.collect()

@@ -1,4 +1,4 @@
-"""After a loss what has registered saves once, for a bounded time; and not where there is no use in it."""
+"""After a rank failure what has registered saves once, for a bounded time; and not if that is of no use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
 import stagereg.base.rank_failures as rank_failures
 import stagereg.extensions.recovery.rank_failure as rank_failure
+from stagereg.base.rank_failures import responding
 from stagereg.errors import LaunchError
-from stagereg.extensions.recovery.rank_failure import EmergencySave, RankFailure, of_process
+from stagereg.extensions.recovery.rank_failure import EmergencySave, RankFailure
 from stagereg.launch.run_store import RunStore
 
-NOTICE_S, LIMIT_S = 0.2, 60.0
+TIMEOUT_S, LIMIT_S = 0.2, 60.0
 CONNECT = rank_failure.connect
 
 
@@ -23,7 +24,7 @@ class Saves:
     def __init__(self, act: Any = lambda told: "All is saved.") -> None:
         self.act, self.told = act, list[RankFailure]()
 
-    def save_after_loss(self, told: RankFailure) -> str:
+    def save(self, told: RankFailure) -> str:
         self.told.append(told)
         return str(self.act(told))
 
@@ -34,37 +35,48 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_failure, "connect", lambda run, limit_s: run.of_attempt)
 
 
-def after_loss() -> tuple[EmergencySave, RunStore]:
+def after_failure() -> tuple[EmergencySave, RunStore]:
     run = RunStore(HashStore(), 0, 3)
-    after = EmergencySave(run, 0, 3, NOTICE_S)
+    after = EmergencySave(run, 0, 3, TIMEOUT_S)
     after.failed_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
     return after, run
 
 
 def test_it_saves_once_and_all_who_ask_hear_of_it() -> None:
-    (after, _), saves = after_loss(), Saves()
-    after.expect(saves)
+    (after, _), saves = after_failure(), Saves()
+    after.expect(saves.save)
     assert not rank_failures.response().is_expected()
-    with of_process(after):
+    with responding(after):
         assert rank_failures.response().is_expected()
         assert [after.save(), after.save()] == ["All is saved."] * 2
         rank_failures.response().await_saved()
     assert not rank_failures.response().is_expected()
     [told] = saves.told
-    assert (told.rank, told.world_size, [*told.lost()]) == (0, 3, [1])
-    assert (told.is_lost("process 1 on here"), told.is_lost("process 11 on here")) == (True, False)
+    assert (told.rank, told.world_size, [*told.failed()]) == (0, 3, [1])
+    assert (told.is_of("process 1 on here"), told.is_of("process 11 on here")) == (True, False)
     assert after.saved == "All is saved."
 
 
 def test_what_is_gone_saves_nothing() -> None:
-    after, _ = after_loss()
-    after.expect(Saves())
+    after, _ = after_failure()
+    after.expect(Saves().save)
     assert after.save() == ""
 
 
+def test_what_is_withdrawn_saves_nothing_and_withdraws_nothing_of_others() -> None:
+    (after, _), first, second = after_failure(), Saves(), Saves()
+    with responding(after):
+        for each in (first, second):
+            rank_failure.expect(each.save)
+        rank_failure.withdraw(first.save)
+        assert after.is_expected()
+        rank_failure.withdraw(second.save)
+        assert (after.is_expected(), after.save(), second.told) == (False, "", [])
+
+
 def test_nothing_is_saved_where_the_cause_is_known() -> None:
-    (after, run), saves = after_loss(), Saves()
-    after.expect(saves)
+    (after, run), saves = after_failure(), Saves()
+    after.expect(saves.save)
     run.set("cause is known", True)
     assert (after.save(), saves.told) == ("", [])
 
@@ -95,20 +107,20 @@ def test_what_hangs_or_fails_costs_a_bounded_time(
 ) -> None:
     if connect is not None:
         monkeypatch.setattr(rank_failure, "connect", connect)
-    (after, _), saves = after_loss(), Saves(act)
-    after.expect(saves)
-    assert after.save() == f"Those who are left have not saved: {why}"
+    (after, _), saves = after_failure(), Saves(act)
+    after.expect(saves.save)
+    assert after.save() == f"The surviving ranks have not saved: {why}"
 
 
-def test_a_loss_is_waited_for_where_the_store_of_the_run_went_first() -> None:
-    (after, run), saves, looks = after_loss(), Saves(), [0]
+def test_a_failure_is_waited_for_where_the_store_of_the_run_went_first() -> None:
+    (after, run), saves, looks = after_failure(), Saves(), [0]
 
-    def lost() -> dict[int, str]:
+    def failed() -> dict[int, str]:
         looks[0] += 1
         return {1: "gone"} if looks[0] > 3 else {}
 
-    after.failed_ranks, run.get = lost, fail  # type: ignore[method-assign, assignment]
-    after.expect(saves)
+    after.failed_ranks, run.get = failed, fail  # type: ignore[method-assign, assignment]
+    after.expect(saves.save)
     after.await_saved()
     assert (after.saved, len(saves.told)) == ("All is saved.", 1)
 

@@ -47,8 +47,8 @@ def train(cfg):
 
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         checkpointer.restore({})
-        [watch] = [each for each in gc.get_objects() if isinstance(each, FailureMonitor)]
-        mine = [os.getpid(), watch._pulse.pid]
+        [monitor] = [each for each in gc.get_objects() if isinstance(each, FailureMonitor)]
+        mine = [os.getpid(), monitor._process.pid]
         if dist.get_rank() == 0 and "STAGEREG_LAUNCHER" in os.environ:
             mine.append(int(os.environ.get("FORKED_BY") or os.getppid()))
         processes = [None, None]
@@ -57,7 +57,7 @@ def train(cfg):
             master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             stranger = dist.TCPStore(*master, is_master=False)
             values = [stranger.get(key).decode(errors="replace") for key in stranger.list_keys()]
-            told = [value for value in values if watch._about[2][:64] in value or watch._about[2] in value]
+            told = [value for value in values if monitor._config.secret[:64] in value]
             about = {"listening": listening(sum(processes, [])), "told": told, "values": len(values)}
             about["environment"] = "STAGEREG_SECRET" in os.environ
             Path(cfg.answers, "0.json").write_text(json.dumps(about))

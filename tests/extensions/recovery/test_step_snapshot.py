@@ -267,8 +267,8 @@ def test_a_closed_checkpointer_observes_no_step_of_an_optimizer_and_keeps_no_sta
         assert {*BEFORE_STEPS._hooks} > before
         checkpointer.close()
         assert {*BEFORE_STEPS._hooks} == before
-        [survivors] = [each for each in checkpointer._extensions.all if each.name == "survivors"]
-        assert (survivors._state, survivors._whole._seen, survivors._whole._noted) == ({}, None, {})
+        [saver] = [each for each in checkpointer._extensions.all if each.name == "emergency saver"]
+        assert (saver._state, saver._whole._seen, saver._whole._noted) == ({}, None, {})
     finally:
         gc.enable()
 

@@ -139,7 +139,7 @@ def test_a_step_in_the_tier_is_progress_that_ends_the_count_of_crashes(tmp_path:
             for step in steps:
                 saving.maybe_save(step, {"x": torch.ones(1)})
                 saving.wait()
-            saving._quarantine._counter.crashed = True
+            saving._quarantine.crashed = True
         for lost in tmp_path.glob("0/*/step-00000002.*"):
             shutil.rmtree(lost)
         return restored

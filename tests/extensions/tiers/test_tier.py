@@ -100,7 +100,7 @@ def crash(folder: Path, more: int = 0) -> tuple[int | None, str]:
             checkpointer.maybe_save(each, state)
         checkpointer.wait()
         assert state["x"] == (step or 0) + more
-        checkpointer._quarantine._counter.crashed = True
+        checkpointer._quarantine.crashed = True
     return step, found
 
 

@@ -17,17 +17,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.store.failpoints as failpoints
-import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.assembly import Checkpointer
+from stagereg.base.rank_failures import responding, response
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.data import ResumableSampler
+from stagereg.extensions.recovery.emergency_saver import EmergencySaver
 from stagereg.extensions.recovery.rank_failure import EmergencySave
-from stagereg.extensions.recovery.survivors import Survivors
 from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
 
-NOTICE_S = 2.0
+TIMEOUT_S = 2.0
 LACKS = "random numbers, own"
 ALONE = "A resume from it is not exact; with restore=Restore(exact=True) the run has nothing to resume from."
 STEPS = 3
@@ -71,8 +71,8 @@ class Training:
         return {name: x.detach().clone() for name, x in (whole | more).items()}
 
 
-def survivors_of(checkpointer: Checkpointer) -> Survivors:
-    [found] = [each for each in checkpointer._extensions.all if isinstance(each, Survivors)]
+def saver_of(checkpointer: Checkpointer) -> EmergencySaver:
+    [found] = [each for each in checkpointer._extensions.all if isinstance(each, EmergencySaver)]
     return found
 
 
@@ -91,9 +91,9 @@ def lose(
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
-    after = EmergencySave(run, rank, world_size, NOTICE_S)
+    after = EmergencySave(run, rank, world_size, TIMEOUT_S)
     after.failed_ranks = lambda: dict.fromkeys(lost or [1 - rank], "")  # type: ignore[method-assign]
-    with loss.of_process(after):
+    with responding(after):
         training = Training(how)
         checkpointer = training.checkpointer = Checkpointer(root, every=STEPS if saves else 1000)
         for step in range(1, STEPS + 1):
@@ -174,7 +174,7 @@ def step_once(training: Training, rank: int) -> None:
 
 
 def report_a_cause(training: Training, rank: int) -> None:
-    loss._of_process._store.set("cause is known", True)
+    response()._store.set("cause is known", True)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def hang_while_writing(training: Training, rank: int) -> None:
 
 def test_a_rank_that_hangs_while_saving_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
     told = run_ranks(lose, 3, args=(str(tmp_path), "ddp", (1,), hang_while_writing))
-    assert {told[0][0], told[2][0]} == {"Those who are left have not saved: that has taken longer than 6 s."}
+    assert {told[0][0], told[2][0]} == {"The surviving ranks have not saved: that has taken longer than 6 s."}
     assert open_store(str(tmp_path)).checkpoints() == ([], [])
 
 
@@ -254,7 +254,7 @@ def step_while_saving(training: Training, rank: int) -> None:
     stepped = threading.Event()
 
     def step() -> None:
-        while survivors_of(training.checkpointer)._whole._held is False:
+        while saver_of(training.checkpointer)._whole._held is False:
             time.sleep(0.001)
         training.optimizer.step()
         stepped.set()

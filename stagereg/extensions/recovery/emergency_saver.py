@@ -1,9 +1,9 @@
-"""The survivors' save: when ranks are lost, those that are left save the last whole step, if they hold all of it.
+"""The emergency save: when ranks fail, the surviving ranks save the last whole step, if they hold all of it.
 
-No collective of training is used, which is broken. Each rank that is left has its optimizers wait, and posts in the
-store of the run which step it has (:class:`.StepSnapshot`). Who sees first that all have posted decides, for all, which
-ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is one as
-any other; its manifest names the ranks that are lost, and what of them is missing. It replaces nothing.
+It uses no collective of training, which is broken. Each surviving rank has its optimizers wait, and posts in the store
+of the run which step it has (:class:`.StepSnapshot`). The rank that sees first that all have posted decides, for all,
+which ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is
+like any other; its manifest names the failed ranks, and what of them is missing. It replaces nothing.
 
 If a network is cut, each side detects the failure of the other side. Only the side that reaches the rendezvous store of
 the run saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
@@ -17,7 +17,6 @@ import datetime
 import json
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 import stagereg.base.rank_failures as rank_failures
 import stagereg.base.record as record
 import stagereg.checkpoint.state.entries as entries
-import stagereg.extensions.recovery.rank_failure as loss
+import stagereg.extensions.recovery.rank_failure as rank_failure
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.format.encoding import walk
@@ -71,28 +70,26 @@ class _SavePlan(NamedTuple):
     why: str
 
 
-class Survivors(CheckpointExtension):
-    """This rank's part: notes each step that ends, and saves the last one when other ranks are lost."""
+class EmergencySaver(CheckpointExtension):
+    """Notes each step that ends on this rank, and saves the last one when other ranks fail."""
 
-    name = "survivors"
+    name = "emergency saver"
 
     def __init__(self) -> None:
         self._unnoted = ""
         self._state: Mapping[str, Any] = {}  # as it was given last
-        self._expected: _Expected | None = None
-        self._publish: Callable[[str, str], object] | None = None
+        self._publish: Callable[[str, str], object] | None = None  # None where nothing is to be saved
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._setup, self._saves, self._whole = setup, saves, StepSnapshot(setup.names)
         if setup.stores and setup.ranks.size > 1:
-            self._expected = _Expected(self)
-            self._publish = loss.expect(self._expected)
+            self._publish = rank_failure.expect(self.save)
 
     def given(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
-        if self._publish is None or state is None or self._unnoted or self._expected is None:
+        if self._publish is None or state is None or self._unnoted:
             return
         try:
             if self._whole.note(step, state):
@@ -108,12 +105,13 @@ class Survivors(CheckpointExtension):
 
     def close(self, in_time: bool = True) -> None:
         """Save nothing any more, and keep no state. Idempotent; training thread."""
-        self._expected = None
+        rank_failure.withdraw(self.save)
+        self._publish = None
         if self._whole.close():
             self._state = {}
 
     def save(self, told: RankFailure) -> str:
-        """Save with the other ranks that are left; see :class:`.EmergencySaver`."""
+        """Save with the other surviving ranks; see :data:`.Save`. On a thread of its own, once."""
         store, ranks = told.store, self._setup.ranks
         if ranks.size != told.world_size:
             return ""
@@ -135,28 +133,28 @@ class Survivors(CheckpointExtension):
         return outcome
 
     def _post(self, told: RankFailure) -> _SurvivorReport:
-        """Have the optimizers wait, and the saves under way fail, which wait for those who are lost."""
+        """Have the optimizers wait, and the saves under way fail, which wait for failed ranks."""
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         why = self._unnoted or self._whole.hold()
         for target in self._saves.targets:
-            target.ranks.end(f"lost {name_ranks(sorted(told.lost()))}")
+            target.ranks.end(f"lost {name_ranks(sorted(told.failed()))}")
         if not self._saves.ends_by(time.monotonic() + told.timeout_s):
             why = why or "a save before has not ended"
         step = self._whole.step
         return _SurvivorReport(told.rank, -1 if step is None else step, self._whole.kinds, why)
 
     def _gather(self, told: RankFailure, own: _SurvivorReport) -> list[_SurvivorReport]:
-        """Return what those who are left have posted, once all of them have, or the others are likely to be lost."""
+        """Return the posts of surviving ranks, once all have come, or after the time in which a failure is detected."""
         told.store.append("posted", json.dumps(own) + "\n")
         ends = time.monotonic() + told.timeout_s
         while True:
             posted = [_SurvivorReport(*json.loads(line)) for line in told.store.get("posted").splitlines()]
-            lost = told.lost()
-            missing = {*range(told.world_size)} - {each.rank for each in posted} - lost.keys()
+            failed = told.failed()
+            missing = {*range(told.world_size)} - {each.rank for each in posted} - failed.keys()
             if not missing or time.monotonic() > ends:
-                return sorted(each for each in posted if each.rank not in lost)
+                return sorted(each for each in posted if each.rank not in failed)
             time.sleep(_POLL_INTERVAL_S * (1 + told.world_size // 64))
 
     def _decide(self, told: RankFailure, posted: Sequence[_SurvivorReport]) -> _SavePlan:
@@ -174,7 +172,7 @@ class Survivors(CheckpointExtension):
                 del tries[step]
                 whys["it had tensors that those with the step have not"] = alone
         why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
-        why = why and f"Those who are left have no whole step: {why}."
+        why = why and f"The surviving ranks have no whole step: {why}."
         own = _SavePlan(new_token(), sorted(tries.items(), reverse=True), why)
         return _SavePlan(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
@@ -182,20 +180,20 @@ class Survivors(CheckpointExtension):
         """Save with the others of a try; its outcome is published by the first of them."""
         try:
             state = self._state
-            captured, lost = self._whole.take(made.told.rank, made.told.world_size), made.lost(state)
+            captured, missing = self._whole.take(made.told.rank, made.told.world_size), made.missing(state)
             if made.leads:
-                _add_positions(captured, lost, state, made)
+                _add_positions(captured, missing, state, made)
                 made.begin(self._setup.store, tier=len(self._saves.targets) > 1)
             if made.begun():
-                self._write(made, captured, lost)
+                self._write(made, captured, missing)
         except Exception as error:
-            _log.debug("A survivors' save failed.", exc_info=error)
+            _log.debug("An emergency save failed.", exc_info=error)
             if made.leads:
                 text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
-                made.end(f"Those who are left have not saved step {made.step}: {text.rstrip('.')}.")
+                made.end(f"The surviving ranks have not saved step {made.step}: {text.rstrip('.')}.")
 
-    def _write(self, made: _Attempt, captured: dict[str, Any], lost: dict[str, list[str]]) -> None:
-        target = _SurvivorsTarget(self._setup, _RanksLeft(made), made, lost, self._whole)
+    def _write(self, made: _Attempt, captured: dict[str, Any], missing: dict[str, list[str]]) -> None:
+        target = _Target(self._setup, _Survivors(made), made, missing, self._whole)
         request = Request(made.step)
         copy = StagedCopy(request, ReplicaSave())
         copy.put(_on_host(captured))
@@ -204,48 +202,39 @@ class Survivors(CheckpointExtension):
         began, nbytes = write_and_commit(write, ExchangeCache(target.repeats)) or (0.0, 0)
         record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
         if made.leads and target.committed is not None:
-            missing = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in lost.items())
+            lacks = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in missing.items())
             saved = f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}"
-            made.end(f"{saved}{''.join(missing)}. {made.exact}", made.step)
-
-
-class _Expected:
-    """What is expected to save after a loss, until the checkpointer is closed."""
-
-    def __init__(self, survivors: Survivors) -> None:
-        self._survivors = weakref.ref(survivors)
-
-    def save_after_loss(self, told: RankFailure) -> str:
-        survivors = self._survivors()
-        return "" if survivors is None else survivors.save(told)
+            made.end(f"{saved}{''.join(lacks)}. {made.exact}", made.step)
 
 
 class _Attempt:
+    """To save one step on some ranks, which agree in ``store``."""
+
     def __init__(self, told: RankFailure, store: Any, step: int, ranks: list[int], token: str) -> None:
         self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
         self.leads = told.rank == ranks[0]
         self.exact = ""  # a sentence on how to resume exactly
         self._lock: StoreLock | None = None
 
-    def lost(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Return what is missing of each rank that is not in it."""
+    def missing(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return what is missing of each rank that does not save."""
         positions = entries.positions(state)
         marked = [name for name, x in state.items() if isinstance(x, entries.PerRank) and name not in positions]
-        lost = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
-        return {str(rank): ["random numbers", *marked] for rank in lost}
+        others = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
+        return {str(rank): ["random numbers", *marked] for rank in others}
 
     def begin(self, store: CheckpointStore, tier: bool) -> None:
         """Have the others begin too, once the directory is this rank's to write to.
 
-        A lost rank may have it, which saves by itself, is stopped, or whose machine can tell nobody that it is gone. It
-        is waited for, as long as one that is cut off needs to end, and then it is taken from it.
+        A failed rank may hold it: it saves by itself, is stopped, or its machine is gone without a word. Such a rank
+        has as long as one that is cut off needs to end. Then the lock is taken from it.
         """
         told = self.told
         while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
             left_s = told.until - time.monotonic()
             if left_s < told.timeout_s:
                 break  # to hear who has it
-            if left_s < 2 * told.timeout_s and told.is_lost(holder.process):
+            if left_s < 2 * told.timeout_s and told.is_of(holder.process):
                 store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
             time.sleep(_POLL_INTERVAL_S)
         self._lock = store.lock()
@@ -282,8 +271,8 @@ class _Attempt:
             time.sleep(_POLL_INTERVAL_S)
 
 
-class _RanksLeft(RankGroup):
-    """The ranks of a try, in a group of their own."""
+class _Survivors(RankGroup):
+    """The ranks of an attempt, in a group of their own."""
 
     def __init__(self, made: _Attempt) -> None:
         self.limit = datetime.timedelta(seconds=max(1.0, made.told.until - time.monotonic()))
@@ -295,13 +284,13 @@ class _RanksLeft(RankGroup):
             self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
 
 
-class _SurvivorsTarget(StoreTarget):
-    """The store, for one save, which nothing goes out for."""
+class _Target(StoreTarget):
+    """The checkpoint directory, for one save, which deletes no other checkpoint."""
 
     def __init__(
-        self, setup: Setup, ranks: RankGroup, made: _Attempt, lost: dict[str, list[str]], whole: StepSnapshot
+        self, setup: Setup, ranks: RankGroup, made: _Attempt, missing: dict[str, list[str]], whole: StepSnapshot
     ) -> None:
-        fields = {"world_size": made.told.world_size, "lost": lost}
+        fields = {"world_size": made.told.world_size, "lost": missing}
         super().__init__(setup.store, _ALL, setup.storage, ranks, made.token, fields=[lambda step: fields])
         self._whole = whole
 
@@ -311,27 +300,27 @@ class _SurvivorsTarget(StoreTarget):
 
 
 def _add_positions(
-    captured: dict[str, Any], lost: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
+    captured: dict[str, Any], missing: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
 ) -> None:
-    """Add where the ranks that are lost are in the data, as follows from where this one is."""
+    """Add the positions in data of the ranks that do not save, as they follow from the position of this one."""
     own, size = made.told.rank, made.told.world_size
     for name in entries.positions(state):
         follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
-        for rank, missing in lost.items():
+        for rank, lacks in missing.items():
             found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
             if found is None:
                 raise CheckpointError(f"where rank {rank} was in {name!r} is not known")
             captured[entries.rank_name(name, int(rank))], sure = found
             is_exact = sure and not isinstance(state[name], entries.PerRank)  # which ranks may be at as they like
-            missing += [] if is_exact else [f"an exact position of {name}"]
+            lacks += [] if is_exact else [f"an exact position of {name}"]
 
 
 def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
-    """Return entries in host memory: nothing writes them any more, so what is there already is not copied."""
+    """Return entries in host memory. Nothing writes them any more, so entries in host memory are not copied."""
     devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
     if not devices:
         return captured
-    with contextlib.ExitStack() as stack:  # not behind what waits on a stream for those who are lost
+    with contextlib.ExitStack() as stack:  # not behind what waits on a stream for failed ranks
         for device in devices:
             stack.enter_context(torch.Stream(device))
         staged: dict[str, Any] = build("stager", "blocking").stage(captured)

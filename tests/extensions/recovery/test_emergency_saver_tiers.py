@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 import stagereg
-import stagereg.extensions.recovery.rank_failure as loss
 from stagereg.assembly import Checkpointer
+from stagereg.base.rank_failures import responding
 from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.data import ResumableSampler
@@ -21,7 +21,7 @@ from stagereg.launch.run_store import RunStore
 from stagereg.testing import run_ranks
 
 from ...support.programs import comes_true
-from .test_survivors import NOTICE_S, STEPS, Training, begin_next_step
+from .test_emergency_saver import STEPS, TIMEOUT_S, Training, begin_next_step
 
 BOUND_S = 30.0
 INSTEAD = "with restore=Restore(exact=True) the run resumes from a newer step of the tier instead."
@@ -50,9 +50,9 @@ def lose(rank: int, world_size: int, root: str) -> tuple[str, dict[str, Any]]:
     """
     store = PrefixStore("run", dist.group.WORLD.get_group_store())
     run = RunStore(store, rank, world_size)
-    after = EmergencySave(run, rank, world_size, NOTICE_S)
+    after = EmergencySave(run, rank, world_size, TIMEOUT_S)
     after.failed_ranks = lambda: {1: "(process 1 on here): gone"}  # type: ignore[method-assign]
-    with loss.of_process(after):
+    with responding(after):
         training = Training("ddp")
         tier = stagereg.build("tier", "disk", dir=f"{root}/{rank}", every=2)
         saving = training.checkpointer = Checkpointer(f"{root}/store", every=1000, tier=tier, save_last=False)
