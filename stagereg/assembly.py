@@ -175,10 +175,8 @@ class Checkpointer(core.Checkpointer):
         self._tiering = _tiering(chosen, failure)
         self._preemption = _preemption(preemption)
         self._quarantine = _quarantine(restore, self._tiering)
-        compared = CheckpointExtension()
-        compared.name, compared.options = "options", options.compared(replicas=replicas, preemption=preemption)
         self._calls = _calls(on_commit)
-        extensions = [compared, *_watching(restore, copier)]
+        extensions = _watching(restore, copier)
         extensions += [
             each for each in (self._calls, self._preemption, self._tiering, self._quarantine) if each is not None
         ]
@@ -186,6 +184,7 @@ class Checkpointer(core.Checkpointer):
         super().__init__(
             *(place, schedule, keep, resume, copier, storage, process_group, restore, failure),
             *(save_last, enable, extensions, _sharding(replicas), notes),
+            compared={"replicas": replicas, "preemption": preemption},
         )
 
     @property

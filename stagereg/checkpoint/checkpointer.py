@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +62,7 @@ class Checkpointer:
         sharding: which rank writes what several ranks hold identically; ``None`` for one of them.
         notes: a directory for the lock and for notes; checkpoints then go to the targets of extensions alone, and
             ``dir`` is their directory in messages.
+        compared: more options that must be the same on all ranks, by name.
 
     Raises:
         ConfigError: an option is of no use, the ranks differ in one or in their extensions, or ``dir`` is another
@@ -85,6 +86,7 @@ class Checkpointer:
         extensions: Sequence[CheckpointExtension] = (),
         sharding: ReplicaSharding | None = None,
         notes: str | None = None,
+        compared: Mapping[str, Any] = {},
     ) -> None:
         self._stores, place = notes is None, dir if notes is None else notes
         groups = {"restore": restore, "failure": failure}
@@ -106,7 +108,8 @@ class Checkpointer:
         self._closed, self._pid = False, os.getpid()
         self._extensions = Extensions(extensions)
         self._ranks = RankGroup(process_group, failure.timeout)
-        self._hold = DirectoryLock(self._store, self._ranks, failure.timeout.total_seconds(), resume)
+        locked = weakly(self._extensions.locked, None)
+        self._hold = DirectoryLock(self._store, self._ranks, failure.timeout.total_seconds(), resume, locked)
         if enable:
             schedule, policy = every if isinstance(every, Schedule) else Schedule(every), Keep.of(keep)
             alike: dict[str, Any] = {
@@ -115,7 +118,7 @@ class Checkpointer:
                 "keep": policy,
             }
             alike |= {"resume": resume, **groups, "save_last": save_last, "storage": name_of(self._storage)}
-            options.expect_alike(self._ranks, options.compared(**alike, **self._extensions.options()))
+            options.expect_alike(self._ranks, options.compared(**alike, **compared, **self._extensions.options()))
             token = self._hold.open(dir if self._stores else None)
             parts = self._store, policy, self._storage, self._ranks, token, schedule, read_back
             self._target = StoreTarget(*parts, [self._extensions.manifest_fields])
@@ -133,20 +136,19 @@ class Checkpointer:
         nearer = called.targets(setup)
         target.schedule.start(process_group)
         self._background = SaveThreads([*nearer, *[target] * self._stores], timeout, self._failure.on_error == "warn")
-        self._saver = Saver(self._background, self._stager, sharding, names, called)
+        ready = self._hold.acquire_to_save
+        self._saver = Saver(self._background, self._stager, sharding, names, called, ready)
         self.stats = self._background.stats
         for each in self._background.all:
-            stored = each.target is target
-            newest = partial(getattr, target, "committed") if stored else lambda: None
-            each.listeners.append(partial(called.committed, "store" if stored else "tier", newest))
-        self._hold.when_acquired, self._saver.ready = weakly(called.locked, None), self._hold.acquire_to_save
+            where = "store" if each.target is target else "tier"
+            each.listen(partial(called.committed, where, each.target))
         called.start(setup, weakref.proxy(self._background))
         parts = target.token, self._ranks, self._saver, self._background, called, self._save
         self._together = RankCoordinator(training, *parts)
         warn, kept = self._ranks.rank == 0 and self._save_last, (self.dir, self._saver, self._hold, self._pid)
         self._unclosed = weakref.finalize(self, warn_of_unclosed, *kept) if warn else None
         if self._ranks.group is not None:
-            self._background.call_when_idle(self._together.look_for_missed)
+            self._background.last.call_when_idle(self._together.look_for_missed)
             followers.add(self._together)
 
     def lock(self) -> None:
@@ -227,7 +229,7 @@ class Checkpointer:
         On the background thread: it must not use the process group. What it raises is logged; the checkpoint is there.
         """
         if self._enabled:
-            self._background.last.listeners.append(listener)
+            self._background.last.listen(listener)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``; not for the deletion of older ones.

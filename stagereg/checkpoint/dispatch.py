@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, SaveObserver, Saves, Setup
-from stagereg.checkpoint.format.manifest import Checkpoint, Manifest
+from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import RESUME_CODE, CheckpointError, reason
 
@@ -104,9 +104,9 @@ class Extensions(SaveObserver):
                 found |= fields
         return found
 
-    def committed(self, where: str, newest: Callable[[], Checkpoint | None], step: int) -> None:
-        """A save is complete in the target ``where``; on its thread."""
-        self.notify(CheckpointExtension.committed, step, where, newest())
+    def committed(self, where: str, target: SaveTarget, step: int) -> None:
+        """A save is complete in a target, ``"store"`` or ``"tier"``; on its thread."""
+        self.notify(CheckpointExtension.committed, step, where, target.committed)
 
     def locked(self) -> None:
         """The run has the lock of the checkpoint directory from now on. On rank 0."""

@@ -44,7 +44,13 @@ class Saves(Protocol):
     """The saves of a checkpointer, as its extensions see them."""
 
     stats: CheckpointStats
-    newest: int | None  # the step of the newest checkpoint in the directory that this run knows to be good
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint in the directory that this run knows to be good. Any thread."""
+
+    def note_newest(self, step: int | None) -> None:
+        """Note that ``step`` is the newest good checkpoint in the directory, ``None`` for no checkpoint. Any thread."""
 
     @property
     def targets(self) -> Sequence[SaveTarget]:

@@ -50,12 +50,21 @@ _log = logging.getLogger(__name__)
 class DirectoryLock:
     """The lock of one run, on one rank; only rank 0 acquires it.
 
+    Args:
+        acquired: called on rank 0 once the lock is acquired.
+
     Attributes:
         continues: whether the run has restored, so that it owns the checkpoints of earlier runs.
-        when_acquired: called on rank 0 once the lock is taken.
     """
 
-    def __init__(self, store: CheckpointStore, ranks: RankGroup, seconds: float, resume: str) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        ranks: RankGroup,
+        seconds: float,
+        resume: str,
+        acquired: Callable[[], object] = lambda: None,
+    ) -> None:
         self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
         self._process = os.getpid()  # a forked child takes nothing
         self._lock: StoreLock | None = None
@@ -63,7 +72,7 @@ class DirectoryLock:
         self._warned = False
         self._known: int | None = None  # the serial of the checkpoint committed last, as the run has seen it
         self.continues = False
-        self.when_acquired: Callable[[], object] = lambda: None
+        self._when_acquired = acquired
 
     @property
     def acquired(self) -> bool:
@@ -176,7 +185,7 @@ class DirectoryLock:
             if not self._store.backend.remote:
                 raise
             raise CheckpointError(f"{reason(error)}. {advice(error, root)}") from error
-        self.when_acquired()
+        self._when_acquired()
 
 
 def _warn_of_earlier_run(store: CheckpointStore) -> None:

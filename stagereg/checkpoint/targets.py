@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stagereg.checkpoint.format.manifest import FileDigest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest
 from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.digests import Written
@@ -72,8 +72,10 @@ class SaveTarget(ABC):
         repeats: the storage writes the same metadata again for the same plan and results, so that ranks need not send
             them again.
         read_back: reads the first save back before it is committed; ``None`` for a storage that is trusted.
+        committed: on rank 0 the newest checkpoint that this run has committed there; ``None`` in a tier.
     """
 
+    committed: Checkpoint | None = None
     required = True
     read_back: ReadBack | None = None
 

@@ -65,14 +65,11 @@ class SaveThread:
         retake: Retake | None = None,
         nearer: Sequence[SaveThread] = (),
     ) -> None:
-        # The step of the newest checkpoint there that this run knows to be good. Written by the thread; and by the
-        # training thread in a restore, when no save is under way.
-        self.newest: int | None = None
+        self.newest: int | None = None  # the step of the newest checkpoint there that this run knows to be good
         describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
         self.stats = stats or CheckpointStats()
-        # Called on the thread with the step of each complete checkpoint, before its save has ended.
-        self.listeners: list[Callable[[int], object]] = []
+        self._listeners: list[Callable[[int], object]] = []
         self.target = target
         self.timeout_s = timeout.total_seconds()
         self._retake, self._nearer = retake, nearer
@@ -92,6 +89,14 @@ class SaveThread:
         """Whether the save being written has passed the time-out, which was reported, and has not ended."""
         first = self._first()
         return first is not None and first.late
+
+    def note_newest(self, step: int | None) -> None:
+        """Note that ``step`` is the newest good checkpoint there, ``None`` for no checkpoint. Any thread."""
+        self.newest = step
+
+    def listen(self, listener: Callable[[int], object]) -> None:
+        """Call ``listener`` on the thread with the step of each complete checkpoint, before its save has ended."""
+        self._listeners.append(listener)
 
     def wait_for_turn(self) -> None:
         """Wait until another save may be staged: until fewer than two are under way, or one takes too long."""
@@ -217,7 +222,8 @@ class SaveThread:
             self.failures.set_status(None)
             if done is not None:
                 ended = record.now()
-                self.newest, self.failures.last = step, None
+                self.note_newest(step)
+                self.failures.last = None
                 target.schedule.ended(ended - write.request.called)
                 self._completed(write, done[0], ended, done[1])
         with self._lock:
@@ -246,7 +252,7 @@ class SaveThread:
             self.stats.bytes_staged += write.copy.nbytes or 0
         kind = "write" if target.required else "tier"
         record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=target.where)
-        for listener in self.listeners:
+        for listener in self._listeners:
             try:
                 listener(step)
             except Exception:  # the checkpoint is complete, so the save must not fail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.retake import Retake
@@ -50,9 +50,9 @@ class SaveThreads:
         """The step of the newest checkpoint in the last target that this run knows to be good."""
         return self.last.newest
 
-    @newest.setter
-    def newest(self, step: int | None) -> None:
-        self.last.newest = step
+    def note_newest(self, step: int | None) -> None:
+        """Note that ``step`` is the newest good checkpoint in the last target, ``None`` for no checkpoint."""
+        self.last.note_newest(step)
 
     def ends_by(self, until: float) -> bool:
         """Wait until all saves to the last target have ended, well or not; False if they have not at ``until``."""
@@ -109,7 +109,7 @@ class SaveThreads:
         for each in self.all:
             each.target.schedule.restored(step)
             if each.target.names(path):
-                each.newest = step
+                each.note_newest(step)
 
     def raise_failure(self) -> None:
         """Raise the first failure that no call has raised yet, and log later ones."""
@@ -119,10 +119,6 @@ class SaveThreads:
     def describe_newest(self) -> str:
         """Return a sentence on the newest good checkpoint of all targets."""
         return self.last.describe_newest()
-
-    def call_when_idle(self, look: Callable[[], None]) -> None:
-        """Call ``look`` about once a second on a thread that writes nothing. A bound method, held weakly."""
-        self.last.call_when_idle(look)
 
     def close(self) -> None:
         """End the threads after their last saves; one that hangs commits nothing, should it ever go on."""

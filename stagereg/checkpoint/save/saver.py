@@ -49,7 +49,11 @@ _ONLY = (
 
 
 class Saver:
-    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`."""
+    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`.
+
+    ``ready`` is called before each save; an error that it raises fails the save. The other arguments are the
+    checkpointer's.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Saver:
         replicas: ReplicaSharding | None = None,
         names: ParameterNames | None = None,
         observer: SaveObserver | None = None,
+        ready: Callable[[], object] = lambda: None,
     ) -> None:
         # As it was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
@@ -66,10 +71,10 @@ class Saver:
         self.reached = -1  # as ``saved``; -1 before, and after a restore
         self.leaving = False  # whether the ranks are about to exit
         self.names = names or ParameterNames()  # in the state
-        self.ready: Callable[[], object] = lambda: None  # called before a save; what it raises fails the save
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()
         self._given_at: int | None = None  # the step that ends with the state
+        self._ready = ready
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
         self._replicas, self._observer = replicas or ComparedReplicas(), observer or SaveObserver()
         self._everywhere = tuple(range(len(threads.all)))  # the numbers of all targets
@@ -168,7 +173,7 @@ class Saver:
             self.stored = step
         self._observer.begin_save(step, self._given, [self._threads.all[each].target for each in request.targets])
         try:
-            self.ready()
+            self._ready()
             self._threads.admit(request)
             self._stage(request, copy)
         except BaseException as error:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.base.command import command_key
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
-from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
+from stagereg.checkpoint.format.manifest import FileDigest, Manifest
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.files import METADATA
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
@@ -30,7 +30,6 @@ class StoreTarget(SaveTarget):
 
     Attributes:
         store: the directory of checkpoints.
-        committed: on rank 0, the last one.
         token: of the run.
 
     Args:
@@ -57,7 +56,6 @@ class StoreTarget(SaveTarget):
         self._tokens = random.Random(token)  # the same on all ranks without an exchange
         self._token, self._is_new = "", False
         self._fields = fields
-        self.committed: Checkpoint | None = None
         self._finished = b""  # on rank 0: torch's metadata, as the storage has written it
 
     def names(self, path: str) -> bool:

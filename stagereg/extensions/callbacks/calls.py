@@ -160,7 +160,7 @@ class _Caller:
             with contextlib.suppress(ReferenceError):
                 good = self._store.checkpoints()[0]
                 if self._saves.newest == step:
-                    self._saves.newest = good[0].manifest.step if good else None
+                    self._saves.note_newest(good[0].manifest.step if good else None)
                 newest = self._saves.describe_newest()
             self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
 

@@ -126,7 +126,7 @@ class EmergencySaver(CheckpointExtension):
                 self._setup.store.lock().release()
             saved, outcome = made.outcome()
             if saved is not None:
-                self._saves.newest = saved
+                self._saves.note_newest(saved)
                 with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
                     self._saves.raise_failure()
                 break
