@@ -129,6 +129,7 @@ class DirectoryLock:
         """Let other runs write there. This run takes it no more."""
         self._process = 0
         if self._lock is not None:
+            self._store.settle()
             self._lock.release()
 
     def _open(self, looks: bool) -> tuple[str, str]:

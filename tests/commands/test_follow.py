@@ -107,6 +107,19 @@ def test_each_checkpoint_is_taken_once_in_order(root: str, job: Job, command: Co
     assert job.steps[5:] == [100, 200, 250, 300] or job.steps[5:] == [100, 200, 300, 250, 300]
 
 
+def test_one_that_gets_its_plain_name_is_not_taken_again(tmp_path: Path, job: Job, command: Command) -> None:
+    root = tmp_path / "run"
+    save(root, 100)
+    with open_store(root).readers.read_lease(str(path_of(root, 100))):
+        [again] = save(root, 100, salt="again")
+        assert again != str(path_of(root, 100))
+        command("follow", root, "--idle", "0", *job.command)
+    save(root, 200)
+    assert not os.path.exists(again)
+    command("follow", root, "--idle", "0", *job.command)
+    assert job.steps == [100, 100, 200]
+
+
 def test_the_newest_alone_passes_over_the_others_for_good(tmp_path: Path, job: Job, command: Command) -> None:
     save(tmp_path / "run", 100, 200, 300)
     seen = command("follow", tmp_path / "run", "--newest", "--idle", "0", *job.command)

@@ -8,6 +8,7 @@ from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
 from stagereg.checkpoint.format.manifest import (
     LATEST,
     MANIFEST,
+    Checkpoint,
     FileDigest,
     Manifest,
     new_token,
@@ -95,6 +96,11 @@ class MemoryBackend:
 
     def point(self, name: str) -> None:
         self.replace(LATEST, name.encode())
+
+    def link(self, checkpoint: Checkpoint) -> str:
+        if free := not self.list(plain := f"{self.root}/{plain_name(checkpoint.name)}"):
+            self._change(self._below(checkpoint.path, plain))
+        return plain if free else ""
 
     def hide(self, each: VerificationResult) -> str:
         hidden = f"{self.root}/.{plain_name(each.name)}.{new_token()}.tmp"

@@ -11,7 +11,7 @@ from io import BufferedReader, RawIOBase
 from typing import Protocol, TypeVar
 
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
-from stagereg.checkpoint.format.manifest import FileDigest, Manifest
+from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.store.lock import Owner, StoreLock
 
 T = TypeVar("T")
@@ -122,6 +122,9 @@ class Backend(Files, Protocol):
 
     def point(self, name: str) -> None:
         """Have ``latest`` point to a directory of the root, in one step."""
+
+    def link(self, checkpoint: Checkpoint) -> str:
+        """Link a checkpoint under its plain name too, in one step; return that path, or nothing if it is taken."""
 
     def hide(self, each: VerificationResult) -> str:
         """Hide a checkpoint in one step, and return its path now, to be discarded or given to :meth:`bring_back`."""

@@ -2,7 +2,7 @@
 
 *Reading*: any process at any time, without a lock. *Writing*: rank 0 of the run that holds the lock; each rank calls
 :meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes
-there, ``mark``, ``publish`` and ``retention.clear``, or after an error ``backend.discard``.
+there, ``mark``, ``publish`` and ``retention.clear``, or after an error ``backend.discard``; ``settle`` in the end.
 
 Paths are full paths, or URLs, as text. Errors are ``OSError`` unless said otherwise.
 """
@@ -162,7 +162,9 @@ class CheckpointStore:
         self.retention.spared = {each.path for each in complete}
         # A link to a corrupt or deleted checkpoint stays as it is: that the newest is lost must not go unnoticed.
         pointed, names = self.retention.pointed(), [each.name for each in complete]
-        if complete and (step_of(pointed) is None or pointed in names[1:]):
+        is_there = pointed in names or pointed in [each.name for each in damaged]
+        is_saved_again = not is_there and step_of(pointed) in map(step_of, names)  # under a name with a token
+        if complete and (step_of(pointed) is None or pointed in names[1:] or is_saved_again):
             self.backend.point(complete[0].name)  # its run was killed right after the commit
         return left
 
@@ -188,8 +190,9 @@ class CheckpointStore:
         """Commit the checkpoint in ``written``, and hide what is not to be kept.
 
         The order makes every moment safe to be killed in: the files have their sizes; the lock is still held; one step
-        commits; manifest and index are read back; another step moves ``latest``; then old checkpoints are hidden. A run
-        that lost the lock finds that out before it commits, and before it hides each checkpoint.
+        commits; manifest and index are read back; another step moves ``latest``; then old checkpoints are hidden; a
+        step that was saved again gets its plain name. A run that lost the lock finds that out before it commits, and
+        before it hides each checkpoint.
 
         Args:
             written: the path of :meth:`temporary`; all of its files are safely stored.
@@ -228,7 +231,8 @@ class CheckpointStore:
                 self.backend.point(made.name)
                 failpoint("pointed")
             finally:  # or a file system without links would fill up
-                self.retention.retire(before, made, policy)
+                stay = self.retention.retire(before, made, policy)
+            made = Checkpoint(self.retention.use_plain_names(stay).get(made.path, made.path), manifest)
         except Exception as error:
             text = (
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
@@ -257,6 +261,14 @@ class CheckpointStore:
                 "checkpoint was deleted. Check the disk, or save to another directory."
             )
         return text
+
+    def settle(self) -> None:
+        """Give steps that were saved again, and were read until now, their plain names. Raises nothing."""
+        try:
+            if self._lock is not None:
+                self.retention.settle(self._lock)
+        except Exception as error:
+            _log.warning("stagereg: not every step in %s has its plain name: %s", self.root, error)
 
 
 def _last_serial(found: Sequence[Checkpoint | VerificationResult]) -> int:

@@ -56,9 +56,10 @@ def leftovers(backend: Backend) -> list[str]:
 
 
 def complete(found: list[VerificationResult]) -> list[Checkpoint]:
-    """Return the complete ones, the one committed last first."""
+    """Return the complete ones, the one committed last first; of one under two names its plain one."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
-    return sorted(those, key=lambda each: each.manifest.order, reverse=True)
+    those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
+    return [*{each.key: each for each in those}.values()][::-1]
 
 
 def _steps(backend: Backend) -> list[VerificationResult]:

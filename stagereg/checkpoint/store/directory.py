@@ -30,9 +30,11 @@ from stagereg.checkpoint.format.manifest import (
     RESTORED,
     RUN,
     SWEEP_JOB,
+    Checkpoint,
     FileDigest,
     Manifest,
     new_token,
+    plain_name,
     step_name,
 )
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -121,6 +123,24 @@ class Directory(LocalFiles):
             discard(link)
             raise
         sync(self.root)
+
+    def link(self, checkpoint: Checkpoint) -> str:
+        plain = f"{self.root}/{plain_name(checkpoint.name)}"
+        if os.path.lexists(plain):
+            return ""
+        beside = self._hidden(checkpoint.name)
+        try:
+            os.mkdir(beside)
+            for name in (*checkpoint.manifest.files, MANIFEST):
+                os.link(f"{checkpoint.path}/{name}", f"{beside}/{name}")
+        except OSError:
+            self.discard(beside)
+            raise
+        sync(beside)
+        os.rename(beside, plain)
+        sync(self.root)
+        failpoint("named")
+        return plain
 
     def hide(self, each: VerificationResult) -> str:
         hidden = self._hidden(each.name)

@@ -24,6 +24,8 @@ POINTS = {
     "committed": "the name, or the manifest in a remote directory, is durable: the checkpoint is complete",
     "pointed": "``latest`` points to it",
     "hidden": "an old checkpoint is none any more, and its files are still there",
+    "named": "a step that was saved again lies under its plain name too, beside the one with a token",
+    "repointed": "``latest`` points to the plain name",
     "retained": "the old checkpoints are deleted",
     "ended": "every rank knows that the save is complete",
 }

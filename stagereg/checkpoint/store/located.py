@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from stagereg.checkpoint.format.damage import VerificationResult
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, plain_name, step_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.foreign import expect_no_other_format
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store
@@ -112,3 +112,13 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationR
         return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
     every = "\n".join(f"{each.path}: {each}" for each in passed)
     raise CorruptCheckpointError(f"There is no good checkpoint in {target}:\n{every}")
+
+
+def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
+    """Return the path of a checkpoint now, which may be its plain name since; ``None`` if it is gone."""
+    folder, _, name = checkpoint.path.rpartition("/")
+    for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
+        found = store.look(path)
+        if found.manifest == checkpoint.manifest and not found.damages:
+            return path
+    return None

@@ -1,7 +1,8 @@
 """Which checkpoints of a store stay, and how the others go: :class:`.Keep` for the run that writes there.
 
 A checkpoint is first hidden, in one step, and deleted later by :meth:`Retention.clear`; one that is read, or that
-``latest`` points to, stays until a later save. A step that is saved again replaces the old one.
+``latest`` points to, stays until a later save. A step that is saved again replaces the old one, and gets its plain name
+when that is free.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from stagereg.base.small_files import UnfitFileError, warn_skipped
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import KEPT, LATEST, MANIFEST, METADATA, Checkpoint, plain_name
 from stagereg.checkpoint.store.backend import Backend
-from stagereg.checkpoint.store.conditions import complete
+from stagereg.checkpoint.store.conditions import complete, conditions
+from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.keep import GuardedRule, Keep
+from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.readers import Readers
 
 _FILES = {MANIFEST, METADATA, "index.json"}  # one of these is in each checkpoint
@@ -42,6 +45,7 @@ class Retention:
         self._backend, self._readers = backend, readers
         self._why: dict[str, str] = {}  # the last save has kept checkpoints, by their paths
         self._explains = True  # whether there is a file that says so, or may be
+        self._again: set[int] = set()  # steps that this run has saved where they were already
         self._hidden: list[tuple[VerificationResult, str]] = []  # and where; not known yet whether they are read
         self._out_of_sight: list[str] = []
         self._warned: set[str] = set()
@@ -58,11 +62,47 @@ class Retention:
             pass
         return {}
 
-    def retire(self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule) -> None:
-        """Hide what is not to be kept now that ``made`` exists beside ``before``; write why the others are."""
+    def retire(
+        self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
+    ) -> list[VerificationResult]:
+        """Take out of sight what is not to be kept now that ``made`` is there beside ``before``; return what stays."""
+        if not self._backend.in_place and made.name != plain_name(made.name):
+            self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
-        self._remove(before, old)
+        return [*self._remove(before, old), VerificationResult(made.path, made.manifest)]
+
+    def use_plain_names(self, there: list[VerificationResult]) -> dict[str, str]:
+        """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
+
+        At each moment ``latest``, and each reader, finds a whole checkpoint. Writes why each is kept.
+        """
+        plain: dict[str, str] = {}
+        named = []
+        for each in self.trusted(there):  # of a step the one committed last comes first
+            try:
+                path = self._backend.link(each)
+            except OSError as error:
+                where = self._backend.root
+                self._warn_once(f"steps that are saved again keep a token in their names in {where}: {error}")
+                continue
+            if path:
+                if self.pointed() == each.name:
+                    self._backend.point(plain_name(each.name))
+                    failpoint("repointed")
+                named.append(VerificationResult(each.path, each.manifest))
+                plain[each.path] = path
+        self._remove(named, plain)
+        self._why = {plain.get(path, path): text for path, text in self._why.items()}
         self._explain()
+        return plain
+
+    def settle(self, lock: StoreLock) -> None:
+        """Give steps that this run has saved again their plain names, where somebody has read the old one until now."""
+        if self._again:
+            lock.check()
+            found = [each for each in conditions(self._backend) if each.step in self._again]
+            self.use_plain_names(self._remove(found, _replaced(found, self.trusted(found))))
+            self.clear()
 
     def clear(self) -> None:
         """Delete what is no longer kept; it is out of sight already."""
@@ -93,10 +133,10 @@ class Retention:
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 
-    def _remove(self, before: list[VerificationResult], old: Collection[str]) -> None:
-        """Hide those of the paths ``old`` that nobody reads."""
+    def _remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
+        """Take those of the paths ``old`` out of sight that nobody reads; return what stays of ``before``."""
         if not old:
-            return
+            return before
         read = self._readers.found(delete=True)
         old = {*old} - {f"{self._backend.root}/{self.pointed()}"}
         try:
@@ -111,6 +151,7 @@ class Retention:
                 self.distrusted.discard(each.path)
                 text = "stagereg: the bad checkpoint %s is replaced: step %d was saved again."
                 _log.warning(text, each.path, each.step)
+        return [each for each in before if each.path not in gone]
 
     def _is_ours(self, each: VerificationResult) -> bool:
         """Whether a directory has, or had, a checkpoint; a user may have given another one such a name."""

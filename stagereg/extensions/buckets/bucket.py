@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from stagereg.base.deadline import within
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, FileDigest, Manifest, step_of
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileDigest, Manifest, step_of
 from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lock import Owner, StoreLock
@@ -113,6 +113,9 @@ class Bucket(StoredFiles):
 
     def point(self, name: str) -> None:
         self.replace(LATEST, name.encode())
+
+    def link(self, checkpoint: Checkpoint) -> str:
+        return ""
 
     def hide(self, each: VerificationResult) -> str:
         self._hide(each.path)

@@ -21,7 +21,7 @@ from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit
 
@@ -155,7 +155,7 @@ class _Caller:
             self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
         elif failure is not None:
             self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
-        if not _is_there(self._store, checkpoint):
+        if path_of(self._store, checkpoint) is None:
             newest = ""
             with contextlib.suppress(ReferenceError):
                 good = self._store.checkpoints()[0]
@@ -167,12 +167,13 @@ class _Caller:
     def _run(self, checkpoint: Checkpoint, failures: list[BaseException | str]) -> None:
         store, manifest = self._store, checkpoint.manifest
         try:
-            with store.readers.read_lease(checkpoint.path):
-                if _is_there(store, checkpoint):
-                    path = path_or_url(checkpoint.path)
-                    self._component.committed(CommittedCheckpoint(manifest.step, path, manifest, manifest.metrics))
-                else:
-                    failures.append(_DELETED.format(keep=option("checkpoint.keep")))
+            while (path := path_of(store, checkpoint)) is not None:
+                with store.readers.read_lease(path):
+                    if path_of(store, checkpoint) == path:  # else it has got its plain name just before
+                        given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, manifest.metrics)
+                        self._component.committed(given)
+                        return
+            failures.append(_DELETED.format(keep=option("checkpoint.keep")))
         except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
             failures.append(error)
 
@@ -180,9 +181,3 @@ class _Caller:
         self._stats.on_commit_failures += 1
         _log.error("stagereg: on_commit %s %s (step %d). Training goes on.", self._name, what, step)
         _log.debug("A call of on_commit failed.", exc_info=error)
-
-
-def _is_there(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is complete, and neither deleted nor replaced."""
-    found = store.look(checkpoint.path)
-    return found.manifest == checkpoint.manifest and not found.damages

@@ -19,12 +19,13 @@ from stagereg.checkpoint.format.manifest import Checkpoint, Manifest, new_token
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
+from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
 from tests.support.memory_backend import MemoryBackend
 
 KINDS = ("directory", *(["bucket"] if has("buckets") else ()), "memory")
-CHANGES = ("write", "replace", "delete", "commit", "point", "remove")  # discarding raises nothing
+CHANGES = ("write", "replace", "delete", "commit", "point", "link", "remove")  # discarding raises nothing
 each_backend = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -75,6 +76,7 @@ def test_the_newest_stay_and_each_step_has_one(kind: str, saves: list[tuple[int,
             done = save(store, step, keep)
             assert there(backend) == expected
             assert store.latest() == done
+            assert path_of(store, done) == done.path
         assert store.leftovers() == []
 
 
