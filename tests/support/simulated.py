@@ -233,10 +233,6 @@ class SimulatedChannel:
         rank: _Actor = _here.actor
         self._state.simulation.enlist(f"the thread for {self._state.purpose} of {rank.name}", job)
 
-    def meet(self, label: object, value: float) -> float:
-        """Sum one number under a label that must be equal on all ranks: a collective of the training step."""
-        return self._state.enter(self.rank, ("sum", label), [value]).wait()[0]
-
 
 class _Store(dist.Store):
     def __init__(self, simulation: Simulation) -> None:
