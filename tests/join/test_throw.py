@@ -10,27 +10,27 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg
 from stagereg.testing import run_ranks
 
-from ..support.reference import JOINABLES, Case, batch, join_of, net, sharded_adam
+from ..support.reference import Case, batch, join_of, net
 from ..testing.join_mutants import Sum
 
 
 def throwing(rank: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
     """The steps that this rank has begun and ended, and its error's type, text and rank."""
     ddp = DistributedDataParallel(net(Case()))
-    zero = sharded_adam(ddp, lr=0.1)
+    adam = torch.optim.Adam(ddp.parameters(), lr=0.1)
     total = Sum()
     kind, options = join_of("torch" if library == "mixed" and rank == 0 else library, range(lengths[rank]))
     begun = steps = 0
     error = None
     try:
-        listed = [total] * (first == "sum") + [ddp] + [zero] * (JOINABLES or kind is stagereg.Join)
+        listed = [total] * (first == "sum") + [ddp] + [adam] * (kind is stagereg.Join)
         with kind(listed, throw_on_early_termination=True, **options):
             for step in range(lengths[rank]):
                 begun += 1
                 if first == "sum":
                     total.add(0.0)
                 ddp(batch(rank, 0, step)).sum().backward()
-                zero.step()
+                adam.step()
                 steps += 1
     except RuntimeError as caught:
         error = caught
