@@ -25,8 +25,9 @@ LAYERS = [
     {"extensions"},
     {"assembly"},
     {"testing"},
+    {"__init__", "plugin"},
     {"sweep", "bench", "commands", "integrations"},
-    {"cli", "__main__", "__init__", "plugin"},
+    {"cli", "__main__"},
 ]
 # The rooms of checkpoint/ and what a program holds, likewise; those of one line do not import each other.
 ROOMS = [

@@ -74,6 +74,7 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     program, plugin = ROOT / "examples", ROOT / "examples" / "plugin"
     own = [p for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc"]
     own += [p for p in (ROOT / "stagereg/sweep/render/templates").rglob("*") if p.is_file()]
+    own += (ROOT / "stagereg/sweep/conf").rglob("*.yaml")
     conf = [p for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")]
     copied = [plugin / "pyproject.toml", *plugin.glob("lean_export/*.py"), *plugin.glob("tests/*.py")]
     expected = {p.relative_to(ROOT).as_posix() for p in own} | {"stagereg/py.typed", "hydra_plugins/stagereg_plugin.py"}

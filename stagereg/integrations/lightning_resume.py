@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.seed import isolate_rng
 
+import stagereg
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.state.entries import PerRank, per_rank, rank_name
-from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.integrations.lightning_uneven import JoinedLoader
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ResumedFit:
 
     def restore(self, chosen: str, ranks: int, load: Callable[[dict[str, Any]], None], objects: dict[str, Any]) -> None:
         """Load ``objects`` and the entry of this rank, and leave the generators as they are."""
-        with open_checkpoint(chosen) as opened:
+        with stagereg.open_checkpoint(chosen) as opened:
             as_many = opened.manifest is not None and opened.manifest.world_size == ranks
             has_own = rank_name(RESUME, 0) in opened.entries
         own = per_rank(dict[str, Any]())

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 
+import stagereg
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
 
@@ -121,7 +121,7 @@ class _ShardedFabric(WholeSaving):
             return type(self.strategy).load_checkpoint(self.strategy, path, state, strict, **more)
         if not isinstance(state, dict):
             raise ConfigError(f"{path} is loaded into a dict: fabric.load(path, {{'model': model, ...}}).")
-        with open_checkpoint(chosen) as opened:
+        with stagereg.open_checkpoint(chosen) as opened:
             wanted = {name: value for name, value in state.items() if strict or name in opened.entries}
         self.plugin.restore(chosen, wanted)
         state.update(wanted)
@@ -140,6 +140,6 @@ def kind_of(strategy: Any) -> type[WholeSaving]:
 def read_entries(chosen: str, wanted: Callable[[str], bool], device: Any = "cpu") -> dict[str, Any]:
     """Return entries of a checkpoint, their tensors in memory of their own."""
     copied = partial(torch.Tensor.to, device=device, copy=True)
-    with open_checkpoint(chosen) as opened:
+    with stagereg.open_checkpoint(chosen) as opened:
         found = [name for name in opened.entries if wanted(name)]
         return {name: apply_to_collection(opened.entry(name), torch.Tensor, copied) for name in found}

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import stagereg
 from stagereg.assembly import Checkpointer, Preemption
 from stagereg.base.small_files import sync
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, METADATA
@@ -29,8 +30,7 @@ from stagereg.checkpoint.hold import SCRATCH
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import CheckpointError, ConfigError, kind_of, printable
-from stagereg.extensions.interop.exchange import exchange
-from stagereg.extensions.interop.opening import open_checkpoint
+from stagereg.integrations.written import exchange
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ def choose(path: str, verify: bool) -> str | None:
     first: CheckpointError | None = None
     for each in _candidates(path, own or [Path(there)]):
         try:
-            open_checkpoint(each, verify=verify).close()
+            stagereg.open_checkpoint(each, verify=verify).close()
         except CheckpointError as error:
             first = first or error
         else:

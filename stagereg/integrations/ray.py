@@ -36,8 +36,8 @@ from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 from ray.train import CheckpointUploadMode, RunConfig
 
-import stagereg.extensions.preemption.signals as preemption
 from stagereg.assembly import Checkpointer
+from stagereg.base.providers import has
 from stagereg.base.small_files import read_small, replace_small
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped, is_consequence
@@ -250,8 +250,11 @@ def _hold() -> None:
 
 def _take_signals() -> None:
     """On the main thread of a worker: let a checkpointer have SIGTERM and SIGUSR1, in place of Ray's exit."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    preemption.install_signal_handlers()
+    if has("preemption"):
+        from stagereg.extensions.preemption.signals import install_signal_handlers
+
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        install_signal_handlers()
 
 
 def _expect_hydra(what: str) -> None:

@@ -9,9 +9,9 @@ import contextlib
 import os
 from pathlib import Path
 
+from stagereg.base.providers import has, needs
 from stagereg.base.small_files import discard, temporary, temporary_of, write_new
-from stagereg.errors import CheckpointError
-from stagereg.extensions.interop.exchange import exchange
+from stagereg.errors import CheckpointError, InstallationError
 
 _MARK = ".written-by-stagereg"
 
@@ -40,6 +40,15 @@ def commit(beside: str, final: str) -> None:
     _expect_own(final)
     _mark(beside)
     remove(os.fspath(exchange(Path(beside), Path(final))))
+
+
+def exchange(beside: Path, path: Path) -> Path:
+    """Give ``beside`` the name ``path``, if possible in one step; return the path of what had that name."""
+    if not has("interop"):
+        raise InstallationError(f"Replacing {path} {needs('interop')}")
+    from stagereg.extensions.interop.exchange import exchange
+
+    return exchange(beside, path)
 
 
 def remove(path: str) -> None:

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
@@ -48,6 +50,13 @@ _SHARED = {
 }
 _KEPT = "Job %d was completed before, its result is kept; to run it again, delete %s"
 _CHANGED = "The config or the program has changed since %s in %s ran, such as %s. They run again as new jobs."
+
+
+class SweepSearchPath(SearchPathPlugin):
+    """Append the options of sweeps to every app's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("stagereg", "pkg://stagereg.sweep.conf")
 
 
 class InterleavedSweeper(BasicSweeper):
@@ -180,7 +189,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
 
 class ContainedTask:
-    """A task whose ``sys.exit`` ends it alone; logs how far its sweep has come."""
+    """A task whose ``sys.exit`` ends it alone."""
 
     __wrapped__: Callable[[Any], Any]
 
@@ -188,13 +197,9 @@ class ContainedTask:
         functools.update_wrapper(self, task, updated=())
 
     def __call__(self, cfg: Any) -> Any:
-        hydra = HydraConfig.get()
         with contextlib.suppress(ConfigError, OSError):
-            if JobResult.read(output := hydra.runtime.output_dir).status != "completed":
+            if JobResult.read(output := HydraConfig.get().runtime.output_dir).status != "completed":
                 Path(output, RESULT).unlink()  # an earlier failure, which is not that of this run
-        with contextlib.suppress(Exception):  # a file system that is slow to show the plan stops no job
-            if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
-                log.info(plan.position(hydra.job.num))
         before = os.getcwd()
         try:
             return self.__wrapped__(cfg)

@@ -90,8 +90,7 @@ def main() -> int:
             )
             options += [f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in left_out]
         failed = run(folder, "-m", "pytest", *options, *tests)
-        tools = ["~sweep"] * (not asked.without)  # which the config of the example names
-        steps = ["nproc=2", "train.steps=4", f"hydra.run.dir={folder}/run", *tools]
+        steps = ["nproc=2", "train.steps=4", f"hydra.run.dir={folder}/run"]
         return failed or run(folder, "examples/train.py", *steps)
 
 

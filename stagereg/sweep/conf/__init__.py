@@ -1,0 +1,1 @@
+"""The options of sweeps, on Hydra's search path."""
