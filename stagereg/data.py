@@ -8,6 +8,7 @@ could be dealt again: they keep a position of their own (:func:`is_position`), f
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -19,10 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from stagereg.base.seeded import SampleIndex, SeededDataset, seeded
+from stagereg.base.seeded import DrawCheck, SampleIndex, SeededDataset, seeded
 from stagereg.errors import CheckpointError, ConfigError, name_ranks
 
 __all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position", "is_stateful", "seeded"]
+
+_log = logging.getLogger(__name__)
 
 _ORDER = ("length", "seed", "shuffle")  # what the order of an epoch follows from, beside its number
 T = TypeVar("T")
@@ -83,6 +86,7 @@ class ResumableSampler(Sampler[int]):
     Attributes:
         epoch: that is gone through.
         sample_seed: the seed of a dataset that is :func:`.seeded`; ``None`` if it is not.
+        hinted: whether the hint about random numbers of workers was logged.
 
     Raises:
         ConfigError: the dataset has no length, or there is no such rank.
@@ -123,6 +127,7 @@ class ResumableSampler(Sampler[int]):
             ) from error
         self.epoch = 0
         self.sample_seed = dataset.seed if isinstance(dataset, SeededDataset) else None
+        self.hinted = False
         self._consumed = 0  # of this rank's share
         self._dealt: list[tuple[int, list[int]]] = []  # epoch and what each rank consumed, for each earlier number
         self._drawn = self._counted = self._is_over = False
@@ -315,9 +320,12 @@ class CountedBatches(Generic[T]):
             )
         self._sampler, self._loader, self._epochs, self._limit = sampler, loader, epochs, limit
         self._given = 0
+        self._check: DrawCheck | None = None  # of what workers draw
         if isinstance(loader.dataset, SeededDataset):
             sampler._seeds_samples_with(sampler.sample_seed, loader.dataset.seed)
             sampler.sample_seed = loader.dataset.seed
+        elif loader.num_workers and sampler.rank == 0 and not sampler.hinted:
+            self._check = DrawCheck(loader.collate_fn, loader.worker_init_fn)
 
     def __len__(self) -> int:
         """Return how many batches are left."""
@@ -342,6 +350,7 @@ class CountedBatches(Generic[T]):
                 sampler.set_epoch(sampler.epoch + 1)
                 continue
             for batch in self._started():
+                self._hint()
                 sampler.advance(min(self._loader.batch_size or 1, len(sampler)))
                 self._given, left = self._given + 1, left - 1
                 yield batch
@@ -355,10 +364,30 @@ class CountedBatches(Generic[T]):
 
     def _started(self) -> Iterator[T]:
         """Start the loader, which draws a seed for its workers: not from the generator that training goes on with."""
-        sampler = self._sampler
         with torch.random.fork_rng(devices=[]):
+            sampler = self._sampler
             torch.default_generator.manual_seed(hash((sampler.seed, sampler.epoch, sampler.rank, len(sampler))))
-            return iter(self._loader)
+            loader, check = self._loader, self._check
+            if check is None:
+                return iter(loader)
+            given = loader.collate_fn, loader.worker_init_fn
+            loader.collate_fn, loader.worker_init_fn = check, check.start
+            try:
+                return iter(loader)
+            finally:
+                loader.collate_fn, loader.worker_init_fn = given
+
+    def _hint(self) -> None:
+        """Warn once if the workers of the loader draw random numbers for samples."""
+        if self._check is not None and self._check.drew:
+            self._check, self._sampler.hinted = None, True
+            _log.warning(
+                "The workers of the data loader draw random numbers for the samples of %s. A run that resumes in the "
+                "middle of an epoch draws others. For the same ones, write before the sampler and the loader: "
+                "dataset = stagereg.data.seeded(dataset, seed=%d)",
+                type(self._loader.dataset).__name__,
+                self._sampler.seed,
+            )
 
     def _batches(self, epoch: int) -> int:
         size, left = self._loader.batch_size or 1, self._sampler._left_in(epoch)

@@ -73,14 +73,14 @@ class SeededDataset(Dataset[T]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        # One at a time: others may be in the batch after a resume.
-        batched = getattr(self.dataset, "__getitems__", None)
+        batched = getattr(
+            self.dataset, "__getitems__", None
+        )  # one at a time: others may be in the batch after a resume
         return self._fetch(indices, (lambda index: batched([index])[0]) if batched else self.dataset.__getitem__)
 
     def _fetch(self, indices: Sequence[int], get: Callable[[int], T]) -> list[T]:
         keys = [self._key(index) for index in indices]
-        torchs, pythons = torch.default_generator.get_state(), random.getstate()
-        numpys = None if numpy is None else numpy.random.get_state(legacy=False)
+        before = generator_states()
         try:
             samples = []
             for index, key in zip(indices, keys, strict=True):
@@ -88,10 +88,7 @@ class SeededDataset(Dataset[T]):
                 samples.append(get(int(index)))
             return samples
         finally:
-            torch.default_generator.set_state(torchs)
-            random.setstate(pythons)
-            if numpy is not None:
-                numpy.random.set_state(numpys)
+            _set_generators(before)
 
     def _key(self, index: Any) -> str:
         """Return what the random numbers of a sample follow from. Raises: ``ConfigError``."""
@@ -144,9 +141,55 @@ def seeded(dataset: Dataset[T] | Sequence[T], seed: int = 0) -> SeededDataset[T]
     return SeededDataset(dataset, seed)
 
 
+def generator_states() -> tuple[torch.Tensor, Any, Any]:
+    """Return the states of the global generators of the CPU: torch's, Python's, and NumPy's or ``None``."""
+    numbers = None if numpy is None else numpy.random.get_state(legacy=False)
+    return torch.default_generator.get_state(), random.getstate(), numbers
+
+
+def _set_generators(states: tuple[torch.Tensor, Any, Any]) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
+    if numpy is not None:
+        numpy.random.set_state(states[2])
+
+
 def _seed_generators(key: str) -> None:
     digest = hashlib.blake2b(key.encode(), digest_size=28).digest()  # neighbours have unrelated seeds
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))  # not torch.manual_seed: it seeds CUDA
     random.seed(int.from_bytes(digest[8:24], "little"))
     if numpy is not None:
         numpy.random.seed(int.from_bytes(digest[24:], "little"))
+
+
+class DrawCheck:
+    """Reports whether a dataset draws from the global generators of a loader's workers.
+
+    A loader's ``collate_fn`` and, as ``start``, its ``worker_init_fn``. In each worker the generators are compared
+    before and after the first batch.
+
+    Attributes:
+        drew: a tensor in shared memory, 1 once a worker has drawn.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:
+        self._collate, self._init, self._before = collate, init, ""
+        self.drew = torch.zeros((), dtype=torch.uint8, device="cpu").share_memory_()
+
+    def start(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        self._before = self._state()
+
+    def __call__(self, samples: Any) -> Any:
+        if self._before:
+            if self._before != self._state():
+                self.drew.fill_(1)
+            self._before = ""
+        return self._collate(samples)
+
+    def _state(self) -> str:
+        """Return the states as text, which can be compared whatever they consist of."""
+        bits, own, numbers = generator_states()
+        shown = None if numbers is None else (numbers["state"]["pos"], numbers["state"]["key"].tolist())
+        return repr((bits.tolist(), own, shown))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import pickle
 import random
@@ -258,6 +259,65 @@ def test_another_seed_of_the_samples_is_refused_with_both() -> None:
     assert late.state_dict()["sample_seed"] == 3
     for saved, here in ((state, None), (sampler_of(None).state_dict(), 3)):
         sampler_of(here).load_state_dict(saved)
+
+
+# -- the hint
+
+
+class Unseeded(Augmented):
+    pass
+
+
+class Still(Dataset[float]):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
+def init(worker: int) -> None:
+    random.random()
+
+
+def hints(dataset: Any, workers: int = 2, **options: Any) -> list[str]:
+    """What is logged while two epochs are begun."""
+    logged: list[str] = []
+    log, handler = logging.getLogger("stagereg.data"), logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    sampler = ResumableSampler(dataset, 1, 0, seed=8)
+    options = {"collate_fn": collated, **options}
+    loader = loader_of(dataset, sampler, workers, "fork" if workers else None, **options)
+    for _ in range(2):
+        for _ in sampler.batches(loader, epochs=sampler.epoch + 1, limit=2):
+            pass
+        sampler.set_epoch(sampler.epoch + 1)
+    log.removeHandler(handler)
+    assert (loader.collate_fn, loader.worker_init_fn) == (options["collate_fn"], options.get("worker_init_fn"))
+    return logged
+
+
+def all_hints() -> list[list[str]]:
+    return [
+        hints(Unseeded()),
+        hints(Unseeded(), persistent_workers=True, worker_init_fn=init),
+        hints(Still(), collate_fn=listed, worker_init_fn=init),
+        hints(stagereg.data.seeded(Unseeded())),
+        hints(Unseeded(), workers=0),  # these numbers are restored
+    ]
+
+
+def listed(samples: Any) -> Any:
+    return [*samples]
+
+
+def test_workers_that_draw_numbers_for_samples_are_hinted_at_once(child: Callable[..., Any]) -> None:
+    [text], own_init, *others = child(all_hints)
+    assert "workers of the data loader draw random numbers for the samples of Unseeded" in text
+    assert "dataset = stagereg.data.seeded(dataset, seed=8)" in text
+    assert own_init == [text]
+    assert others == [[], [], []]
 
 
 def test_a_seeded_dataset_leads_to_its_own() -> None:
