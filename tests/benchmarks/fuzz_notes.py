@@ -360,7 +360,6 @@ class Wire(Kind):
             {"do": "put", "part": new.dumps()},
         ]
         asks += [
-            {"do": "stream", "token": "0" * 12},
             {"do": "block", "file": "y", "block": 0},
             {"do": "end"},
             {"do": "finish"},
@@ -416,7 +415,7 @@ class Wire(Kind):
             if early < 0.4:
                 _send(caller, mutate_bytes(rng, answer)[0])
                 return
-            answers: list[dict[str, Any]] = [{"part": part.dumps()}, {"nbytes": len(self.content)}, {"token": "ab"}]
+            answers: list[dict[str, Any]] = [{"part": part.dumps()}, {"nbytes": len(self.content)}, {}]
             answers += [{"have": True}, {"error": "no room"}, {}]
             caller.sendall(answer)
             _send(caller, _framed(rng, _mutated(rng, rng.choice(answers)), True) + mutate_bytes(rng, self.content)[0])

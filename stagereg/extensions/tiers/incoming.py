@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import time
 
 from stagereg.base.small_files import discard, sync, write_new
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -15,22 +13,17 @@ from stagereg.extensions.tiers.part import Part
 
 
 class IncomingPart:
-    """One of them. Each sender has a hidden folder of its own, so that two, or a dead one, never meet. Any thread.
+    """One of them. Each sender has a hidden folder of its own, so that two, or a dead one, never meet.
 
     ``durable``: whether it is flushed before it is complete. Any method may raise ``OSError``, as of a full disk.
 
     Attributes:
-        token: tells it from all others, and is known to its sender alone.
         left: bytes that are yet to come.
-        touched: when something came last, of ``time.monotonic``.
     """
 
     def __init__(self, part: Part, folder: MachineFolder, durable: bool) -> None:
         self.part, self._folder, self._durable = part, folder, durable
-        self.token, self.touched = secrets.token_hex(16), time.monotonic()
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()  # of a file the system lets one write at a time, and has others spin
-        self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
+        self._hidden = f"{folder.directory(part.save)}/.{secrets.token_hex(16)}.tmp"
         folder.make(part.save)
         os.mkdir(self._hidden, 0o700)
         self._missing = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
@@ -44,22 +37,18 @@ class IncomingPart:
         at, begin = 0, self.part.files[name].block(number).start
         descriptor = os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            with self._turn:
-                while at < len(block):
-                    at += os.pwrite(descriptor, block[at:], begin + at)
+            while at < len(block):
+                at += os.pwrite(descriptor, block[at:], begin + at)
             if self._durable:  # at once, so that the page cache stays as training needs it
                 os.fdatasync(descriptor)
                 os.posix_fadvise(descriptor, begin, len(block), os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-        with self._lock:
-            if (name, number) not in self._missing:
-                return
+        if (name, number) in self._missing:
             self._missing.remove((name, number))
             self.left -= len(block)
-            half = len(self._missing) == self._half
-        if half:
-            failpoint("receiving")
+            if len(self._missing) == self._half:
+                failpoint("receiving")
 
     def complete(self) -> None:
         """Make it a part of this machine. Raises: ``CheckpointError`` if not all of it has come."""

@@ -1,26 +1,100 @@
 """``stagereg ls`` and ``stagereg verify`` of a tier: which steps are on this machine, and where else.
 
 The folder is that of the tier (``tier.dir``), of one run in it, or of one step. What is shown is what this machine
-knows: it asks no other, and disturbs no run.
+knows: it changes nothing, takes no lock and asks no other machine. A step that a run deletes meanwhile is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import stat
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import stagereg.base.output as output
+from stagereg.base.machine import boot_id
 from stagereg.base.output import size_text
+from stagereg.base.small_files import UnfitFileError, open_regular, read_small, warn_skipped
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.damage import InaccessibleFile, damage_of, difference
+from stagereg.checkpoint.format.manifest import FileDigest, step_of
+from stagereg.checkpoint.store.lock import Owner, holder
 from stagereg.errors import CheckpointError
-from stagereg.extensions.tiers.local_steps import LocalRun, LocalStep, local_runs
+from stagereg.extensions.tiers.folder import BOOT, NOTE, names_part, notes_of_part, read_part
+from stagereg.extensions.tiers.inventory import Lineage, lineage_of
+from stagereg.extensions.tiers.part import TOKEN, Part, PartFile
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+class _Part(NamedTuple):
+    """What this machine has of one rank."""
+
+    part: Part | None  # None if its manifest is corrupt
+    rank: int
+    copied: tuple[str, ...]  # the machines that have acknowledged a copy
+    received: bool  # it is itself a copy, of a part that another machine wrote
+    time: float  # of its manifest, seconds since the epoch
+    damages: dict[str, str]  # what is wrong with files, by their names
+
+
+class _Step(NamedTuple):
+    """What this machine has of one save: its folder, the parts by rank, and why it is void, if it is."""
+
+    path: str
+    parts: list[_Part]
+    void: str
+
+    @property
+    def readable(self) -> Part | None:
+        """A part that can be read, which says what save it is."""
+        return next((each.part for each in self.parts if each.part is not None), None)
+
+    @property
+    def step(self) -> int:
+        return step_of(os.path.basename(self.path)) or 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The greater, the later it was saved; what cannot be read comes first."""
+        return (1 << 62, self.step) if self.readable is None else self.readable.save.order
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.part.nbytes for each in self.parts if each.part is not None)
+
+    @property
+    def damages(self) -> dict[str, str]:
+        return {name: what for each in self.parts for name, what in each.damages.items()}
+
+    @property
+    def state(self) -> str:
+        """``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written``: some part is here alone."""
+        if damages := self.damages.values():
+            return "unclear" if all(isinstance(what, InaccessibleFile) for what in damages) else "corrupt"
+        if self.void or not self.parts:
+            return "void" if self.void else "unfinished"
+        return "copied" if all(each.received or each.copied for each in self.parts) else "written"
+
+
+class _Run(NamedTuple):
+    """What this machine has of one run, the latest step first, and the process that holds it now."""
+
+    path: str
+    steps: list[_Step]
+    held_by: Owner | None
+
+    def newest(self, *states: str) -> _Step | None:
+        return next((each for each in self.steps if each.state in states), None)
+
+
+# -- the commands
 
 
 def list_steps(asked: argparse.Namespace) -> int | None:
@@ -56,14 +130,19 @@ def verify_steps(asked: argparse.Namespace) -> int | None:
         raise CheckpointError(f"The tier in {asked.directory} has no complete part of a step on this machine.")
     bad = sum(bool(each.damages) for each in steps)
     if asked.json:
-        how = "fast" if asked.fast else "full"
-        found = [_plain(each) for each in runs]
+        how, found = "fast" if asked.fast else "full", [_plain(each) for each in runs]
         output.as_json({"tier": os.path.realpath(asked.directory), "verify": how, "runs": found})
         return int(bad > 0)
     columns = ("step", "branch", "files", "size", "ranks here", "state", "what is wrong")
     for run in runs:
-        wrong = [(each, "\n".join(f"{name}: {what}" for name, what in each.damages.items())) for each in run.steps]
-        rows = [(*_cells(each, columns[:-1], run, good="good"), text) for each, text in wrong if each.parts]
+        rows = [
+            (
+                *_cells(each, columns[:-1], run, good="good"),
+                "\n".join(f"{name}: {x}" for name, x in each.damages.items()),
+            )
+            for each in run.steps
+            if each.parts
+        ]
         output.table(f"{run.path}: on this machine", columns, rows, verdict="state")
         output.echo()
     how = "By manifests and sizes, no content was read" if asked.fast else "The content of every block was read"
@@ -74,19 +153,10 @@ def verify_steps(asked: argparse.Namespace) -> int | None:
     return int(bad > 0)
 
 
-def _runs(target: str, content: bool) -> list[LocalRun]:
-    try:
-        return local_runs(target, (lambda path: output.progress(f"reading {path}")) if content else None)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be looked at: {error}") from error
-    finally:
-        output.progress()
-
-
-def _plain(run: LocalRun) -> dict[str, Any]:
-    newest, copied = run.newest, run.newest_copied
+def _plain(run: _Run) -> dict[str, Any]:
+    newest, copied = run.newest("copied", "written"), run.newest("copied")
     return {
-        "run": run.run,
+        "run": os.path.basename(run.path),
         "path": run.path,
         "held_by": run.held_by and dataclasses.asdict(run.held_by),
         "newest": newest and newest.path,
@@ -95,8 +165,8 @@ def _plain(run: LocalRun) -> dict[str, Any]:
     }
 
 
-def _entry(step: LocalStep) -> dict[str, Any]:
-    save = step.known and step.known.save
+def _entry(step: _Step) -> dict[str, Any]:
+    save = step.readable and step.readable.save
     return {
         "path": step.path,
         "step": step.step,
@@ -113,7 +183,7 @@ def _entry(step: LocalStep) -> dict[str, Any]:
     }
 
 
-def _cells(step: LocalStep, columns: Sequence[str], run: LocalRun, good: str = "") -> list[str]:
+def _cells(step: _Step, columns: Sequence[str], run: _Run, good: str = "") -> list[str]:
     entry = _entry(step)
     texts = {name: "-" if entry.get(name) is None else str(entry[name]) for name in columns}
     texts["size"] = size_text(step.nbytes) if step.parts else "-"
@@ -128,7 +198,7 @@ def _cells(step: LocalStep, columns: Sequence[str], run: LocalRun, good: str = "
     return [texts[name] for name in columns]
 
 
-def _more(step: LocalStep) -> str:
+def _more(step: _Step) -> str:
     """Return why a step is void or what is wrong with it, and where else its parts are."""
     where: dict[str, list[int]] = defaultdict(list)
     for each in step.parts:
@@ -139,9 +209,9 @@ def _more(step: LocalStep) -> str:
     return "; ".join(filter(None, (step.void, *wrong, *texts)))
 
 
-def _judgement(run: LocalRun) -> str:
+def _judgement(run: _Run) -> str:
     """Return what the loss of this machine would cost, as far as it knows itself."""
-    newest, copied = run.newest, run.newest_copied
+    newest, copied = run.newest("copied", "written"), run.newest("copied")
     if newest is None:
         return "No step is whole here that the run may go on from."
     if copied is None:
@@ -158,3 +228,108 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _age(seconds: float) -> str:
     size, unit = next((each for each in _UNITS if seconds >= each[0]), _UNITS[-1])
     return f"{max(0, seconds) / size:.0f} {unit}"
+
+
+# -- what is on this machine
+
+
+def _runs(target: str, content: bool) -> list[_Run]:
+    """Return what is in the folder of a tier, of one run in it, or of one step of that; nothing if it is none.
+
+    With ``content`` the content of every file is read. Raises: ``CheckpointError``: it cannot be listed.
+    """
+    look = (lambda path: output.progress(f"reading {path}")) if content else None
+    path = os.path.realpath(target)
+    try:
+        if "://" in target or not os.path.isdir(target):
+            return []
+        if step_of(os.path.basename(path)) is not None and _is_run(os.path.dirname(path)):
+            return [_run(os.path.dirname(path), [os.path.basename(path)], look)]
+        names = sorted(os.listdir(path))
+        if _is_run(path):
+            return [_run(path, names, look)]
+        if any(step_of(name) is not None for name in names):  # a checkpoint directory
+            return []
+        return [_run(each, os.listdir(each), look) for name in names if _is_run(each := f"{path}/{name}")]
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be looked at: {error}") from error
+    finally:
+        output.progress()
+
+
+def _is_run(path: str) -> bool:
+    """Whether a folder is that of one run: it has the run's id for a name, and notes of the run or a part."""
+    if not TOKEN.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
+        return False
+    names = os.listdir(path)
+    steps = [f"{path}/{name}" for name in names if step_of(name) is not None and os.path.isdir(f"{path}/{name}")]
+    return NOTE in names or any(map(names_part, (name for step in steps for name in os.listdir(step))))
+
+
+def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> _Run:
+    lineage = lineage_of([_note(f"{path}/{NOTE}")], os.path.basename(path))
+    boot = _note(f"{path}/{BOOT}").decode(errors="replace")
+    places = [f"{path}/{name}" for name in names if step_of(name) is not None and os.path.isdir(f"{path}/{name}")]
+    steps = [_step(place, lineage, boot, look) for place in places]
+    there = [each for each in steps if os.path.isdir(each.path)]
+    return _Run(path, sorted(there, key=lambda each: each.order, reverse=True), holder(path))
+
+
+def _note(path: str) -> bytes:
+    """Return the content of a note of any user; empty if it cannot be read."""
+    try:
+        return read_small(path)
+    except UnfitFileError as error:
+        warn_skipped(path, error)
+    except OSError:
+        pass
+    return b""
+
+
+def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], object] | None) -> _Step:
+    if look is not None:
+        look(path)
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        found = [_part(path, name, look is not None) for name in os.listdir(path) if names_part(name)]
+    step = _Step(path, sorted((each for each in found if each), key=lambda each: each.rank), "")
+    if boot and boot != boot_id():
+        return step._replace(void="from before a reboot")
+    if step.readable is not None and lineage is not None and not lineage.is_valid(step.readable.save):
+        return step._replace(void="given up when the run went back")
+    return step
+
+
+def _part(folder: str, name: str, content: bool) -> _Part | None:
+    """Look at a part; ``None`` if it was deleted meanwhile."""
+    part, rank, damages, changed = None, int(name.split("-")[1].split(".")[0]), {}, 0.0
+    try:
+        changed = os.stat(f"{folder}/{name}").st_mtime
+        part = read_part(folder, name)
+    except OSError as error:
+        damages[name] = damage_of(error)
+    except (ValueError, TypeError) as error:
+        damages[name] = f"damaged: {error}"
+    for file, known in {} if part is None else part.files.items():
+        if what := _damage(f"{folder}/{file}", known, content):
+            damages[file] = what
+    if damages and not os.path.exists(f"{folder}/{name}"):
+        return None
+    return _Part(part, rank, *notes_of_part(folder, name), changed, damages)
+
+
+def _damage(path: str, known: PartFile, content: bool) -> str:
+    """Return what is wrong with a file; nothing if it is what was staged."""
+    try:
+        about = os.lstat(path)
+        if not stat.S_ISREG(about.st_mode):
+            return "no regular file"
+        if wrong := difference(FileDigest(known.nbytes, 0), about.st_size):
+            return wrong
+        with open(path, "rb", opener=open_regular) as file:
+            for number, expected in enumerate(known.blocks) if content else ():
+                if (found := crc32(file.read(len(known.block(number))))) != expected:
+                    return f"flipped bits in block {number}: its CRC-32 is {found:08x} and was {expected:08x}"
+    except OSError as error:
+        return damage_of(error)
+    return ""

@@ -1,9 +1,8 @@
 """What a process does for other machines with the parts on its own: it takes theirs in, and hands out blocks.
 
 A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
-whose blocks then come on this connection and on others that name the put (``stream``), each after a message that says
-which it is; ``end`` is answered when all blocks of a connection are here, and ``finish`` when the part is complete. A
-block goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
+whose blocks then come on the connection, each after a message that says which it is; ``finish`` is answered when the
+part is complete. A block goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class PartServer:
     def __init__(self, folder: MachineFolder, secret: bytes, durable: bool, room: Callable[[int], str]) -> None:
         self.folder, self.durable, self._secret, self._room = folder, durable, secret, room
         self._lock = threading.Lock()
-        self._coming: dict[str, IncomingPart] = {}
+        self._coming: set[IncomingPart] = set()
         self._sockets: dict[socket.socket, threading.Thread] = {}
         self._strangers = threading.Semaphore(_STRANGERS)
         self._closed, self._warned = False, False
@@ -76,7 +75,7 @@ class PartServer:
             thread.join(max(0.0, ends - time.monotonic()))
         self._listener.close()
         with self._lock:
-            for incoming in self._coming.values():
+            for incoming in self._coming:
                 incoming.discard()
 
     def begin(self, part: Part) -> IncomingPart:
@@ -85,23 +84,16 @@ class PartServer:
             if self._closed:
                 raise CheckpointError("this process is ending")
             incoming = IncomingPart(part, self.folder, self.durable)
-            if why := self._room(incoming.left + sum(each.left for each in self._coming.values())):
+            if why := self._room(incoming.left + sum(each.left for each in self._coming)):
                 incoming.discard()
                 raise CheckpointError(f"no room: {why}")
-            self._coming[incoming.token] = incoming
+            self._coming.add(incoming)
             return incoming
-
-    def find(self, token: str) -> IncomingPart:
-        """Return what comes under a token. Raises: ``CheckpointError`` if nothing does."""
-        with self._lock:
-            if token not in self._coming:
-                raise CheckpointError("no part comes under this token any more")
-            return self._coming[token]
 
     def forget(self, incoming: IncomingPart) -> None:
         """It is complete, or given up: delete what is no part."""
         with self._lock:
-            self._coming.pop(incoming.token, None)
+            self._coming.discard(incoming)
         incoming.discard()
 
     def _listen(self) -> None:
@@ -152,15 +144,12 @@ class _Session:
         self._server, self._folder, self._connection = server, server.folder, connection
         self._known: Part | None = None  # that was asked for last
         self._incoming: IncomingPart | None = None
-        self._owns = False  # whether the part ends with this connection
         self._block: mmap | None = None  # past the heap of this thread, which would keep it
         self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
             "part": self._part,
             "get": self._get,
             "put": self._put,
-            "stream": self._stream,
             "block": self._take_block,
-            "end": self._end,
             "finish": self._finish,
         }
 
@@ -168,7 +157,8 @@ class _Session:
         """Serve until the other side ends. Raises: ``OSError``."""
         try:
             while True:
-                self._wait()
+                if not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
+                    raise TimeoutError(f"nothing more has come for {wire.PROGRESS_S:g} s")
                 request = self._connection.receive()
                 try:
                     if (answer := self._requests[request.get("do")](request)) is not None:
@@ -181,14 +171,8 @@ class _Session:
                         return self._drain()
         finally:
             self._block = None
-            if self._incoming is not None and self._owns:
+            if self._incoming is not None:
                 self._server.forget(self._incoming)
-
-    def _wait(self) -> None:
-        """Wait for the next request; in a put, for as long as something comes on any of its connections."""
-        while not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
-            if self._incoming is not None and time.monotonic() - self._incoming.touched >= wire.PROGRESS_S:
-                raise TimeoutError(f"nothing more has come for {wire.PROGRESS_S:g} s")
 
     def _drain(self) -> None:
         """Read on until the other side has heard the error and ends; else the system might drop it on its way."""
@@ -229,11 +213,7 @@ class _Session:
             if held != part:
                 raise CheckpointError("another part of that rank and save is here")
             return {"have": True}
-        self._incoming, self._owns = self._server.begin(part), True
-        return {"token": self._incoming.token}
-
-    def _stream(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._incoming, self._owns = self._server.find(request["token"]), False
+        self._incoming = self._server.begin(part)
         return {}
 
     def _coming(self) -> IncomingPart:
@@ -247,18 +227,9 @@ class _Session:
         span = file.block(number)
         self._block = self._block or private_memory(BLOCK_BYTES)
         block = memoryview(self._block)[: len(span)]
-
-        def touch() -> None:
-            incoming.touched = time.monotonic()
-
-        if self._connection.receive_block(block, touch) != file.blocks[number]:
+        if self._connection.receive_block(block) != file.blocks[number]:
             raise CheckpointError(f"block {number} of {name} arrived corrupt")
         incoming.write(name, number, block)
-
-    def _end(self, _: dict[str, Any]) -> dict[str, Any]:
-        if not self._owns:
-            self._incoming = None
-        return {}
 
     def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
         incoming = self._coming()

@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from stagereg.base.address import close_in_forks
@@ -94,14 +94,13 @@ class Connection:
                 raise ConnectionResetError("the other side has closed the connection")
             memory = memory[count:]
 
-    def receive_block(self, memory: memoryview, touch: Callable[[], object] = int) -> int:
-        """Fill ``memory`` and return the CRC-32 of it; ``touch`` is called now and then meanwhile."""
+    def receive_block(self, memory: memoryview) -> int:
+        """Fill ``memory`` and return the CRC-32 of it."""
         crc = 0
         while memory:
             piece, memory = memory[:_PIECE_BYTES], memory[_PIECE_BYTES:]
             self.receive_into(piece)
             crc = crc32(piece, crc)
-            touch()
         return crc
 
     def is_readable(self, seconds: float | None) -> bool:
@@ -146,10 +145,8 @@ def connect(address: tuple[str, int], secret: bytes) -> Connection:
     opened = socket.create_connection(address, HANDSHAKE_TIMEOUT_S)
     try:
         close_in_forks(opened)
-        ends, own = (
-            time.monotonic() + 2 * HANDSHAKE_TIMEOUT_S,
-            secrets.token_bytes(_NONCE_BYTES),
-        )  # strangers may be first
+        ends = time.monotonic() + 2 * HANDSHAKE_TIMEOUT_S  # strangers may be first
+        own = secrets.token_bytes(_NONCE_BYTES)
         hello = _take(opened, len(_HELLO) + _NONCE_BYTES, ends)
         nonce = hello[len(_HELLO) :]
         if not hello.startswith(_HELLO):
