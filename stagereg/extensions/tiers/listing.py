@@ -135,14 +135,8 @@ def verify_steps(asked: argparse.Namespace) -> int | None:
         return int(bad > 0)
     columns = ("step", "branch", "files", "size", "ranks here", "state", "what is wrong")
     for run in runs:
-        rows = [
-            (
-                *_cells(each, columns[:-1], run, good="good"),
-                "\n".join(f"{name}: {x}" for name, x in each.damages.items()),
-            )
-            for each in run.steps
-            if each.parts
-        ]
+        wrong = [(each, "\n".join(f"{name}: {what}" for name, what in each.damages.items())) for each in run.steps]
+        rows = [(*_cells(each, columns[:-1], run, good="good"), text) for each, text in wrong if each.parts]
         output.table(f"{run.path}: on this machine", columns, rows, verdict="state")
         output.echo()
     how = "By manifests and sizes, no content was read" if asked.fast else "The content of every block was read"

@@ -40,7 +40,6 @@ ALLOWED = {  # why: see there
     "store.local_files:LocalFiles.fetch.open",  # which expects a regular file
     "buckets.object_store:ObjectStore.open.BufferedReader",
     "tiers.tier:available_memory.read_text",  # the kernel's
-    "tiers.wire:Connection.receive_block.touch",  # a callback
     "tiers.incoming:IncomingPart.write.open",  # made by this process, in a folder of its own
 }
 
