@@ -46,7 +46,7 @@ RUN = {
     "nanogpt.md": {"diff": "examples/test_nanogpt.py"},
     "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
     "clusters.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
-    "storages.md": {"python": "testing/test_storage_contract.py"},
+    "storages.md": {"python": "testing/test_contracts.py"},
     "sweeps.md": dict.fromkeys(("console", "yaml"), "test_docs_pages.py"),
     "tutorial.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
 }

@@ -94,6 +94,12 @@ class Contract:
         except RankFailure as failure:
             self.broken(f"{what}{'; '.join(map(summarize, failure.failed.values())) or 'a rank hung'}")
 
+    def on_rank_0(self, do: str, *args: object) -> None:
+        """Make a contract of this class on each of two ranks, and call its method ``do`` with the rank and ``args``."""
+        what = "called on one of two ranks: "
+        if seen := self.on_ranks(what, 2, _broken_on_a_rank, type(self), do, *args)[0]:
+            self.broken(f"{what}{seen}")
+
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
         """Call ``do`` on another thread and wait for it, so that a component that never comes back fails a test.
 
@@ -120,6 +126,14 @@ class Contract:
             places = " -> ".join(reversed(_stack_of(thread)[:3]))
             self.broken(f"it did not come back within {limit_s:g} s; it is at {places or 'its end'}")
         return futures.pop().result()
+
+
+def _broken_on_a_rank(rank: int, world_size: int, kind: type[Contract], do: str, *args: object) -> str:
+    try:
+        getattr(kind(), do)(rank, *args)
+    except BrokenPromiseError as broken:
+        return str(broken)
+    return ""
 
 
 def _stack_of(thread: threading.Thread) -> list[str]:

@@ -150,7 +150,7 @@ class Chain:
 
 
 def _tails(job: object) -> str:
-    return "\n".join(f"--- {m.name}\n{p.show_stacks()[-3000:]}" for m, p in job.processes.items())  # type: ignore[attr-defined]
+    return "\n".join(f"--- {m.name}\n{p.report()[-3000:]}" for m, p in job.processes.items())  # type: ignore[attr-defined]
 
 
 def main() -> int:

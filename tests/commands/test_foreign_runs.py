@@ -27,12 +27,6 @@ RESULT = {"format": 1, "status": "completed", "error": None, "overrides": ["a=1"
 START = {"event": "start", "format": 1, "world_size": 1, "t": 1.0, "host": "h"}
 STEPS = [{"event": "step", "t": 1.0 + step, "step": step} for step in range(1, 5)]
 END = {"event": "end", "status": "completed", "seconds": 1, "t": 7.0}
-ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in zip("abcdefghijk", "bcdefghijkl", strict=True)
-)
-
-
 HEADS = "abcdefghijkl"
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise(HEADS)

@@ -2,13 +2,11 @@
 
 ``python tests/support/core_alone.py [--without NAME ...] [ARGUMENTS OF PYTEST]``: by default all extensions are
 deleted, and what stands above them; with ``--without tiers`` that extension alone. The copy then trains a little.
-While the core still imports extensions (the lists of ``tests/test_core.py``), all cannot be deleted, and that is said.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import shutil
 import subprocess
@@ -49,14 +47,6 @@ def copy(to: Path, extensions: list[str]) -> None:
         shutil.rmtree(to / "tests" / name, ignore_errors=True)
 
 
-def still_imports() -> int:
-    """Return how many imports of extensions the core has."""
-    for node in ast.parse((ROOT / "tests" / "test_core.py").read_text()).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and "TO_EXTENSIONS" in ast.unparse(node).partition("=")[0]:
-            return len(getattr(node.value, "elts", ()))  # an empty set is a call
-    raise SystemExit("tests/test_core.py has no list TO_EXTENSIONS.")
-
-
 def run(folder: Path, *command: str) -> int:
     """Run Python in the copy, whose package goes before an installed one."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
@@ -75,9 +65,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="delete this extension alone")
     asked, more = parser.parse_known_args()
-    if not asked.without and (left := still_imports()):
-        print(f"The core still has {left} imports of extensions, so it is not tried alone.")
-        return 0
     with tempfile.TemporaryDirectory(prefix="stagereg-core-") as scratch:
         folder = Path(scratch)
         copy(folder, asked.without)

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from .lab import PORT, Job, Lab, Machine
-from .programs import comes_true
+from .lab import PORT, Job, Lab, Machine, Process, children_of
 
 _FORKED = multiprocessing.get_context("forkserver")
 _IMPORTED = ("torch._dynamo", "torch._inductor.utils", "torch.distributed.fsdp", "stagereg.assembly")
@@ -43,8 +42,8 @@ _ENVIRONMENT = {
 }
 
 
-class ForkedProcess:
-    """The launcher of one machine, with what :class:`.lab.Process` has."""
+class ForkedProcess(Process):
+    """The launcher of one machine."""
 
     def __init__(
         self,
@@ -69,9 +68,14 @@ class ForkedProcess:
     @property
     def ranks(self) -> list[int]:
         """The ids on this host of the ranks that run."""
-        return [rank for launcher in _children(self._outside.pid) for rank in _children(launcher)]
+        return [rank for launcher in self.launchers for rank in children_of(launcher)]
 
-    def show_stacks(self) -> str:
+    @property
+    def launchers(self) -> list[int]:
+        """The id of the launcher, while it runs."""
+        return children_of(self._outside.pid or 0)
+
+    def report(self) -> str:
         """Have all ranks print their stacks, and return what was printed in all."""
         for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -87,7 +91,7 @@ class ForkedProcess:
 
     def kill_launcher(self) -> None:
         """End the launcher alone; its ranks go on."""
-        for launcher in _children(self._outside.pid):
+        for launcher in self.launchers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(launcher, signal.SIGKILL)
         self._outside.join(_SECONDS)
@@ -96,14 +100,8 @@ class ForkedProcess:
         """Return its exit status. Fails the test if it runs for longer."""
         self._outside.join(timeout_s)
         if self.returncode is None:
-            raise AssertionError(f"still runs after {timeout_s:g} s:\n{self.show_stacks()}")
+            raise AssertionError(f"still runs after {timeout_s:g} s:\n{self.report()}")
         return self.returncode
-
-    def await_output(self, text: str, timeout_s: float) -> None:
-        """Wait until it has printed this; if it ends before, the test fails with its output."""
-        if not comes_true(lambda: text in self.output or self.returncode is not None, timeout_s):
-            raise AssertionError(f"{text!r} not printed in {timeout_s:g} s:\n{self.show_stacks()}")
-        assert text in self.output, f"ended without {text!r}:\n{self.output}"
 
 
 def start(
@@ -193,10 +191,3 @@ def _wait_for_store(address: str) -> None:
         with contextlib.suppress(OSError), socket.create_connection((address, PORT), 1.0):
             return
         time.sleep(0.02)
-
-
-def _children(pid: int | None) -> list[int]:
-    try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []

@@ -78,10 +78,14 @@ class Process:
             raise AssertionError(f"still runs after {timeout_s:g} s:\n{self.output}")
         return self._shell.wait()
 
+    def report(self) -> str:
+        """Return what helps to see why it still runs."""
+        return self.output
+
     def await_output(self, text: str, timeout_s: float) -> None:
         """Wait until it has printed this; if it ends before, the test fails with its output."""
         if not comes_true(lambda: text in self.output or self.returncode is not None, timeout_s):
-            raise AssertionError(f"{text!r} not printed in {timeout_s:g} s:\n{self.output}")
+            raise AssertionError(f"{text!r} not printed in {timeout_s:g} s:\n{self.report()}")
         assert text in self.output, f"ended without {text!r}:\n{self.output}"
 
     def kill(self, number: int = signal.SIGKILL) -> None:

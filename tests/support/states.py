@@ -35,32 +35,6 @@ def bits(x: torch.Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-def assert_same(copy: Any, source: Any) -> None:
-    """Same types, same order, same bits, same strides, and no memory in common."""
-    assert type(copy) is type(source)
-    if isinstance(source, torch.Tensor):
-        for attribute in ("dtype", "shape", "requires_grad"):
-            assert getattr(copy, attribute) == getattr(source, attribute)
-        assert copy.stride() == source.stride()
-        assert (copy.is_conj(), copy.is_neg()) == (False, False)
-        assert copy.device.type == "cpu"
-        assert bits(copy) == bits(source)
-        assert not source.numel() or copy.data_ptr() != source.data_ptr()
-    elif isinstance(source, dict):
-        assert list(copy) == list(source)
-        for key in source:
-            assert_same(copy[key], source[key])
-    elif isinstance(source, (list, tuple)):
-        assert len(copy) == len(source)
-        for mine, theirs in zip(copy, source, strict=True):
-            assert_same(mine, theirs)
-    else:
-        assert copy == source
-        return
-    if hasattr(source, "__dict__"):
-        assert_same(vars(copy), vars(source))
-
-
 class Leaf(NamedTuple):
     """A tensor as it was."""
 
@@ -77,7 +51,7 @@ Piece = tuple[tuple[object, ...], Any]
 def pieces(x: Any, path: tuple[object, ...] = ()) -> Iterator[Piece]:
     """The containers and leaves of a state dict in order, with their paths."""
     if isinstance(x, (dict, list, tuple)):
-        yield path, (type(x), len(x))
+        yield path, (type(x), len(x), getattr(x, "__dict__", None))
         for key, value in x.items() if isinstance(x, dict) else enumerate(x):
             yield from pieces(value, (*path, key))
     elif isinstance(x, DTensor):
@@ -111,3 +85,12 @@ def assert_whole(staged: Any, expected: list[Piece]) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert same(mine, theirs), mine[0]
+
+
+def assert_same(copy: Any, source: Any) -> None:
+    """The same in all that a copy has to have, in host memory, with no lazy flips, and no memory in common."""
+    assert_whole(copy, kept(source))
+    for (_, mine), (_, theirs) in zip(pieces(copy), pieces(source), strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert (mine.device.type, mine.is_conj(), mine.is_neg()) == ("cpu", False, False)
+            assert not theirs.numel() or mine.data_ptr() != theirs.data_ptr()

@@ -80,6 +80,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an offset of 2^70": lambda m: setattr(storage(m), "offset", 1 << 70),
     "a length that is true": lambda m: setattr(storage(m), "length", True),
     "a file that is a number": lambda m: setattr(storage(m), "relative_path", 3),
+    "a file outside": lambda m: setattr(storage(m), "relative_path", "../__0_0.distcp"),
+    "a shape of another size": lambda m: setattr(entry(m), "size", torch.Size([8])),
+    "a hole": lambda m: setattr(entry(m), "size", torch.Size([4])),
+    "a chunk twice": lambda m: (setattr(entry(m), "size", torch.Size([4])), entry(m).chunks.extend(entry(m).chunks)),
     "no storage": lambda m: setattr(m, "storage_data", None),
     "names that are numbers": lambda m: m.state_dict_metadata.update({3: entry(m)}),
 }

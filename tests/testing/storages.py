@@ -1,13 +1,12 @@
-"""The contract of a storage: right ones keep it, and each promise catches the storages that break it."""
+"""Storages: some that keep the contract, and some that break one promise each."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from stagereg.checkpoint.storage.packed import PackedStorage
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 from stagereg.testing import StorageContract
-
-from ..support.pages import Page
 
 
 class Zip(PackedStorage):
@@ -283,6 +280,7 @@ def of(kind: Any) -> type[StorageContract]:
     return contract
 
 
+RIGHT = [OfZip, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (OfDcp, OfSafetensors, OfTorchDcp))]
 WRONG = [
     (promise, of(kind))
     for promise, kind in [
@@ -308,56 +306,3 @@ WRONG = [
         ("test_full_disk", SwallowsErrors),
     ]
 ]
-PAGE = Page("storages.md")
-ZSTANDARD = """\
-import zlib
-
-def compress(data, level):
-    return zlib.compress(data, min(level, 9))
-
-decompress = zlib.decompress
-"""
-BUILTIN = [pytest.param(kind, marks=pytest.mark.slow) for kind in (OfDcp, OfSafetensors, OfTorchDcp)]
-
-
-@pytest.mark.parametrize("contract", [OfZip, *BUILTIN])
-@pytest.mark.parametrize("promise", StorageContract.promises())
-def test_a_right_storage_keeps(promise: str, contract: type[StorageContract]) -> None:
-    outcome = contract.outcome(promise)
-    assert outcome.kept, outcome.seen
-
-
-@pytest.mark.parametrize(("promise", "contract"), WRONG, ids=lambda each: getattr(each, "__name__", each))
-def test_a_wrong_storage_is_found(promise: str, contract: type[StorageContract]) -> None:
-    outcome = contract.outcome(promise)
-    assert outcome.kept is False
-    assert outcome.seen
-
-
-@pytest.fixture(scope="module")
-def of_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StorageContract]]:
-    """The contract of the page, with zlib where zstandard is not installed."""
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "storage_of_the_page.py").write_text("\n".join(PAGE.of("python")))
-    if importlib.util.find_spec("zstandard") is None:
-        (folder / "zstandard.py").write_text(ZSTANDARD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield importlib.import_module("storage_of_the_page").TestZstd
-
-
-QUICK = ("test_every_value", "test_no_arguments")
-REST = sorted(StorageContract.promises().keys() - set(QUICK))
-
-
-@pytest.mark.parametrize(
-    "promise",
-    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in StorageContract.promises()],
-)
-def test_the_pages_example_keeps(promise: str, of_page: type[StorageContract]) -> None:
-    outcome = of_page.outcome(promise)
-    assert outcome.kept, outcome.seen
-
-
-def test_each_promise_has_a_storage_that_breaks_it() -> None:
-    assert {promise for promise, _ in WRONG} == set(StorageContract.promises())
