@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from fsspec import url_to_fs
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.errors import CheckpointError, Preempted
+from stagereg.errors import CheckpointError
 from tests.support.places import PLACES, place
 
 
@@ -122,77 +121,3 @@ def test_latest_that_a_killed_run_left_behind_is_moved_and_not_called_deleted(
             checkpointer.lock()
             assert (tmp_path / "latest").resolve().name == "step-00000002"
     assert said(caplog) == []
-
-
-def train(root: object, steps: Iterable[int], resume: str = "auto", source: str | None = None, keep: int = 9) -> None:
-    state = {"x": torch.zeros(3)}
-    with Checkpointer(str(root), keep=keep, resume=resume, save_last=False) as checkpointer:
-        checkpointer.restore(state, source)
-        for step in steps:
-            checkpointer.save(step, state)
-
-
-def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def warned() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        caplog.clear()
-        return [text for text in found if "as the option names it" in text]
-
-    before, run = tmp_path / "before", tmp_path / "run"
-    train(before, [20])
-    first = str(before / "step-00000020")
-    train(run, [], first)
-    train(run, [], "auto", first)
-    train(run, [20, 31], first)
-    assert warned() == []  # as the run had no checkpoint yet
-    train(run, [], first)
-    assert warned() == [
-        f"stagereg: resumed from step 20, in {first}, as the option names it, although this run's directory has "
-        f"{run}/step-00000031, 11 steps ahead. The checkpoints that this run saves replace step-00000031, and delete "
-        "it when they are as many as are kept. If this command was started again to continue, stop it now, and start "
-        'it with resume="auto".'
-    ]
-    assert (run / "step-00000031").exists()
-    train(run, [], "step-00000020")
-    assert len(warned()) == 1
-    for resume in ("auto", "latest", "step-00000031", "never"):
-        train(run, [], resume)
-    train(run, [], "auto", first)
-    assert warned() == []
-    files = [each for each in (run / "step-00000031").iterdir() if each.suffix == ".distcp"]
-    content = files[0].read_bytes()
-    files[0].write_bytes(bytes(len(content)))  # which "auto" skips
-    train(run, [])
-    files[0].write_bytes(content)
-    assert warned() == []
-    # What the warning says is lost, and what it proposes.
-    train(run, [25, 30], first, keep=2)
-    assert sorted(each.name for each in run.glob("step-*")) == ["step-00000025", "step-00000030"]
-    assert len(warned()) == 1
-
-    counts_anew = tmp_path / "anew"
-    train(counts_anew, [1, 2], first)
-    train(counts_anew, [], first)
-    [text] = warned()
-    assert "step-00000002. The checkpoints" in text
-    monkeypatch.setattr("sys.argv", ["another", "program"])
-    train(counts_anew, [], first)
-    assert warned() == []
-
-
-@pytest.mark.parametrize(("resume", "told"), [("auto", False), ("never", True), ("PATH", True)])
-def test_a_preempted_run_names_the_option_unless_the_same_command_resumes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str, told: bool
-) -> None:
-    state = {"x": torch.zeros(3)}
-    train(tmp_path / "before", [1])
-    named = str(tmp_path / "before" / "step-00000001") if resume == "PATH" else resume
-    with pytest.raises(Preempted), Checkpointer(tmp_path / "run", resume=named) as checkpointer:  # noqa: PT012
-        checkpointer.restore(state)
-        signal.raise_signal(signal.SIGTERM)
-        checkpointer.maybe_save(2, state)
-    [text] = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
-    how = '; to resume from there, start the run with resume="auto"'
-    assert text.endswith(f"step 2 is saved in {tmp_path}/run{how * told}")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
+from stagereg.base.providers import has
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -175,7 +176,7 @@ def test_moments_that_wrap_tensors_are_refused_by_name(tmp_path: Path) -> None:
         save_state(tmp_path, layer=layer, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("stager", [*KINDS, "torch_default"])
+@pytest.mark.parametrize("stager", [*KINDS, *["torch_default"] * has("interop")])
 def test_each_stager_keeps_the_attributes(tmp_path: Path, stager: str) -> None:
     x = part_of(WHOLE, [range(4, 8), range(0, 4)])
     with stagereg.Checkpointer(str(tmp_path), every=1, stager=build(stager)) as checkpointer:

@@ -19,7 +19,7 @@ from tests.checkpoint.state.test_optimizer_carries import error_of, restore, sav
 from tests.support.reading import opened
 from tests.support.states import KINDS as STAGERS
 from tests.support.states import build
-from tests.support.subclasses import Codes, Dense, Nested, Opaque, Whole, codes, nested
+from tests.support.subclasses import Codes, Dense, Opaque, Whole, codes, nested
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -296,20 +296,6 @@ def save_misfit(rank: int, world_size: int, root: str) -> str:
 def test_parts_of_other_shapes_than_their_place_are_refused(tmp_path: Path) -> None:
     for told in run_ranks(save_misfit, 2, args=(str(tmp_path),)):
         assert "'x.w'" in told
-
-
-def test_a_step_in_a_tier_has_them_too(tmp_path: Path) -> None:
-    tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
-    with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier, stager=build("blocking")) as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.maybe_save(step, {"x": {"w": nested(4), "n": step}})
-        checkpointer.wait()
-    assert isinstance(nested(1), Nested)
-    tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
-    state: dict[str, Any] = {"x": {"w": None, "n": 0}}
-    with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier) as checkpointer:
-        assert checkpointer.restore(state) == 3
-    assert same_bits(state["x"]["w"], nested(4))
 
 
 def test_a_subclass_without_elements_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,61 @@ def test_a_check_that_fails_is_skipped_and_the_save_is_the_same(
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore({"model": other, "optimizer": torch.optim.SGD(other.parameters()), "n": 0}) == 1
     assert torch.equal(other.weight, model.weight)
+
+
+def train(root: object, steps: Iterable[int], resume: str = "auto", source: str | None = None, keep: int = 9) -> None:
+    state = {"x": torch.zeros(3)}
+    with Checkpointer(str(root), keep=keep, resume=resume, save_last=False) as checkpointer:
+        checkpointer.restore(state, source)
+        for step in steps:
+            checkpointer.save(step, state)
+
+
+def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        caplog.clear()
+        return [text for text in found if "as the option names it" in text]
+
+    before, run = tmp_path / "before", tmp_path / "run"
+    train(before, [20])
+    first = str(before / "step-00000020")
+    train(run, [], first)
+    train(run, [], "auto", first)
+    train(run, [20, 31], first)
+    assert warned() == []  # as the run had no checkpoint yet
+    train(run, [], first)
+    assert warned() == [
+        f"stagereg: resumed from step 20, in {first}, as the option names it, although this run's directory has "
+        f"{run}/step-00000031, 11 steps ahead. The checkpoints that this run saves replace step-00000031, and delete "
+        "it when they are as many as are kept. If this command was started again to continue, stop it now, and start "
+        'it with resume="auto".'
+    ]
+    assert (run / "step-00000031").exists()
+    train(run, [], "step-00000020")
+    assert len(warned()) == 1
+    for resume in ("auto", "latest", "step-00000031", "never"):
+        train(run, [], resume)
+    train(run, [], "auto", first)
+    assert warned() == []
+    files = [each for each in (run / "step-00000031").iterdir() if each.suffix == ".distcp"]
+    content = files[0].read_bytes()
+    files[0].write_bytes(bytes(len(content)))  # which "auto" skips
+    train(run, [])
+    files[0].write_bytes(content)
+    assert warned() == []
+    # What the warning says is lost, and what it proposes.
+    train(run, [25, 30], first, keep=2)
+    assert sorted(each.name for each in run.glob("step-*")) == ["step-00000025", "step-00000030"]
+    assert len(warned()) == 1
+
+    counts_anew = tmp_path / "anew"
+    train(counts_anew, [1, 2], first)
+    train(counts_anew, [], first)
+    [text] = warned()
+    assert "step-00000002. The checkpoints" in text
+    monkeypatch.setattr("sys.argv", ["another", "program"])
+    train(counts_anew, [], first)
+    assert warned() == []

@@ -22,6 +22,7 @@ from stagereg.cli import main
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.object_store import ObjectStore
 from stagereg.stagers.blocking import BlockingAsyncStager
+from tests.checkpoint.state.test_optimizer_carries import Odd, nets
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 DATA = "__0_0.distcp"
@@ -312,3 +313,15 @@ def test_a_source_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     for source in (tmp_path / "empty", tmp_path / "missing"):
         with pytest.raises(CheckpointError, match=f"There is no checkpoint in {source}"):
             restored(tmp_path / "run", {}, source)
+
+
+def test_what_an_optimizer_has_beside_its_parameters_comes_back(tmp_path: Path) -> None:
+    model, other = nets(1, 2)
+    optimizer = Odd([{"params": [*model.parameters()]}, {"params": [], "lr": 0.5}])
+    optimizer.state["global"], optimizer.beside = {"n": 3}, {"count": 4}
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    plain = Odd([{"params": [*other.parameters()]}, {"params": []}])
+    with Checkpointer(str(tmp_path / "none"), resume=str(tmp_path / "torch")) as checkpointer:
+        checkpointer.restore({"optimizer": plain})
+    assert dict(plain.state["global"]) == {"n": 3}
+    assert plain.beside == {"count": 4}

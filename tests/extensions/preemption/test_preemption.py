@@ -443,3 +443,20 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
 def test_the_exceptions_that_end_a_run_survive_a_pickle(left: SystemExit) -> None:
     copy = pickle.loads(pickle.dumps(left))
     assert (type(copy), str(copy), copy.code) == (type(left), str(left), left.code)
+
+
+@pytest.mark.parametrize(("resume", "told"), [("auto", False), ("never", True), ("PATH", True)])
+def test_a_preempted_run_names_the_option_unless_the_same_command_resumes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str, told: bool
+) -> None:
+    state = {"x": torch.zeros(3)}
+    with Checkpointer(tmp_path / "before") as checkpointer:
+        checkpointer.save(1, state)
+    named = str(tmp_path / "before" / "step-00000001") if resume == "PATH" else resume
+    with pytest.raises(Preempted), Checkpointer(tmp_path / "run", resume=named) as checkpointer:  # noqa: PT012
+        checkpointer.restore(state)
+        signal.raise_signal(signal.SIGTERM)
+        checkpointer.maybe_save(2, state)
+    [text] = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
+    how = '; to resume from there, start the run with resume="auto"'
+    assert text.endswith(f"step 2 is saved in {tmp_path}/run{how * told}")

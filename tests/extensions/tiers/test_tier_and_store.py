@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 import stagereg
 import stagereg.checkpoint.save.committing as committing
+from stagereg.checkpoint.format.wrappers import same_bits
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError
 from stagereg.stagers.pinned_cached import PinnedCachedStager
 from stagereg.testing import run_ranks
+from tests.support.subclasses import Nested, nested
 
 from ...support.programs import comes_true
 
@@ -156,3 +158,19 @@ def test_a_tier_gets_no_such_index_either(
         run()
     assert "lie outside of their file" in caplog.text
     assert not [*(tmp_path / "tier").rglob("index.json")]
+
+
+def test_a_step_in_a_tier_has_what_subclasses_wrap(tmp_path: Path) -> None:
+    tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
+    with stagereg.Checkpointer(
+        str(tmp_path / "store"), every=10, tier=tier, stager=stagereg.build("stager", "blocking")
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.maybe_save(step, {"x": {"w": nested(4), "n": step}})
+        checkpointer.wait()
+    assert isinstance(nested(1), Nested)
+    tier = stagereg.build("tier", "disk", dir=str(tmp_path / "tier"), every=1)
+    state: dict[str, Any] = {"x": {"w": None, "n": 0}}
+    with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier) as checkpointer:
+        assert checkpointer.restore(state) == 3
+    assert same_bits(state["x"]["w"], nested(4))
