@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_map
 
 import stagereg
 from stagereg.assembly import Checkpointer
-from stagereg.base.providers import has
 from stagereg.checkpoint.options import Restore
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingStager
 from stagereg.testing import run_ranks
 
 from ...support import splits
+from ...support.installed import needs
 
 
 class HalfStager(BlockingStager):
@@ -66,8 +66,8 @@ def _tensors(*states: Any) -> Iterable[tuple[Tensor, Tensor]]:
         yield from ((one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("read", ["each", *["once"] * has("buckets")])
-@pytest.mark.parametrize("storage", ["dcp", "torch_dcp", *["safetensors"] * has("interop")])
+@pytest.mark.parametrize("read", ["each", pytest.param("once", marks=needs("buckets"))])
+@pytest.mark.parametrize("storage", ["dcp", "torch_dcp", pytest.param("safetensors", marks=needs("interop"))])
 def test_with_the_option_what_was_saved_in_half_is_converted_exactly(tmp_path: Path, storage: str, read: Any) -> None:
     saved = stepped(made(), 3)
     with Checkpointer(str(tmp_path), stager=HalfStager(), storage=stagereg.build("storage", storage)) as checkpointer:

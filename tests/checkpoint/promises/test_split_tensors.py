@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-from stagereg.base.providers import has
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 from tests.checkpoint.state.test_optimizer_carries import error_of
 from tests.checkpoint.state.test_optimizer_carries import restore as restore_state
 from tests.checkpoint.state.test_optimizer_carries import save as save_state
+from tests.support.installed import needs
 from tests.support.reading import opened
 from tests.support.states import KINDS, build
 from tests.support.subclasses import Codes
@@ -176,7 +176,7 @@ def test_moments_that_wrap_tensors_are_refused_by_name(tmp_path: Path) -> None:
         save_state(tmp_path, layer=layer, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("stager", [*KINDS, *["torch_default"] * has("interop")])
+@pytest.mark.parametrize("stager", [*KINDS, pytest.param("torch_default", marks=needs("interop"))])
 def test_each_stager_keeps_the_attributes(tmp_path: Path, stager: str) -> None:
     x = part_of(WHOLE, [range(4, 8), range(0, 4)])
     with stagereg.Checkpointer(str(tmp_path), every=1, stager=build(stager)) as checkpointer:
