@@ -20,8 +20,8 @@ from torch.distributed import HashStore
 
 import stagereg.base.shutdown as shutdown
 import stagereg.launch.rank as rank
-import stagereg.launch.run_store as run_store
 from stagereg.errors import CheckpointError, LaunchError
+from stagereg.launch.job import name_attempt
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
@@ -133,7 +133,7 @@ def test_the_ranks_of_an_attempt_agree_on_a_new_name(world: int, dead: list[int]
         for number in dead:
             for _ in range(number):
                 store.add("drawn", 1)
-            asked = [pool.submit(run_store.name_attempt, store, each, world) for each in reversed(range(world))]
+            asked = [pool.submit(name_attempt, store, each, world) for each in reversed(range(world))]
             (name,) = {future.result(timeout=LIMIT_S) for future in asked}
             names.append(name)
     assert len(set(names)) == len(names)

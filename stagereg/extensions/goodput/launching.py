@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,12 @@ _NOTE = "failure"  # the key of what an attempt leaves for the next one
 
 
 class GoodputLauncher(LaunchExtension):
-    """Gives the ranks of the next attempt what the launcher saw of the last failure."""
-
-    def __init__(self) -> None:
-        self._failure: dict[str, Any] = {}
-
-    def variables(self) -> Mapping[str, str]:
-        return {phases.FAILURE: json.dumps(self._failure)} if self._failure else {}
+    """Leaves what the launcher saw of a failure to the next attempt, in place of what a rank has left."""
 
     def after(self, end: End) -> None:
-        if end.failed:
-            self._failure = {"why": str(end), "noticed": end.noticed, "ended": time.time()}
-            self._failure["restart"] = end.attempt.number + 1
+        if end.failed and end.attempt.task.index == 0:
+            seen = {"why": str(end), "noticed": end.noticed, "ended": time.time(), "restart": end.attempt.number + 1}
+            end.attempt.store.leave(_NOTE, seen)
 
 
 class GoodputRank(RankExtension):

@@ -1,13 +1,12 @@
 """How long a start took, by phase: from the last step before a failure to the first one after it.
 
-Each of :data:`PHASES` ends at the moment that it is named after. This process marks its own phases; the launcher
-(:data:`FAILURE`), a note in the run's store, or the record of the last attempt (:mod:`.earlier`) has the earlier ones.
+Each of :data:`PHASES` ends at the moment that it is named after. This process marks its own phases; a note in the run's
+store, or the record of the last attempt (:mod:`.earlier`) has the earlier ones.
 At its first step rank 0 emits an event ``restart``, or ``begin`` if no failure came before.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import textwrap
@@ -37,10 +36,6 @@ PHASES = {
     "first step": "the first step was taken",
 }
 """The phases of a start, in order, and what ends them."""
-FAILURE = "STAGEREG_FAILURE"
-"""The environment variable with what the launcher saw of the failure that a rank is started again after, as JSON:
-``why``, a sentence; when it was ``noticed`` and all ranks had ``ended``, in unix seconds; which ``restart`` it is, from
-1."""
 
 
 class _Start:
@@ -103,11 +98,11 @@ def mark(phase: str, at: float | None = None) -> None:
 def begin(directory: Path, attempt: str, noted: Mapping[str, Any] | None) -> None:
     """Begin an attempt that rank 0 is about to record in ``directory``.
 
-    ``noted`` is what the ranks of the previous attempt noted of its failure.
+    ``noted`` is what the launcher, or a rank of the previous attempt, noted of the failure: ``why``, a sentence; when
+    it was ``noticed`` and, by a launcher, all ranks had ``ended``, in unix seconds; which ``restart`` it is, from 1.
     """
     global _start
-    told = json.loads(os.environ.get(FAILURE) or "null") or noted or {}
-    _start = _Start(directory / record.file_name(0), attempt, told)
+    _start = _Start(directory / record.file_name(0), attempt, noted or {})
 
 
 def saves_to(directory: str) -> None:

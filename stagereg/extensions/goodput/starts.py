@@ -1,4 +1,4 @@
-"""Marks how far a start has come, at its first step."""
+"""Marks how far a start has come when a checkpointer restores and takes its first step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import stagereg.extensions.goodput.phases as phases
-from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
+from stagereg.checkpoint.extension import Candidate, CheckpointExtension, RestoreRequest, Saves, Setup
 
 
 class StartPhases(CheckpointExtension):
@@ -14,6 +14,14 @@ class StartPhases(CheckpointExtension):
 
     def start(self, setup: Setup, saves: Saves) -> None:
         phases.saves_to(str(setup.dir))
+
+    def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
+        if candidate is None or candidate.manifest is None:
+            phases.restored(0, "", "")
+            return
+        in_tier = candidate.source == "tier"
+        origin = "tier" if in_tier else "survivors" if candidate.manifest.lost else "store"
+        phases.restored(candidate.manifest.step, candidate.path, origin)
 
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
         phases.take_step(step)

@@ -32,7 +32,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "_marks", {"started": NOW - 10, "imported": NOW - 7, "grouped": NOW - 3})
     monkeypatch.setattr(phases, "_start", None)
     monkeypatch.setattr(time, "time", lambda: NOW)
-    monkeypatch.delenv(phases.FAILURE, raising=False)
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -75,15 +74,11 @@ def test_a_first_start_begins_with_the_launcher(tmp_path: Path) -> None:
     assert start(tmp_path)["phases"]["started"] == 2
 
 
-def test_what_the_launcher_saw_counts_from_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_launcher_saw_counts_from_the_last_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     seen = {"why": "rank 1: died of SIGKILL", "noticed": NOW - 14, "ended": NOW - 13, "restart": 4}
-    monkeypatch.setenv(phases.FAILURE, json.dumps(seen))
     killed_at(tmp_path, step=12, seconds_ago=15)
-    noted = {"why": "lost rank 1", "noticed": NOW - 1}
-    found = start(tmp_path, 11, noted, (10, "/x/step-10", "tier"))
+    found = start(tmp_path, 11, seen, (10, "/x/step-10", "tier"))
     assert (found["event"], found["number"], found["why"]) == ("restart", 4, "rank 1: died of SIGKILL")
     assert [*found["phases"]] == [name for name in phases.PHASES if name not in ("connected", "composed")]
     assert [*found["phases"].values()] == [1, 1, 3, 3, 4, 3, 0]
