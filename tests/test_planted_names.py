@@ -445,6 +445,7 @@ KNOWN = {
         "integrations/written",
     ],
     "exchange": ["extensions/interop/dcp_writer", "integrations/named", "integrations/written"],
+    "link": ["checkpoint/store/directory"],
     "open": [
         "base/small_files",
         "commands/check_cases",
@@ -481,7 +482,6 @@ KNOWN = {
         "integrations/named",
         "sweep/callback",
         "sweep/interleaved",
-        "sweep/render/__init__",
     ],
     "write_text": ["bench/command", "bench/measure", "commands/checking", "commands/child", "commands/scaffold"],
 }

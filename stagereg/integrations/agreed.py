@@ -7,17 +7,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import torch.distributed as dist
+
 from stagereg.errors import CheckpointError, InstallationError, StageregError
 
 
-def agreed(decide: Callable[[], Any], is_first: bool, broadcast: Callable[[Any], Any]) -> Any:
+def _from_first(found: Any) -> Any:
+    boxed = [found]
+    if dist.is_initialized():
+        dist.broadcast_object_list(boxed, src=0)
+    return boxed[0]
+
+
+def agreed(
+    decide: Callable[[], Any], is_first: bool | None = None, broadcast: Callable[[Any], Any] = _from_first
+) -> Any:
     """Return what ``decide`` returns on the first rank, or raise its error, on all ranks. Collective.
 
     ``decide`` is called on the first rank alone; its value, and a ``StageregError``, must be picklable. ``broadcast``
-    returns the value of the first rank on each. Any other error becomes a ``CheckpointError`` with its type and text.
+    returns the value of the first rank on each; the default ranks are those of the default process group. Any other
+    error becomes a ``CheckpointError`` with its type and text.
     """
     answer: Any = None
-    if is_first:
+    if is_first or (is_first is None and not (dist.is_initialized() and dist.get_rank())):
         try:
             answer = decide()
         except Exception as error:  # that the others must not wait for

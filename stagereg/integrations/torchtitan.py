@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -142,7 +141,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         }
         self._stager = build("stager", config.stager)
         # What is only loaded from is neither locked nor written to, and no signal is answered.
-        self._scratch = _agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH)) if config.load_only else None
+        self._scratch = agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH)) if config.load_only else None
         others_of = dict(config.checkpoint_options)
         if config.load_only:
             others_of.pop("tier", None)
@@ -201,7 +200,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     def _load(self, step: int = -1) -> bool:
         """Restore a checkpoint of the folder, or what ``initial_load_path`` says if there is none."""
         self.maybe_wait_for_saving()
-        of_titan, own = _agreed(lambda: _steps_in(self.folder))
+        of_titan, own = agreed(lambda: _steps_in(self.folder))
         there = {**of_titan, **own}
         if self._has_tier and step == -1 and max(of_titan, default=-1) <= max(own, default=-1):
             return self._restore(None, model_only=False) or self._load_initial()
@@ -259,7 +258,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     def _export_hf(self, step: int) -> None:
         """Write the model as Hugging Face has it, into ``step-N-hf``, which is complete or absent."""
         final = os.path.join(self.folder, f"step-{step}-hf")
-        beside = _agreed(lambda: written.begin(final))
+        beside = agreed(lambda: written.begin(final))
 
         def commit() -> None:
             shutil.rmtree(os.path.join(beside, "sharded"), ignore_errors=True)
@@ -268,7 +267,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         dcp.CheckpointManager.dcp_save(self, self._exported(), beside, dcp.AsyncMode.DISABLED, to_hf=True)
         if dist.is_initialized():
             dist.barrier()
-        _agreed(commit)
+        agreed(commit)
 
 
 def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
@@ -282,14 +281,3 @@ def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
             elif filesystem.isfile(filesystem.join(path, METADATA)):
                 plain[step] = path
     return plain, own
-
-
-def _agreed(look: Callable[[], Any]) -> Any:
-    return agreed(look, not dist.is_initialized() or dist.get_rank() == 0, _from_first)
-
-
-def _from_first(found: Any) -> Any:
-    if dist.is_initialized():
-        dist.broadcast_object_list(boxed := [found], src=0)
-        return boxed[0]
-    return found

@@ -24,7 +24,6 @@ from types import FrameType
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, __version__
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -212,9 +211,9 @@ class _Run:
     def _write_best(self, step: int) -> None:
         """Write the model's files beside and rename, and delete those that no checkpoint refers to."""
         trainer = self._trainer
-        folder, is_first = trainer.args.output_dir, trainer.args.process_index == 0
+        folder = trainer.args.output_dir
         path = os.path.join(folder, f"best-{step}")
-        beside = agreed(lambda: written.begin(path), is_first, lambda made: broadcast_object_list([made])[0])
+        beside = agreed(lambda: written.begin(path))
         trainer.save_model(beside, _internal_call=True)
         trainer.state.best_model_checkpoint = path
         if not trainer.args.should_save:

@@ -120,12 +120,12 @@ class InterleavedSweeper(BasicSweeper):
         config: Any = self.config
         context: Any = self.hydra_context
         root = Path(str(config.hydra.sweep.dir))
-        reuse, before, taken, planned = (
-            Reuse(root),
-            HydraConfig.instance().cfg,
-            dict[tuple[str, str], int](),
-            list[PlannedJob](),
-        )
+        try:
+            Plan.read(root)  # a file of this name that is not a plan is the user's
+        except ConfigError as error:
+            raise SweepError(str(error)) from error
+        reuse, before = Reuse(root), HydraConfig.instance().cfg
+        taken, planned = dict[tuple[str, str], int](), list[PlannedJob]()
         try:
             for overrides in jobs:
                 job = context.config_loader.load_sweep_config(config, list(overrides))

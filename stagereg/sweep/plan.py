@@ -82,7 +82,7 @@ class Plan:
     def read(cls, directory: Path | str) -> Plan | None:
         """Return the plan of the newest sweep in a directory, ``None`` if no sweeper has left one.
 
-        Raises: ``ConfigError`` if it cannot be read, as ranking would mix sweeps.
+        Raises: ``ConfigError`` if it cannot be read, as ranking would mix sweeps, or is not a plan.
         """
         path = Path(directory, PLAN)
         try:
@@ -96,8 +96,8 @@ class Plan:
             return None
         except (OSError, *MALFORMED) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}. It lists the jobs of the newest sweep. Run that sweep again, or "
-                "delete the file to compare all jobs in the directory."
+                f"{path} cannot be read: {error}. It should list the jobs of the newest sweep. Move it away, or delete "
+                "it, to compare all jobs in the directory."
             ) from error
 
     def _expect_right(self) -> None:

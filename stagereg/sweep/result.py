@@ -187,10 +187,10 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 
 def _figure(value: Any) -> float:
-    """Return the number of a figure: NaN and infinity are texts; null is what NaN was once."""
-    if not (value is None or value in ("nan", "inf", "-inf") or type(value) in (int, float)):
+    """Return the number of a figure: NaN and infinity are texts."""
+    if not (value in ("nan", "inf", "-inf") or type(value) in (int, float)):
         raise ValueError(f"a figure is {value!r:.100}")
-    return math.nan if value is None else float(value)
+    return float(value)
 
 
 def _is_time(value: Any) -> bool:

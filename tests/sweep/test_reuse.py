@@ -269,6 +269,19 @@ def test_a_result_that_cannot_be_read_and_another_job_in_the_way_are_refused_bef
     assert [job.job["num"] for job in jobs_in(directory.out)] == [0, 1]
 
 
+def test_a_file_of_the_user_with_the_name_of_the_plan_is_refused_and_stays(
+    pages: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Directory(tmp_path)
+    directory.out.mkdir()
+    own = directory.out / "sweep.json"
+    own.write_text('{"method": "grid"}')
+    assert directory.run(Sweep(("1",))) == 1
+    assert "sweep.json cannot be read: 'format'. It should list the jobs" in capsys.readouterr().err
+    assert own.read_text() == '{"method": "grid"}'
+    assert not jobs_in(directory.out)
+
+
 def test_a_second_sweep_in_the_directory_of_a_running_one_is_refused(
     pages: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,7 +133,7 @@ def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
     if legend := "; ".join(_legend(comparison, rows)):
         lines.append(f"{legend}.")
     lines += [_AGAIN] if any(row.again for row in rows) else []
-    lines += [f"{row_name(row)}: {line}." for row in rows for line in (row.note, *_far_off(comparison, row)) if line]
+    lines += [f"{row_name(row)}: {row.note}." for row in rows if row.note]
     return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
 
 
@@ -147,14 +147,6 @@ def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[s
     if many:
         more = ", of more than 5 runs the middle half" if len(many) > 1 else ""
         yield f"a{_TO}b {'middle half of the runs' if many == {True} else 'least to greatest run'}{more}"
-
-
-def _far_off(comparison: Comparison, row: ComparisonRow) -> Iterator[str]:
-    for one in comparison.metrics:
-        if (cell := row.cells.get(one.name)) and (jobs := cell.outliers):
-            are, noun = ("is", "job") if len(jobs) == 1 else ("are", "jobs")
-            far_off = f"{counted(len(jobs), 'run')} of {len(cell.values)} {are} far off in {one.head}"
-            yield f"{far_off}: {noun} {', '.join(jobs)}"
 
 
 def row_name(row: ComparisonRow) -> str:

@@ -165,12 +165,17 @@ def test_a_parameter_may_be_named_as_a_column(capsys: pytest.CaptureFixture[str]
     assert ">y</td>" in page.compare_page(made)
 
 
-def test_runs_that_are_far_off_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    stalls = [5.0, 5.01, 5.02, 9.0, 5.03, 5.0]
-    made = compare(jobs({"a=1": [{"stall_ms": stall} for stall in stalls], "a=2": [{"stall_ms": 7.0}] * 6}))
-    text = " ".join("\n".join(printed(made, capsys)).split())
-    assert "a=1: 1 run of 6 is far off in stall ms: job 6." in text
-    assert f"a{TO}b middle half of the runs." in text
+@pytest.mark.parametrize(
+    ("runs", "legend"),
+    [
+        ((3, 4), "least to greatest run"),
+        ((6, 7), "middle half of the runs"),
+        ((3, 6), "least to greatest run, of more than 5 runs the middle half"),
+    ],
+)
+def test_the_legend_says_what_a_range_is(runs: tuple[int, int], legend: str) -> None:
+    made = compared([row_of({"a": str(count)}, {"loss": range(1, count + 1)}) for count in runs], "loss")
+    assert f"a{TO}b {legend}." in tables.remarks(made, made.rows)
 
 
 def test_nan_and_infinity_are_no_gaps(capsys: pytest.CaptureFixture[str]) -> None:
