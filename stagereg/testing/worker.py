@@ -28,8 +28,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stagereg.errors import StageregError
-
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Where modules lie that an ordinary import finds."""
 
@@ -81,38 +79,12 @@ class Assignment:
         return self.folder / f"{self.rank}.{kind}"
 
 
-@dataclass
-class _Running:
-    job: Assignment
-    store: Any
-    groups: int = 0
-
-
-_running: _Running | None = None
+_is_rank = False
 
 
 def is_rank() -> bool:
     """Whether this process is a rank of ``run_ranks``."""
-    return _running is not None
-
-
-def new_group() -> None:
-    """On a rank: end all process groups, and continue in a new one. Collective."""
-    import torch.distributed as dist
-
-    running = _on_a_rank()
-    await_all(f"group {running.groups} ends")
-    dist.destroy_process_group()
-    running.groups += 1
-    _begin_group(running)
-
-
-def await_all(milestone: str) -> None:
-    """On a rank: wait until the others have come to ``milestone`` too, a name that is used once."""
-    running = _on_a_rank()
-    running.store.add(milestone, 1)
-    while running.store.add(milestone, 0) < running.job.world_size:
-        time.sleep(0.002)
+    return _is_rank
 
 
 def work(job: Assignment) -> None:
@@ -137,43 +109,36 @@ def work(job: Assignment) -> None:
 
 
 def _call(job: Assignment) -> None:
-    global _running
+    global _is_rank
     import torch
     import torch.distributed as dist
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     sys.meta_path.insert(0, job.shipment)
     fn, args, kwargs = pickle.loads(job.shipment.call)
-    store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=job.pg_timeout_s))
-    _running = _Running(job, store)
-    _begin_group(_running)
+    limit = timedelta(seconds=job.pg_timeout_s)
+    store: Any = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    _is_rank = True
+    group = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
+    dist.init_process_group(job.backend, store=group, rank=job.rank, world_size=job.world_size, timeout=limit)
+    # A group that one rank closes, or dies in, while another still connects to it, fails there.
+    _await_all(store, job, "connected")
     try:
         job.file("part").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
         job.file("part").rename(job.file("result"))
     except BaseException:
         store.add("ended", 1)
         raise
-    await_all("ended")
+    _await_all(store, job, "ended")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _begin_group(running: _Running) -> None:
-    import torch.distributed as dist
-
-    job = running.job
-    store = dist.PrefixStore(f"group {running.groups}", running.store)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=job.pg_timeout_s)
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
-    # A group that one rank closes, or dies in, while another still connects to it, fails there.
-    await_all(f"connected {running.groups}")
-
-
-def _on_a_rank() -> _Running:
-    if _running is None:
-        raise StageregError("this works on the ranks of stagereg.testing.run_ranks only, in the function that it runs")
-    return _running
+def _await_all(store: Any, job: Assignment, milestone: str) -> None:
+    """Wait until the others have come to ``milestone`` too."""
+    store.add(milestone, 1)
+    while store.add(milestone, 0) < job.world_size:
+        time.sleep(0.002)
 
 
 def _end_with_parent() -> None:

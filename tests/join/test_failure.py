@@ -29,7 +29,6 @@ from stagereg.join.failure import FailureDetector, RankStatus
 from stagereg.kernel.broken import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
-from stagereg.testing.worker import new_group
 
 from ..support.reference import JOINABLES, await_published, batch, mlp
 
@@ -467,18 +466,7 @@ def test_a_rank_that_never_enters_is_named() -> None:
     assert seconds < SLACK_S
 
 
-def misused(rank: int, world_size: int, what: list[str]) -> list[tuple[str, str, float]]:
-    """Each misuse in a process group of its own."""
-    outcomes = []
-    for number, each in enumerate(what):
-        print(f"now comes {each}")
-        if number:
-            new_group()
-        outcomes.append(misuse(rank, each))
-    return outcomes
-
-
-def misuse(rank: int, what: str) -> tuple[str, str, float]:
+def misuse(rank: int, world_size: int, what: str) -> tuple[str, str, float]:
     one, two = model(), model()
     x = batch(rank, 0, 0)
 
@@ -560,10 +548,10 @@ MESSAGES = {
 
 
 def test_what_cannot_be_joined_is_an_error_on_all_ranks() -> None:
-    for outcomes in run_ranks(misused, 2, args=(list(MESSAGES),), timeout_s=100):
-        for each, (kind, text, seconds) in zip(MESSAGES, outcomes, strict=True):
-            assert kind in ("JoinError", "PeerFailedError"), (each, outcomes)
-            assert MESSAGES[each] in text
+    for each, message in MESSAGES.items():
+        for kind, text, seconds in run_ranks(misuse, 2, args=(each,), timeout_s=100):
+            assert kind in ("JoinError", "PeerFailedError"), (each, text)
+            assert message in text
             assert seconds < TIMEOUT_S + SLACK_S, each
 
 

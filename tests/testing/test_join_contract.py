@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import stagereg
-from stagereg.testing import scenario
 from stagereg.testing.join import JoinableContract, JoinHookContract
 
 from ..support.pages import expect_table_of_contracts
@@ -65,29 +63,6 @@ def test_a_promise_catches_who_breaks_it(promise: str, breaks: type[JoinableCont
     outcome = breaks.outcome(promise)
     assert outcome.kept is False
     assert seen in outcome.seen
-
-
-@pytest.mark.slow
-def test_a_loop_that_hangs_does_not_keep_the_others_from_being_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, run = [], scenario._run
-
-    def observed(contract: Any, what: Any, limit_s: float) -> Any:
-        limits.append(limit_s)
-        return run(contract, what, limit_s)
-
-    monkeypatch.setattr(scenario, "_run", observed)
-    monkeypatch.setattr(scenario, "_HURRIED_S", 1.0)
-    monkeypatch.setattr(scenario, "_STARTING_S", 1.0)
-    monkeypatch.setattr(scenario, "_played", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(scenario, "_hung", weakref.WeakSet())
-    contract = mutants.NeverReturnsContract
-    monkeypatch.setattr(contract, "timeout_s", 6.0)
-    outcomes = {name: contract.outcome(name) for name in contract.promises()}
-    assert "rank 0 hung in main_hook" in outcomes["test_uneven_inputs"].seen
-    assert "1, 3 batches on ranks 0, 1, ..." in outcomes["test_uneven_inputs"].seen
-    assert all(outcomes[f"test_{name}"].kept for name in ("even_inputs", "throw", "failing_rank"))
-    assert limits == sorted(limits, reverse=True)
-    assert {*limits} == {6.0, 2.0}
 
 
 def test_the_pages_example_keeps_it_from_a_file_by_path(tmp_path: Path) -> None:

@@ -16,10 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stagereg.errors import StageregError
-from stagereg.kernel.broken import abort
 from stagereg.testing import RankFailure, run_ranks
-from stagereg.testing.worker import new_group
 
 from ..support.programs import comes_true, runs
 
@@ -39,19 +36,6 @@ def add_up(rank, world_size, number, *, step=0):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "CHEESE", "FROM_CALLER"]
     surroundings = os.getcwd(), torch.get_num_threads(), *map(os.environ.get, names)
     return Number(int(total)), *surroundings
-
-
-def sum_in_new_groups(rank, world_size, spoils):
-    sums = []
-    for number in range(3):
-        if number:
-            new_group()
-        total = torch.ones(1) + rank + number
-        dist.all_reduce(total)
-        sums.append(total.item())
-        if spoils:
-            abort(dist.group.WORLD)
-    return sums
 
 
 def parent(rank, world_size):
@@ -109,16 +93,6 @@ def test_ranks_return_in_order_and_have_the_callers_surroundings(tmp_path, monke
         assert seen == (Number(33), str(tmp_path), 1, str(rank), str(rank), "3", "1", "gouda", "yes")
         assert f"[rank {rank}] from Python\n" in printed
         assert f"[rank {rank}] from below Python\n" in printed
-
-
-@pytest.mark.parametrize("spoils", [False, True])
-def test_a_rank_goes_on_in_a_new_group_even_after_an_abort(spoils):
-    assert run_ranks(sum_in_new_groups, args=(spoils,), timeout_s=30) == [[3.0, 5.0, 7.0]] * 2
-
-
-def test_a_function_for_ranks_is_an_error_outside_of_one():
-    with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
-        new_group()
 
 
 def test_a_raising_rank_is_named_and_the_others_end():
