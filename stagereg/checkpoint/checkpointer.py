@@ -59,7 +59,7 @@ class Checkpointer:
         save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
             :meth:`maybe_save` or :meth:`should_save` was called with, unless it is saved.
         extensions: accompany this checkpointer, in one order on all ranks.
-        sharding: which rank writes what several ranks hold identically; ``None`` for one of them.
+        sharding: which rank writes what several ranks hold identically; ``None`` for the lowest one, unchecked.
         notes: a directory for the lock and for notes; checkpoints then go to the targets of extensions alone, and
             ``dir`` is their directory in messages.
         compared: more options that must be the same on all ranks, by name.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest
-from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.digests import Written
 from stagereg.checkpoint.storage.protocol import Storage
@@ -124,6 +124,13 @@ class SaveTarget(ABC):
         """Delete what is no longer retained. On each rank, after each save, which has ended by then."""
 
 
+class Part(NamedTuple):
+    """Where what a rank has of a tensor lies in the whole."""
+
+    offset: torch.Size
+    whole: torch.Size
+
+
 @dataclass(frozen=True)
 class Shards:
     """What one rank writes of a copy.
@@ -155,7 +162,8 @@ class Question:
 class ReplicaSave:
     """Which tensors that several ranks hold this rank writes in one save. Here: all of its own, as for one rank.
 
-    The planner has each entry that several ranks write be written by the first one of them. No method is collective:
+    Of a tensor that several ranks write, the planner has the first one write it, as torch's planner does: by name and
+    layout, without comparing values. No method is collective:
     the exchange of the save carries what they return. :meth:`stage` is called on the training thread, the other methods
     on the thread of the first target, in the order in which they stand here.
     """

@@ -34,13 +34,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import stagereg.checkpoint.ranks.comparing as comparing
+import stagereg.extensions.replicas.comparing as comparing
 import stagereg.extensions.replicas.shares as shares
 from stagereg.bench.measure import in_own_process
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
-from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind
 from stagereg.checkpoint.ranks.merging import Asked, Sent
 from stagereg.checkpoint.ranks.unchanged import pack, unpack
 from stagereg.checkpoint.save.committing import _Prepared, _RankFiles, _Work
@@ -50,7 +49,7 @@ from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.targets import ReplicaSave
-from stagereg.extensions.replicas.comparing import Compared
+from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.extensions.replicas.shares import ReplicaShards
 from tests.support.memory_backend import MemoryBackend
 

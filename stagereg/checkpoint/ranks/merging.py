@@ -9,12 +9,12 @@ counters, options of groups) means that the ranks train different models, and is
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 from stagereg.checkpoint.format.encoding import PER_RANK, Encoded, encode
-from stagereg.checkpoint.ranks.comparing import alike, digest
 from stagereg.checkpoint.state.optimizer_forms import groups_of
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 
@@ -26,6 +26,23 @@ Asked: TypeAlias = list[str]  # the entries of which rank 0 asks a rank for the 
 Sent: TypeAlias = dict[str, Encoded]  # the structures that a rank was asked for
 _Differing: TypeAlias = list[tuple[str, bool]]
 """The paths of values that differ, each with whether they are numbers of floating point."""
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def digest(what: object) -> bytes:
+    """Return what two values have in common only if their texts are the same."""
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+
+def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tuple[T, bytes], list[int]]:
+    """Return the ranks that have the same under one name, in order, by name and digest."""
+    found: dict[tuple[T, bytes], list[int]] = {}
+    for rank in order:
+        for entry in digests[rank].items():
+            found.setdefault(entry, []).append(rank)
+    return found
 
 
 class RankEntries:

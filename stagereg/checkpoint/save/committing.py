@@ -38,7 +38,6 @@ from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.format.wrappers import inner_tensors
-from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.ranks.merging import Asked, EntryMerger, RankEntries, Sent, groups_in
 from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.staged_copy import PreparedCopy
@@ -48,7 +47,7 @@ from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.digests import Written, digests_of
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.targets import Shards
+from stagereg.checkpoint.targets import Part, Shards
 from stagereg.errors import CheckpointError, RankMismatchError, SaveTimeoutError, name_ranks
 
 WAITING_FOR_OTHERS = "waiting for the others"  # what a rank that has done its part is doing

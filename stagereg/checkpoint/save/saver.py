@@ -24,7 +24,6 @@ from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import SaveObserver
 from stagereg.checkpoint.format.manifest import MOST
-from stagereg.checkpoint.save.compared import ComparedReplicas
 from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.structure import outline
@@ -76,7 +75,7 @@ class Saver:
         self._given_at: int | None = None  # the step that ends with the state
         self._ready = ready
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
-        self._replicas, self._observer = replicas or ComparedReplicas(), observer or SaveObserver()
+        self._replicas, self._observer = replicas, observer or SaveObserver()
         self._everywhere = tuple(range(len(threads.all)))  # the numbers of all targets
         self._due: tuple[int | None, tuple[int, ...]] = None, ()  # a step that is due, and where, until it is saved
         self._copying: tuple[int, float] | None = None  # the step that the stager copies, and since when
@@ -254,7 +253,8 @@ class Saver:
         if lasts := any(self._threads.all[each].target.required for each in numbers):
             more["number"], more["again"] = self.retake.begin_save()
         request = Request(step, numbers, lasts, **more)
-        return request, StagedCopy(request, self._replicas.begin_save() if self._ranks.size > 1 else ReplicaSave())
+        replicas = self._replicas if self._ranks.size > 1 else None
+        return request, StagedCopy(request, ReplicaSave() if replicas is None else replicas.begin_save())
 
     def look_for_hang(self) -> None:
         """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import stagereg.base.record as record
-from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.ranks.merging import RankEntries
 from stagereg.checkpoint.save.structure import Outline
-from stagereg.checkpoint.targets import ReplicaSave
+from stagereg.checkpoint.targets import Part, ReplicaSave
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.stagers.async_stager import UnconfirmedCopy
 

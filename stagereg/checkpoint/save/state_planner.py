@@ -34,8 +34,8 @@ import stagereg.checkpoint.format.split_tensors as split_tensors
 from stagereg.checkpoint.format.encoding import walk, without_gc
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.format.wrappers import wraps
-from stagereg.checkpoint.ranks.comparing import Part
 from stagereg.checkpoint.state.entries import chunks_of, local_part
+from stagereg.checkpoint.targets import Part
 from stagereg.errors import CheckpointError, RankMismatchError
 
 
@@ -110,7 +110,7 @@ class StatePlanner(DefaultSavePlanner):
         found: dict[str, Any] = {}
         sharded: set[str] = set()
         alike: dict[int, TensorStorageMetadata] = {}
-        taken: set[MetadataIndex] = set()
+        taken: dict[MetadataIndex, TensorWriteData | None] = {}
         plans: list[SavePlan] = []
         distinct: dict[int, SavePlan] = {}
         for plan in all_plans:
@@ -118,9 +118,9 @@ class StatePlanner(DefaultSavePlanner):
                 plans.append(dataclasses.replace(plan, items=[]))
                 continue
             distinct[id(plan)] = plan
-            items = [item for item in plan.items if item.index not in taken] if taken else plan.items
+            items = [item for item in plan.items if _is_new(item, taken)] if taken else plan.items
             if len(all_plans) > 1:
-                taken.update(item.index for item in items)
+                taken.update((item.index, item.tensor_data) for item in items)
             plans.append(dataclasses.replace(plan, items=items))
             for item in items:
                 name, data, is_shard = item.index.fqn, item.tensor_data, item.type is WriteItemType.SHARD
@@ -159,6 +159,20 @@ class StatePlanner(DefaultSavePlanner):
         if self._archives.get(name, (b"",))[0] != shown:
             self._archives[name] = shown, cast("io.BytesIO", super().resolve_data(write_item)).getvalue()
         return io.BytesIO(self._archives[name][1])
+
+
+def _is_new(item: WriteItem, taken: Mapping[MetadataIndex, TensorWriteData | None]) -> bool:
+    """Return whether no rank before has an item. Raises: ``RankMismatchError`` if one has it in another layout."""
+    if item.index not in taken:
+        return True
+    one, other = taken[item.index], item.tensor_data
+    if one is not None and other is not None and _layout(one) != _layout(other):
+        raise RankMismatchError(f"Under the name {item.index.fqn!r} ranks have tensors of different dtypes or shapes.")
+    return False
+
+
+def _layout(data: TensorWriteData) -> tuple[object, ...]:
+    return data.properties.dtype, data.size, data.chunk.sizes
 
 
 def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:

@@ -26,7 +26,7 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.split_tensors import carry
 from stagereg.checkpoint.format.wrappers import inner_tensors
-from stagereg.checkpoint.ranks.comparing import digest
+from stagereg.checkpoint.ranks.merging import digest
 from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.data import LoadsEveryRank, is_position, is_stateful

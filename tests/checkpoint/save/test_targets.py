@@ -152,11 +152,12 @@ def test_the_newest_checkpoint_is_named_with_those_that_last_longer(tmp_path: Pa
     run.threads.close()
 
 
-def save_on_two(rank: int, world_size: int, root: str, values: list[float]) -> str:
+def save_on_two(rank: int, world_size: int, root: str, dtypes: list[torch.dtype], sizes: list[int]) -> str:
     target = StoreTarget(open_store(root), Keep(), DcpStorage(), RankGroup(), "0123456789ab")
     threads = SaveThreads([target], LONG)
     saver = Saver(threads, BlockingAsyncStager())
-    saver.remember({"x": torch.full((4,), values[rank]), f"own{rank}": torch.ones(2)})
+    x = torch.full((sizes[rank],), rank + 1, dtype=dtypes[rank])
+    saver.remember({"x": x, f"own{rank}": torch.ones(2)})
     saver.save(1)
     assert threads.finish()
     try:
@@ -168,15 +169,18 @@ def save_on_two(rank: int, world_size: int, root: str, values: list[float]) -> s
     return ""
 
 
-def test_what_ranks_hold_alike_is_written_once_by_default(tmp_path: Path) -> None:
-    assert run_ranks(save_on_two, 2, args=(str(tmp_path), [1.0, 1.0])) == ["", ""]
+def test_a_tensor_that_two_ranks_hold_is_written_by_the_first_one_by_default(tmp_path: Path) -> None:
+    assert run_ranks(save_on_two, 2, args=(str(tmp_path), [torch.float32] * 2, [4, 4])) == ["", ""]
     [found] = open_store(str(tmp_path)).checkpoints()[0]
     read = {"x": torch.zeros(4), "own0": torch.zeros(2), "own1": torch.zeros(2)}
     torch.distributed.checkpoint.load(read, checkpoint_id=found.path, no_dist=True)
     assert {name: float(x.sum()) for name, x in read.items()} == {"x": 4.0, "own0": 2.0, "own1": 2.0}
 
 
-def test_values_of_one_name_that_differ_are_refused_by_default(tmp_path: Path) -> None:
-    for text in run_ranks(save_on_two, 2, args=(str(tmp_path), [1.0, 2.0])):
-        assert "'x' is not the same on ranks 0, 1" in text
+@pytest.mark.parametrize(
+    ("dtypes", "sizes"), [((torch.float32, torch.int32), (4, 4)), ((torch.float32, torch.float32), (4, 3))]
+)
+def test_tensors_of_one_name_in_two_layouts_are_refused_by_default(tmp_path: Path, dtypes: Any, sizes: Any) -> None:
+    for text in run_ranks(save_on_two, 2, args=(str(tmp_path), dtypes, sizes)):
+        assert "Under the name 'x' ranks have tensors of different dtypes or shapes." in text
     assert open_store(str(tmp_path)).checkpoints() == ([], [])

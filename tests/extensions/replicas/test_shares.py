@@ -19,10 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.assembly import Checkpointer, Preemption, Replicas
-from stagereg.checkpoint.ranks.comparing import EntryContents, HeldTensor, Kind, Part, _checksum_of_object
 from stagereg.checkpoint.store.failpoints import watch
+from stagereg.checkpoint.targets import Part
 from stagereg.errors import CheckpointError
-from stagereg.extensions.replicas.comparing import Compared, Place
+from stagereg.extensions.replicas.comparing import (
+    Compared,
+    EntryContents,
+    HeldTensor,
+    Kind,
+    Place,
+    _checksum_of_object,
+)
 from stagereg.extensions.replicas.shares import ReplicaShards, RowSlice, Shares, shares
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
