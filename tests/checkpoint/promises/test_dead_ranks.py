@@ -23,7 +23,6 @@ from stagereg.checkpoint.load.loading import Loading
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.errors import CheckpointError
-from stagereg.extensions.buckets.shared_read import SharedRead
 from stagereg.testing import RankFailure, run_ranks
 
 SECONDS = 30.0
@@ -41,14 +40,14 @@ def save_or_restore(checkpointer: Checkpointer, state: dict[str, Any], saves: bo
     checkpointer.restore(state)
 
 
-def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str) -> str:
-    checkpointer = Checkpointer(root, restore=Restore(read="once" if where == "_place" else "auto"))
+def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str, read: str = "auto") -> str:
+    checkpointer = Checkpointer(root, restore=Restore(read=read))
     state = {"x": torch.ones(20 << 18), f"own{rank}": rank}
     checkpointer.save(1, state)
     checkpointer.wait()
     if rank == dying:
         failpoints.watch(lambda name: die() if name == where else None)
-        for owner in (RankGroup, SharedRead, Loading):
+        for owner in (RankGroup, Loading):
             if hasattr(owner, where):
                 setattr(owner, where, die)
     began = time.monotonic()
@@ -64,7 +63,6 @@ def on_three_ranks(rank: int, world_size: int, root: str, dying: int, where: str
     [
         (2, "round_trip", "Nothing was restored from ROOT: "),
         (0, "assign", "ROOT/step-00000001 could not be restored: "),
-        pytest.param(1, "_place", "ROOT/step-00000001 could not be restored: ", marks=pytest.mark.slow),
         (2, "flushed", "Step 2 was not saved: "),
     ],
 )

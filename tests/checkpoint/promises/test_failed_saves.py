@@ -24,9 +24,9 @@ from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError, StagingError
-from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
+from tests.support.reading import opened
 
 from ...support.forks import run_forked
 
@@ -284,7 +284,7 @@ checkpointer.save(1, {"x": torch.arange(5_000_000)})
 def test_a_save_ends_well_where_no_thread_can_be_started(tmp_path: Path, stager: str, storage: str) -> None:
     done = run_forked(NO_MORE_THREADS, tmp_path, stager, storage, timeout_s=60)
     assert (done.returncode, done.stdout) == (0, "committed 1\n"), done.stderr
-    with open_checkpoint(tmp_path / "latest", verify=True) as checkpoint:
+    with opened(tmp_path / "latest", verify=True) as checkpoint:
         assert torch.equal(checkpoint["x"], torch.arange(5_000_000))
 
 

@@ -30,7 +30,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import stagereg.checkpoint.format.pickled as pickled
 import stagereg.checkpoint.state.rng as rng
-import stagereg.extensions.interop.opened  # noqa: F401  # a first import looks like code that was run
 from stagereg import cli, registry
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.encoding import decode
@@ -39,8 +38,8 @@ from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, Manifest
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.local_files import mark_file
 from stagereg.errors import CheckpointError
-from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import build
+from tests.support.reading import opened
 
 from ...support import audit
 from ...support.examples import examples
@@ -139,7 +138,7 @@ def saved(value: Any, **how: Any) -> bytes:
 
 
 def read_all(path: Path) -> None:
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         assert len([*checkpoint.values(), *map(checkpoint.entry, checkpoint.entries)]) > 0
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg
 import stagereg.stagers.deferred_copy as deferred_copy
 from stagereg import Checkpointer
 from stagereg.errors import WrittenWhileSavedError
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
+from tests.support.reading import opened
 
 WAIT_S = 60.0
 ROWS, WIDTH = 20_000, 64
@@ -68,7 +68,7 @@ class Run:
         """Return the steps of the checkpoints, which all hold the weight of their step."""
         found = []
         for name in sorted(each for each in os.listdir(folder) if each.startswith("step-")):
-            with stagereg.open_checkpoint(f"{folder}/{name}", verify=True) as checkpoint:
+            with opened(f"{folder}/{name}", verify=True) as checkpoint:
                 found.append(int(name.removeprefix("step-")))
                 assert torch.equal(checkpoint["model.weight"], self.weights[found[-1]])
         return found
@@ -138,7 +138,7 @@ def two_ranks(rank: int, size: int, folder: str) -> list[int]:
         run.train(checkpointer, range(1, 31), state)
     found = []
     for name in sorted(each for each in os.listdir(folder) if each.startswith("step-")):
-        with stagereg.open_checkpoint(f"{folder}/{name}", verify=True) as checkpoint:
+        with opened(f"{folder}/{name}", verify=True) as checkpoint:
             found.append(int(name.removeprefix("step-")))
             assert torch.equal(checkpoint[f"model{rank}.weight"], run.weights[found[-1]])
     return found

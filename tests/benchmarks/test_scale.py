@@ -6,7 +6,7 @@ import pytest
 
 from stagereg.bench.measure import in_own_process
 
-from ...benchmarks import scale
+from . import scale
 
 
 @pytest.mark.slow

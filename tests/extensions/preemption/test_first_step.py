@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-import stagereg.base.first_step as first_step
-
-from ..support.forks import run_forked
-from ..support.programs import Program
+from ...support.forks import run_forked
+from ...support.programs import Program
 
 TRAIN = """
 import datetime, os, signal, sys, time
@@ -107,27 +102,6 @@ def test_a_launcher_reports_the_signal_once_a_rank_has_taken_a_step(
     ended = program.run("nproc=2", f"moment={moment}", f"to={to}")
     assert ended.returncode == code
     assert "preempted" not in ended.stderr
-
-
-def test_the_first_step_is_seen_although_torch_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    monkeypatch.setattr(torch.__spec__, "_initializing", True, raising=False)
-    steps = list[int]()
-    try:
-        first_step.call_at_first_step(lambda: steps.append(1))
-        importlib.import_module("colorsys")
-        assert first_step._first in sys.meta_path
-        monkeypatch.setattr(torch.__spec__, "_initializing", False)
-        sys.modules.pop("colorsys")
-        importlib.import_module("colorsys")
-        assert first_step._first not in sys.meta_path
-        assert first_step.is_awaited()
-        optimizer.step()
-        optimizer.step()
-        assert (steps, first_step.is_awaited()) == ([1], False)
-    finally:
-        first_step.take_step()
 
 
 OWN = """
