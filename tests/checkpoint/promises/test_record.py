@@ -54,7 +54,7 @@ STATE = {"x": torch.ones(1000), "y": torch.ones(10, dtype=torch.float64), "n": 7
 BYTES = 4 * 1000 + 8 * 10
 
 
-def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
+def test_each_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
     stager = build("stager", "pinned_cached")  # which has copied when the call returns
     saved = Checkpointer(str(tmp_path / "c"), every=2, keep=9, save_last=False, stager=stager)
     with record.recording(tmp_path, 0, 1), saved as checkpointer:
@@ -62,7 +62,6 @@ def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
             checkpointer.maybe_save(step, STATE)
         checkpointer.wait()
         stats = checkpointer.stats
-    assert [seen["step"] for seen in of(tmp_path, "step")] == [1, 2, 3, 4, 5]
     assert [(seen["step"], seen["seconds"]) for seen in of(tmp_path, "stall")] == [
         (2, stats.stall_seconds[0]),
         (4, stats.stall_seconds[1]),
