@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import stagereg
-from stagereg.checkpoint.format.wrappers import form_of, same_bits
+from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.errors import CheckpointError, StageregError
 from stagereg.testing import run_ranks
-from tests.checkpoint.state.test_optimizer_carries import restore, save
+from tests.checkpoint.state.test_optimizer_carries import error_of, restore, save
 from tests.support.reading import opened
 from tests.support.states import KINDS as STAGERS
 from tests.support.states import build
