@@ -9,37 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable
 
 POINTS = {
-    "locked": "the run holds the directory, and nothing in it has been touched",
-    "swept": "what dead runs had left in the directory is gone",
-    "staged": "this rank's copy is complete",
-    "made": "the hidden directory of the save is there",
-    "agreed": "all ranks have staged, and each knows what it writes; no file of the save is there",
-    "writing": "a file has been written in part",
-    "flushed": "one file is on the disk, and its size and checksum are known",
+    "locked": "the run has locked the directory and changed nothing else",
+    "swept": "leftovers of killed runs are deleted",
+    "staged": "this rank's staged copy is complete",
+    "made": "the hidden directory of the save exists",
+    "agreed": "all ranks have staged and know which tensors they write; no file of the save exists",
+    "writing": "a file is partly written",
+    "flushed": "one file is flushed to disk; its size and checksum are known",
     "written": "this rank has written all of its files",
-    "marked": "all ranks have written theirs, and size and checksum of every file are known",
-    "held": "the run has made sure that it still holds the directory",
-    "described": "the manifest lies beside the files, under the hidden name",
-    "renamed": "the checkpoint has its name, which may not be on the disk yet",
-    "committed": "the name, or the manifest in a remote directory, is durable: the checkpoint is complete",
-    "pointed": "``latest`` points to it",
-    "hidden": "an old checkpoint is none any more, and its files are still there",
-    "named": "a step that was saved again lies under its plain name too, beside the one with a token",
+    "marked": "all ranks have written all files; all sizes and checksums are known",
+    "held": "the run has checked that it still holds the directory lock",
+    "described": "the manifest is written, in the hidden directory",
+    "renamed": "the checkpoint has its name; the rename may not be durable yet",
+    "committed": "the rename, or the manifest in an object store, is durable: the checkpoint is complete",
+    "pointed": "``latest`` points to the checkpoint",
+    "hidden": "an old checkpoint has a hidden name; its files still exist",
+    "named": "a step that was saved again has its plain name, next to the name with the token",
     "repointed": "``latest`` points to the plain name",
-    "retained": "the old checkpoints are deleted",
+    "retained": "old checkpoints are deleted",
     "ended": "every rank knows that the save is complete",
 }
-"""What has just happened, in the order of a save; "locked", "swept", and "marked" to "retained" on rank 0 alone."""
+"""The event just before each point, in the order of a save. Only rank 0 reaches "locked", "swept", and "marked" to "retained"."""
 
 TIER_POINTS = {
-    "part": "the part of a rank is complete in a machine's folder",
-    "sending": "half of a part's blocks have left for another machine",
-    "receiving": "half of a part's blocks have come from another machine, and are right",
-    "received": "all of them have, and the part is not complete here",
-    "acknowledged": "the other machine says that it has the part, which is not noted here",
-    "copied": "it is noted here",
+    "part": "a rank's part is complete in the folder of one machine",
+    "sending": "half of a part's blocks are sent to another machine",
+    "receiving": "half of a part's blocks have arrived from another machine, with correct checksums",
+    "received": "all blocks have arrived; the part is not complete on the receiving machine yet",
+    "acknowledged": "the receiving machine has confirmed the part; the sender has not recorded the confirmation",
+    "copied": "the sender has recorded the confirmation",
 }
-"""The same of a save into a tier; "receiving", "received" and "part" on the machine that gets a copy."""
+"""The same for a save into a tier. The receiving machine reaches "receiving", "received" and "part"."""
 
 _observer: Callable[[str], None] | None = None  # of this process, since a test has no object of it
 
