@@ -34,45 +34,45 @@ Options are written here as in a config: `checkpoint.restore.cast=true`. In a pr
 or the `Join` itself, the message has Python in that place: `restore=Restore(cast=True)`.
 
 A message that begins with `Step 300 was not saved:` goes on with the reason, which is another one of this page, or an
-error of the system; what each fault of a disk looks like is in [checkpoints](checkpoints.md#when-the-storage-fails).
+error of the system; what each fault of a disk looks like is in [checkpoints](guarantees.md#failed-saves).
 """
 _REMEDIES = {
     "BrokenPromiseError": "Correct the component; [contracts](contracts.md) has each promise, and why it is one.",
     "CheckpointError": "What was complete is not harmed: `stagereg ls DIR` lists it, `stagereg verify DIR` reads it, "
-    "and the same command again goes on from the newest good checkpoint. [Checkpoints](checkpoints.md)",
+    "and the same command again goes on from the newest good checkpoint. [Checkpoints](guarantees.md)",
     "ClosedError": "Construct another one, or open the checkpoint again.",
     "ConfigError": "Change the option that the message names; `stagereg show KIND/NAME` and [options](options.md) say "
     "what it takes.",
     "CorruptCheckpointError": "`stagereg verify DIR` shows which checkpoints are good; `checkpoint.resume=PATH` takes "
-    "one. [Checkpoints](checkpoints.md)",
+    "one. [Checkpoints](guarantees.md)",
     "RankMismatchError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
     "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
     "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
-    "LaunchError": "The output of the rank that is named has the cause. [Many machines](clusters.md)",
-    "SaveTimeoutError": "Does the storage hang? Else raise the time-out. [Checkpoints](checkpoints.md)",
+    "LaunchError": "The output of the rank that is named has the cause. [Many machines](several-machines.md)",
+    "SaveTimeoutError": "Does the storage hang? Else raise the time-out. [Checkpoints](guarantees.md)",
     "MissingEntryError": "`checkpoint.restore.allow_missing=[NAME]`, where the entry is to begin from scratch. "
-    "[Checkpoints](checkpoints.md#renamed-new-and-missing-entries-and-layers)",
+    "[Checkpoints](resume.md#renamed-new-and-missing-entries)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
     "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "
-    "[When a rank fails](join.md#when-a-rank-fails)",
+    "[When a rank fails](join-recipes.md#when-a-rank-fails)",
     "PluginError": "Correct the module that `plugins:` in the config names. [Plugins](plugins.md)",
     "RankFailure": "The message has the traceback of each rank that failed, and the stacks of those that hung.",
     "RanksFailedError": "The message has each cause once, with its rank. Start the same command again to go on.",
     "RegistryError": "`stagereg list` shows what is registered, and by which package. [Plugins](plugins.md)",
     "StagerClosedError": "Build a new stager; a `Checkpointer` closes the one that it was given.",
-    "StagingError": "The state to be saved is at fault, or the memory for its copy. [Stagers](guide.md#stagers)",
+    "StagingError": "The state to be saved is at fault, or the memory for its copy. [Stagers](stagers.md)",
     "StageregError": "",
     "SweepError": "How a sweep is asked for: [sweeps](sweeps.md).",
     "TargetNotAllowedError": "Register the class, or name it in `allow=` of `stagereg.instantiate`. "
     "[Security](../SECURITY.md)",
     "UnevenInputsError": "`join.throw=true` asked for it; without it ranks that run out of data wait. "
-    "[Throw](join.md#throw)",
+    "[Throw](join-recipes.md#throw-on-uneven-inputs)",
     "UnknownNameError": "The message lists the names there are, and the nearest one.",
     "UnstageableTypeError": "Take the value out of the state, or make it a number, text or tensor. The message says "
     "where it is.",
     "WrittenWhileSavedError": "Save again after the next step, or choose `stager=pinned_cached`, which copies all "
-    "inside `save()`. [Programs that write their state](checkpoints.md#programs-that-write-their-state-between-steps)",
+    "inside `save()`. [Programs that write their state](stagers.md#programs-that-write-parameters-between-optimizer-steps)",
     "WrittenWhileStagedError": "Call `stage()` again, which then copies everything before it returns.",
 }
 """What to do about any error of a class."""

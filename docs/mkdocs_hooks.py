@@ -24,7 +24,7 @@ _SCRIPTS = {"scripts/mermaid.js": "package/dist/mermaid.min.js", "scripts/iframe
 _LINK = re.compile(r"(\]\()([^)#:\s]+)([^)\s]*\))")
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
-_BOOST = {"options.md": 2, "guide.md": 2, "CHANGELOG.md": 0.3}
+_BOOST = {"options.md": 2, "stagers.md": 2, "CHANGELOG.md": 0.3}
 """How much more a page counts in the search; programs count less than pages."""
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
 

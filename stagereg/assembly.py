@@ -91,7 +91,7 @@ class Checkpointer(core.Checkpointer):
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
     lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
     optimizer must be in the same state. :func:`stagereg.per_rank` marks what each rank has for itself. The step and
-    each rank's random number generators are added. docs/checkpoints.md has the rules for several ranks.
+    each rank's random number generators are added. docs/guarantees.md has the rules for several ranks.
 
     Args:
         dir: where the checkpoints go; created if it is not there. It has to be the same directory on all machines.

@@ -1,6 +1,6 @@
 """Calls the ``on_commit`` components of a checkpointer for each checkpoint that is complete; on rank 0.
 
-Each component has a thread of its own, so nothing waits for it (docs/checkpoints.md). A call is made on a further
+Each component has a thread of its own, so nothing waits for it (docs/guarantees.md). A call is made on a further
 thread, since a thread that hangs cannot be ended. What a call raises, ``SystemExit`` included, and whatever else goes
 wrong is logged and counted.
 """
