@@ -72,7 +72,7 @@ _REMEDIES = {
     "UnstageableTypeError": "Take the value out of the state, or make it a number, text or tensor. The message says "
     "where it is.",
     "WrittenWhileSavedError": "Save again after the next step, or choose `stager=pinned_cached`, which copies all "
-    "inside `save()`. [Programs that write their state](stagers.md#programs-that-write-parameters-between-optimizer-steps)",
+    "inside `save()`. [Stagers](stagers.md#programs-that-write-parameters-between-optimizer-steps)",
     "WrittenWhileStagedError": "Call `stage()` again, which then copies everything before it returns.",
 }
 """What to do about any error of a class."""

@@ -34,8 +34,14 @@ from .support.app import App
 from .support.pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"
-CHECKPOINTS, SWEEPS, CLUSTERS, GUIDE = map(Page, ("checkpoints.md", "sweeps.md", "clusters.md", "guide.md"))
-EVALUATE = Page("evaluate.md")
+SWEEPS, SLURM, MACHINES, FAILURES = map(Page, ("sweeps.md", "slurm.md", "several-machines.md", "rank-failures.md"))
+EXPORT, QUICKSTART, JOIN = map(Page, ("export.md", "quickstart.md", "join.md"))
+TASKS = [Page(f"{name}.md") for name in ("commit-protocol", "stagers", "retention", "callbacks")]
+COMMANDS = [
+    Page(f"{name}.md")
+    for name in ("export", "sweeps", "slurm", "guarantees", "object-stores", "quickstart", "retention")
+]
+ALL = [Page(path.name) for path in sorted(DOCS.glob("*.md"))]
 LIMIT_S = 400
 
 
@@ -51,7 +57,7 @@ def composed(tmp_path: Path) -> Iterator[Any]:
     """Composes the example's config with the overrides of one job."""
     conf = tmp_path / "conf"
     shutil.copytree(EXAMPLES / "conf", conf)
-    App(tmp_path, {text.partition("\n")[0].removeprefix("# "): text for text in CLUSTERS.of("yaml")})
+    App(tmp_path, {text.partition("\n")[0].removeprefix("# "): text for text in SLURM.of("yaml")})
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3"):
         yield lambda overrides: compose("train", overrides=overrides, return_hydra_config=True)
@@ -67,10 +73,10 @@ def one_job(arguments: list[str]) -> list[str]:
     return first
 
 
-@pytest.mark.parametrize("page", [CHECKPOINTS, SWEEPS, CLUSTERS], ids=["checkpoints", "sweeps", "slurm"])
-def test_every_job_that_a_page_starts_composes(page: Page, composed: Any) -> None:
+@pytest.mark.parametrize("pages", [("sweeps",), ("slurm",), ("tiers", "callbacks", "checkpoint-interval")])
+def test_every_job_that_a_page_starts_composes(pages: tuple[str, ...], composed: Any) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    jobs = {tuple(one_job(arguments)) for arguments in page.started("train.py")}
+    jobs = {tuple(one_job(each)) for name in pages for each in Page(f"{name}.md").started("train.py")}
     for job in jobs:
         assert composed(list(job)).nproc >= 1
     assert len(jobs) >= 2
@@ -78,7 +84,7 @@ def test_every_job_that_a_page_starts_composes(page: Page, composed: Any) -> Non
 
 def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> None:
     launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-    (arguments,) = [each for each in CLUSTERS.started("train.py") if "hydra/launcher=cluster" in each]
+    (arguments,) = [each for each in SLURM.started("train.py") if "hydra/launcher=cluster" in each]
     cfg = composed(one_job(arguments)).hydra.launcher
     assert cfg._target_.endswith("SlurmLauncher")
     assert (cfg.nodes, cfg.tasks_per_node, cfg.max_num_timeout) == (2, 1, 3)
@@ -88,7 +94,7 @@ def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> N
     assert set(cfg) - {"_target_", "submitit_folder", "max_num_timeout"} <= names, launcher
 
 
-@pytest.mark.parametrize("page", [GUIDE, SWEEPS], ids=["guide", "sweeps"])
+@pytest.mark.parametrize("page", [JOIN, SWEEPS], ids=["join", "sweeps"])
 def test_the_config_of_a_page_composes(page: Page, tmp_path: Path) -> None:
     (config,) = page.of("yaml")
     (tmp_path / "train.yaml").write_text(config)
@@ -96,7 +102,7 @@ def test_the_config_of_a_page_composes(page: Page, tmp_path: Path) -> None:
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         cfg = compose("train")
     assert cfg.checkpoint._target_
-    assert cfg.join.joinables.model._target_ == "stagereg.join.adapt.auto" if page is GUIDE else "sweep" in cfg
+    assert cfg.join.joinables.model._target_ == "stagereg.join.adapt.auto" if page is JOIN else "sweep" in cfg
 
 
 def test_the_python_of_the_pages_runs(
@@ -104,18 +110,17 @@ def test_the_python_of_the_pages_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved, model = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-    for folder in ("kept", "runs/gpt"):
-        with stagereg.Checkpointer(folder) as checkpointer:
-            checkpointer.save(100, {"model": saved})
-    known = {"stagereg": stagereg, "torch": torch, "model": model, "state": {"weight": torch.ones(3)}}
-    ran = [each for page in (CHECKPOINTS, GUIDE) for each in page.of("python") if not re.match(r"# \w+\.py\n", each)]
+    with stagereg.Checkpointer("runs/gpt") as checkpointer:
+        checkpointer.save(100, {"model": saved})
+    known = {"stagereg": stagereg, "torch": torch, "model": model}
+    ran = [each for page in TASKS for each in page.of("python") if not re.match(r"# \w+\.py\n", each)]
     for text in ran:
         exec(compile(text, "page", "exec"), known)
-    assert len(ran) == 6
+    assert len(ran) == 5
     assert torch.equal(model.weight, saved.weight)
     printed = capsys.readouterr().out
     assert "{'held_out': 0.05}" in printed
-    made = {"announced/step-00000020", "copied/step-00000010", "copies/step-00000010", "gpt/step-20"}
+    made = {"announced/step-00000020", "copied/step-00000010", "copies/step-00000010"}
     assert [each for each in made if not (tmp_path / "runs" / each).is_dir()] == []
 
 
@@ -135,17 +140,17 @@ def test_checkpoints_are_evaluated_inspected_and_exported_as_the_page_shows(
             stagereg.log(step, held_out=loss)
             training.save(step, {"model": saved, "optimizer": optimizer})
         training.wait()
-        for text in EVALUATE.of("python"):  # while the run holds the directory
+        for text in EXPORT.of("python"):  # while the run holds the directory
             exec(compile(text, "page", "exec"), known)
         printed = capsys.readouterr().out
     assert (known["step"], known["best"].name) == (300, "step-00000200")
     assert torch.equal(known["model"].weight, saved.weight)
     assert "step 300" in printed
     assert "model.weight torch.float32 (64, 64)" in printed
-    assert "in one of them only: []\nmodel.bias 0.00" in printed
+    assert "only in one of them: []\nmodel.bias 0.00" in printed
     assert torch.load("backbone.pt", weights_only=True).keys() == {"backbone.weight", "backbone.bias"}
-    commands = [each for each in EVALUATE.started("stagereg") if len(each) > 1 and each[0] != "follow"]
-    commands += [shlex.split(line, comments=True)[1:] for text in EVALUATE.of("") for line in text.splitlines()]
+    commands = [each for each in EXPORT.started("stagereg") if len(each) > 1 and each[0] != "follow"]
+    commands += [shlex.split(line, comments=True)[1:] for text in EXPORT.of("") for line in text.splitlines()]
     assert [cli.main(each) for each in commands] == [0] * 7
     assert torch.load("model.pt", weights_only=True).keys() == {"weight", "bias"}
     assert (tmp_path / "hf/model.safetensors").exists()
@@ -155,8 +160,8 @@ def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
     from torch.distributed.run import get_args_parser
 
     started = [
-        *CLUSTERS.started("torchrun"),
-        *(each[1:] for each in CLUSTERS.started("stagereg") if each[:1] == ["run"]),
+        *(each for page in (MACHINES, FAILURES) for each in page.started("torchrun")),
+        *(each[1:] for each in SLURM.started("stagereg") if each[:1] == ["run"]),
     ]
     found = [each for each in started if "train.py" in each and "-m" not in each]
     for arguments in found:
@@ -164,7 +169,7 @@ def test_every_torchrun_and_script_of_a_page_is_understood() -> None:
         assert asked.training_script == "train.py"
         assert (asked.rdzv_backend, asked.nproc_per_node) == ("c10d", "8")
     assert len(found) == 3
-    scripts = CLUSTERS.of("bash")
+    scripts = [text for page in (MACHINES, FAILURES, SLURM) for text in page.of("bash")]
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
     assert len(scripts) == 5
@@ -186,14 +191,14 @@ def test_every_command_of_stagereg_is_understood() -> None:
     added = parser.add_subparsers(required=True)
     for module in dict.fromkeys(cli.BUILT_IN.values()):
         importlib.import_module(module).add_to(added)
-    given = [each for page in (CHECKPOINTS, SWEEPS, CLUSTERS) for each in page.started("stagereg") if len(each) > 1]
+    given = [each for page in COMMANDS for each in page.started("stagereg") if len(each) > 1]
     for arguments in given:
         parser.parse_args(list(itertools.takewhile(lambda word: word != ">", arguments)))
-    assert {arguments[0] for arguments in given} == {"ls", "verify", "convert", "report", "follow", "run", "new"}
+    assert {arguments[0] for arguments in given} == {"ls", "verify", "report", "follow", "run", "new"}
 
 
 def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
-    table = CHECKPOINTS.text.partition("| point |")[2].partition("\n\n")[0]
+    table = Page("commit-protocol.md").text.partition("| point |")[2].partition("\n\n")[0]
     moments = re.findall(r"^\| `(\w+)` +\| ([^|]*?) +\|", table, re.M)
     assert moments == [(name, what.replace("``", "`")) for name, what in POINTS.items()]
     figures = re.findall(r"^\| `(\w+)` \| (\w*) *\| (.*) \|$", SWEEPS.text, re.M)
@@ -202,10 +207,11 @@ def test_the_tables_of_moments_figures_and_files_are_the_codes() -> None:
     assert [name for name in (*FILES, RESULT, "metrics.jsonl", "metrics.rank1.jsonl") if name not in tree] == []
 
 
-def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
+def test_every_option_that_a_page_names_is_the_checkpointers() -> None:
     from stagereg.assembly import Checkpointer
 
-    named = set(re.findall(r"`checkpoint\.(\w+)(?:\.(\w+))?", CHECKPOINTS.text))
+    pages = [page for page in ALL if page.path.name != "messages.md"]  # torchtitan has options of that name
+    named = {each for page in pages for each in re.findall(r"`checkpoint\.(\w+)(?:\.(\w+))?(?!\w*\()", page.text)}
     assert {
         ("restore", "verify"),
         ("failure", "on_error"),
@@ -231,7 +237,7 @@ def test_the_links_of_a_page_have_targets(page: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("page", [CHECKPOINTS, SWEEPS], ids=["checkpoints", "sweeps"])
+@pytest.mark.parametrize("page", [QUICKSTART, SWEEPS], ids=["quickstart", "sweeps"])
 def test_every_command_of_a_page_prints_what_it_shows(tmp_path: Path, page: Page) -> None:
     pytest.importorskip("safetensors")
     shutil.copytree(EXAMPLES / "conf", tmp_path / "conf")
@@ -271,8 +277,8 @@ def Model():
 
 
 @pytest.mark.slow
-def test_the_program_of_the_guide_resumes_bit_for_bit(tmp_path: Path) -> None:
-    (diff,) = Page("guide.md").of("diff")
+def test_a_torchrun_program_that_was_changed_as_shown_resumes_bit_for_bit(tmp_path: Path) -> None:
+    (diff,) = Page("from-torchrun.md").of("diff")
     program = "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in " +")
     app = App(tmp_path, {"conf/train.yaml": "defaults: [stagereg, _self_]\nnproc: 2\n"})
     (tmp_path / "train.py").write_text(f'{BEFORE_THE_DIFF}{program}\nif __name__ == "__main__":\n    train()\n')
@@ -290,8 +296,8 @@ def test_the_program_of_the_guide_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path, starts: int) -> None:
-    (program,) = Page("../README.md").of("python")[:1]
-    config = "defaults: [stagereg, sweep: compare, _self_]\nnproc: 2\n"
+    readme = Page("../README.md")
+    program, (config,) = readme.of("python")[1], readme.of("yaml")
     app = App(tmp_path, {"train.py": program, "conf/train.yaml": config})
     for said in ("training starts from scratch", "resumed from")[:starts]:
         done = app.fork("checkpoint.dir=kept", "checkpoint.every=20", script="train.py")

@@ -30,23 +30,30 @@ TRAINERS = ("accelerate", "lightning", "torchtitan", "transformers")
 NOT_RUN = 30
 """Blocks, at most, that no test runs: outputs, layouts of folders, JSON, and shell for an S3 store."""
 RUN = {
-    "checkpoints.md": {
-        **dict.fromkeys(("console", "python"), "test_docs_pages.py"),
-        "text": "checkpoint/promises/test_storage_faults.py",
-    },
+    "callbacks.md": dict.fromkeys(("bash", "python"), "test_docs_pages.py"),
+    "checkpoint-interval.md": {"bash": "test_docs_pages.py"},
+    "commit-protocol.md": {"python": "test_docs_pages.py"},
     "coming-from-dcp.md": {"diff": "test_docs_site.py", "python": "test_docs_site.py"},
     "coming-from-torchtitan.md": {"diff": "integrations/test_torchtitan.py"},
     "data.md": {"python": "test_data.py"},
-    "evaluate.md": dict.fromkeys(("python", ""), "test_docs_pages.py"),
-    "guide.md": dict.fromkeys(("diff", "python", "yaml"), "test_docs_pages.py"),
+    "export.md": dict.fromkeys(("python", ""), "test_docs_pages.py"),
+    "from-torchrun.md": {"diff": "test_docs_pages.py"},
+    "guarantees.md": {"text": "extensions/recovery/test_crashes.py"},
     "contracts.md": {"python": "testing/test_join_contract.py"},
     **{f"integrations/{name}.md": {"diff": "integrations/test_added_lines.py"} for name in TRAINERS},
     "integrations/ray.md": {"python": "integrations/test_ray.py"},
-    "join.md": dict.fromkeys(("diff", "python", "yaml"), "extensions/joinables/test_docs.py"),
+    **dict.fromkeys(
+        ("join.md", "join-recipes.md"), dict.fromkeys(("diff", "python", "yaml"), "extensions/joinables/test_docs.py")
+    ),
     "nanogpt.md": {"diff": "examples/test_nanogpt.py"},
     "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
-    "clusters.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
-    "storages.md": {"python": "testing/test_contracts.py"},
+    "quickstart.md": dict.fromkeys(("console", "python"), "test_docs_pages.py"),
+    "rank-failures.md": {"bash": "test_docs_pages.py"},
+    "retention.md": {"python": "test_docs_pages.py"},
+    "several-machines.md": {"bash": "test_docs_pages.py"},
+    "slurm.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
+    "stagers.md": {"python": "test_docs_pages.py"},
+    "storages.md": {"python": "testing/test_storage_contract.py"},
     "sweeps.md": dict.fromkeys(("console", "yaml"), "test_docs_pages.py"),
     "tutorial.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
 }

@@ -70,8 +70,13 @@ class Result:
     loads: list[int]
     resumes: int | None
 
+    def row(self, fault: Fault) -> str:
+        """Return its row of the table of the documentation."""
+        loads = ", ".join(map(str, self.loads))
+        return f"| {fault.name} | {fault.on_error} | {self.status} | {loads} | {self.resumes} |"
+
     def block(self, fault: Fault) -> str:
-        """Of the table."""
+        """Return it with everything that the run printed."""
         newest = f"{', '.join(map(str, self.loads))} (resumes from {self.resumes})"
         lines = [f"{fault.name}, {fault.on_error}: exit code {self.status}; loadable: {newest}"]
         for line in self.saw.splitlines() or ["(nothing)"]:
@@ -234,7 +239,9 @@ def main() -> None:
         result = run(name)
         block = result.block(FAULTS[name])
         if "--json" in sys.argv:
-            block = json.dumps([name, {**vars(result), "on_error": FAULTS[name].on_error, "block": block}])
+            block = json.dumps(
+                [name, {**vars(result), "on_error": FAULTS[name].on_error, "row": result.row(FAULTS[name])}]
+            )
         print(block, flush=True)
 
 

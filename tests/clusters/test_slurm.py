@@ -1,4 +1,4 @@
-"""The scripts of docs/clusters.md on a real Slurm cluster: as they are printed, but for what a user replaces.
+"""The scripts of docs/slurm.md on a real Slurm cluster: as they are printed, but for what a user replaces.
 
 `make slurm` runs these tests. `make test` does not: they start daemons.
 """
@@ -109,7 +109,7 @@ class Job:
         when: str = "",
     ) -> None:
         self.slurm, self.app, self.run = slurm, app, app.folder / name
-        text = script_of("clusters.md", heading)
+        text = script_of("slurm.md", heading)
         text = text.replace(AFTER_A_SIGNAL, when or AFTER_A_SIGNAL)
         for old, new in REPLACED.items():
             text = text.replace(old, new.format(run=self.run))
@@ -159,7 +159,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-MACHINES, ALONE = "## With Slurm", "On one machine, the exit code alone says whether to go on:"
+MACHINES, ALONE = "## Several nodes", "## One node"
 
 
 @pytest.mark.parametrize("heading", [MACHINES, ALONE])
@@ -232,8 +232,8 @@ def test_a_job_goes_on_from_what_its_nodes_have_kept(slurm: Slurm, app: App) -> 
 
 
 def test_a_job_that_has_failed_goes_on_where_its_script_says_so(slurm: Slurm, app: App) -> None:
-    text = (CHECKOUT / "docs" / "clusters.md").read_text()
-    found = re.search(r"put `(.*)` in the place of", text)
+    text = (CHECKOUT / "docs" / "slurm.md").read_text()
+    found = re.search(r"\n`(\[ \"\$code\" .*)`\.\n", text)
     assert found is not None
     job = Job(slurm, app, MACHINES, overrides="fails_at=35", when=found[1])
     output = job.end()
@@ -247,7 +247,7 @@ def test_jobs_of_an_array_have_a_directory_each(slurm: Slurm, app: App) -> None:
 
 
 def test_a_sweep_of_jobs_on_two_nodes_each_ends_in_one_report(slurm: Slurm, app: App) -> None:
-    text = (CHECKOUT / "docs" / "clusters.md").read_text()
+    text = (CHECKOUT / "docs" / "slurm.md").read_text()
     found = re.search(r"```yaml\n# conf/hydra/launcher/cluster.yaml\n(.*?)```", text, re.DOTALL)
     assert found is not None
     config = re.sub(r"gpus_per_node: 8\n", "", found[1]).replace("cpus_per_task: 64", "cpus_per_task: 1")

@@ -29,7 +29,7 @@ POINTS = {
     "retained": "old checkpoints are deleted",
     "ended": "every rank knows that the save is complete",
 }
-"""The event just before each point, in the order of a save. Only rank 0 reaches "locked", "swept", and "marked" to "retained"."""
+"""The event just before each point, in order. Only rank 0 reaches "locked", "swept", and "marked" to "retained"."""
 
 TIER_POINTS = {
     "part": "a rank's part is complete in the folder of one machine",

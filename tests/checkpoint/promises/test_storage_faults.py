@@ -201,9 +201,9 @@ def test_every_fault_leaves_what_the_documentation_says() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     results = {name: SimpleNamespace(**result) for name, result in map(json.loads, done.stdout.splitlines())}
     assert list(results) == names
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    page = (ROOT / "docs" / "guarantees.md").read_text()
     for name, result in results.items():
-        assert result.block in page
+        assert result.row in page
         good = [] if name == "deleted" else [1, 2]
         assert result.loads[: len(good)] == good, (name, result)
         assert result.resumes == result.loads[-1], (name, result)

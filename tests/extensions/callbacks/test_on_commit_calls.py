@@ -69,7 +69,7 @@ def test_it_is_called_with_the_complete_checkpoint(tmp_path: Path) -> None:
 
 def test_the_block_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "checkpoints.md").read_text().partition("\n## After a checkpoint: on_commit\n")[2]
+    page = (ROOT / "docs" / "callbacks.md").read_text()
     exec(page.partition("```python\n")[2].partition("```")[0], {})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["10", "20"]
 

@@ -1,4 +1,4 @@
-"""The page about joins: its snippets do what it describes, on ranks with different numbers of batches."""
+"""The pages about joins: their snippets do what the pages describe, on ranks with different numbers of batches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from stagereg.join.kinds.ddp import DdpHook
 from stagereg.testing import run_ranks
 
 from ...support.pages import DOCS, Page
+
+SNIPPETS = [*Page("join.md").of("python"), *Page("join-recipes.md").of("python")]
 
 
 class MyHook(DdpHook):
@@ -55,7 +57,7 @@ def run_page(rank: int, world: int, blocks: list[str], cfg: Any) -> dict[str, An
 
 
 def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = Page("join.md").of("python")
+    blocks = SNIPPETS[:]
     assert len(blocks) >= 8
     monkeypatch.chdir(tmp_path)
     (section,) = (number for number, block in enumerate(blocks) if "cfg.join" in block)
@@ -106,9 +108,9 @@ def accumulate(rank: int, world: int, setup: str, section: str, sharded: bool) -
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_accumulated_gradients_are_those_of_all_samples(kind: str) -> None:
-    setup, *blocks = Page("join.md").of("python")
+    setup, *blocks = SNIPPETS
     (section,) = (block for block in blocks if "no_sync" in block)
-    (diff,) = Page("join.md").of("diff")
+    (diff,) = Page("join-recipes.md").of("diff")
     if kind == "fsdp2":
         old, new = ("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] == mark) for mark in "-+")
         assert old in section
