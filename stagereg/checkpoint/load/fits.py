@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -53,14 +52,19 @@ def select_of_modules(
     if may_miss:
         name_map.missing[name] = may_miss
     if exact or module_state.has_flat_parameters(modules):
-        _expect_all_fits(name, live, [key for key in missing if key not in may_miss], own, rest, cast)
+        missing = [key for key in missing if key not in may_miss]
+        wrong, converts = _misfits(name, live, missing, own, rest, cast)
+        more = f". If that was meant, {option('checkpoint.restore.cast', True)} converts them" if converts else ""
+        if wrong:
+            proposed = advice(name, missing, rest, own, partial(_is_alike, live, rest, cast))
+            raise CheckpointError(f"{'; '.join(wrong)}{more}{proposed}")
     return own, rest
 
 
 def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Any]:
     """Return the state of a module without what wrappers put into names, as :func:`plain_names`."""
     plain = plain_names(saved, wanted)
-    if all(map(operator.eq, plain, plain.values())):
+    if [*plain] == [*plain.values()]:
         return saved
     found = OrderedDict((plain[key], item) for key, item in saved.items())
     versions = getattr(saved, "_metadata", None) or {}
@@ -86,23 +90,6 @@ def _plain(name: str, strips: bool = False) -> str:
     return plain.removeprefix(_DATA_PARALLEL) if strips else plain
 
 
-def _expect_all_fits(
-    name: str,
-    live: Mapping[str, Any],
-    missing: Sequence[str],
-    saved: Mapping[str, Any],
-    rest: Mapping[str, Any],
-    cast: bool,
-) -> None:
-    """Raise ``CheckpointError`` with all that is not saved, or otherwise than it is here."""
-    wrong, converts = _misfits(name, live, missing, saved, rest, cast)
-    if wrong:
-        more = f". If that was meant, {option('checkpoint.restore.cast', True)} converts them" if converts else ""
-        raise CheckpointError(
-            "; ".join(wrong) + more + advice(name, missing, rest, saved, partial(_is_alike, live, rest, cast))
-        )
-
-
 def _misfits(
     name: str,
     live: Mapping[str, Any],
@@ -121,8 +108,7 @@ def _misfits(
         if not isinstance(leaf, Leaf):
             other.append(f"{key} (a {type(leaf).__name__} in it, a tensor here)")
             converts = False
-        elif leaf.stored.dtype is not None:
-            there = entries.TensorKind.of(leaf.stored)
+        elif (there := _kind_of(leaf)) is not None:
             wanted = entries.TensorKind(here.dtype, there.shape) if is_lazy(here) else entries.TensorKind.of(here)
             if leaf.stored.is_subclass != wraps(here):
                 converts = False
@@ -167,8 +153,7 @@ def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> Non
 def not_filled(path: str, value: Any, structure: Any, cast: bool) -> Iterator[str]:
     """Yield the tensors in the dicts of a plain value that a restore leaves as they are, with the reason."""
     if isinstance(value, torch.Tensor):
-        is_tensor = isinstance(structure, Leaf) and structure.stored.dtype is not None
-        there = entries.TensorKind.of(structure.stored) if is_tensor else None
+        there = _kind_of(structure)
         if structure is None:
             yield f"{path} (missing in it)"
         elif there and value.numel() and not wraps(value) and not there.fits(entries.TensorKind.of(value), cast):
@@ -182,8 +167,14 @@ def _is_alike(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, her
     one, other = live.get(here), saved[there]
     if not isinstance(one, torch.Tensor) or is_lazy(one):
         return False
-    is_tensor = isinstance(other, Leaf) and other.stored.dtype is not None
-    return is_tensor and entries.TensorKind.of(other.stored).fits(entries.TensorKind.of(one), cast)
+    kind = _kind_of(other)
+    return kind is not None and kind.fits(entries.TensorKind.of(one), cast)
+
+
+def _kind_of(saved: Any) -> entries.TensorKind | None:
+    """Return the kind of a saved tensor; ``None`` for any other value."""
+    is_tensor = isinstance(saved, Leaf) and saved.stored.dtype is not None
+    return entries.TensorKind.of(saved.stored) if is_tensor else None
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:

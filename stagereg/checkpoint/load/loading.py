@@ -52,9 +52,7 @@ class Loading:
         files.match(asked.state, asked.names, self.names)
         if asked.allow_missing:
             self.names.look(placing.names_here(asked.state, asked.names))
-        sizes = chosen.manifest.world_size, asked.ranks.rank, asked.ranks.size
-        given = asked.state, *sizes, asked.names, asked.cast, self.names
-        self._found, self.left = placing.find(self.files, *given, str(asked.ranks.rank) in chosen.manifest.lost)
+        self._found, self.left = placing.find(files, chosen, asked, self.names)
         if entries.rng_name(asked.ranks.rank) not in self._found:
             self._seeding = seeding.Seeding(chosen.manifest, self._twins, asked.ranks.rank, asked.ranks.size)
             self._sources = {rank: entries.rng_name(rank) for rank in self._seeding.sources(self.files.index.state)}
@@ -74,8 +72,8 @@ class Loading:
         self._read()
 
     def _read(self) -> None:
-        files, own = self.files, (self._asked.state, self._asked.names, self._asked.cast)
-        leaves = [leaf for name, each in self._found.items() for leaf in placing.pair_live(each, name, *own)]
+        files = self.files
+        leaves = [leaf for name, each in self._found.items() for leaf in placing.pair_live(self._asked, each, name)]
         modules, plain = placing.written(self._asked.state, self._found)
         placed = [leaf for leaf in leaves if leaf.in_place]
         sharing.read_apart(dict.fromkeys(itertools.chain(*modules.values(), plain, placed)))
@@ -111,7 +109,7 @@ class Loading:
         for name in sorted((each for each in state if each in self._found), key=last.__contains__):
             missing = self.names.missing.get(name, ())
             try:
-                placing.assign(state, name, fill(self._found[name]), self._asked.names, merger, rank, missing)
+                placing.assign(self._asked, name, self._found[name], merger, rank, missing)
             except Exception as error:
                 raise CheckpointError(placing.refused_late(name, reason(error), changed)) from error
             changed += [name] if name not in changed else []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ import stagereg.checkpoint.state.module_state as module_state
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 import stagereg.checkpoint.state.optimizer_state as optimizer_state
 from stagereg.base.option_text import option
-from stagereg.checkpoint.format.encoding import Leaf, leaves, marks
+from stagereg.checkpoint.extension import RestoreRequest
+from stagereg.checkpoint.format.encoding import Leaf, fill, leaves, marks
+from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.state.name_map import NameMap
@@ -78,21 +81,12 @@ def from_scratch(name: str) -> str:
 
 
 def find(
-    files: CheckpointFiles,
-    state: Mapping[str, Any],
-    saved_size: int,
-    rank: int,
-    size: int,
-    names: ParameterNames,
-    cast: bool,
-    name_map: NameMap,
-    lost: bool = False,
+    files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name_map: NameMap
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
+    """Return the structures of what the objects and values of a state take. Each rank on its own.
 
-    ``saved_size`` ranks wrote the checkpoint, and there are ``size`` now. ``cast`` allows another floating-point dtype;
-    ``name_map`` has what is renamed and what may be missing. ``lost``: the checkpoint was saved without this rank, so
-    values that only this rank had may be missing.
+    ``name_map`` has what is renamed and what may be missing. Where the checkpoint was saved without this rank, values
+    that only this rank had may be missing.
 
     Returns:
         By name what :func:`assign` takes, with leaves that are not read yet; under :func:`.rng_name` the random number
@@ -102,29 +96,42 @@ def find(
         CheckpointError: an entry is missing or of another kind; modules and optimizers do not take it; a position in
             data was saved by another number of ranks.
     """
+    state, size = asked.state, chosen.manifest.world_size
+    rank = asked.ranks.rank if size == asked.ranks.size else None  # in the checkpoint
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
-    modules_first = sorted(state, key=lambda name: not module_state.modules_of(state[name]))
-    for name in modules_first:
+    for name in sorted(state, key=lambda name: not module_state.modules_of(state[name])):
         value = state[name]
         try:
-            if isinstance(value, entries.PerRank) or (saved_size and is_position(value)):
-                if (own := _own(files, state, name, saved_size, rank, size, lost)) is not None:
-                    _expect_kind(state, name, own, rank if saved_size == size else None)
+            if isinstance(value, entries.PerRank) or (size and is_position(value)):
+                if (own := _own(files, chosen, asked, name)) is not None:
+                    with _refusing(name):
+                        fits.expect_kind(entries.value_of(state, name), own, rank)
                     found[name] = own
                 continue
-            structure = _structure(files, name, rank if saved_size == size else None)
+            structure = _structure(files, name, rank)
             if structure == {} and name_map.may_miss(name):
                 continue  # as of a GradScaler that was off
-            found[name], left[name] = _select(state, name, structure, names, cast, name_map)
+            with _refusing(name):
+                found[name], left[name] = _taken(asked, name, structure, name_map)
         except MissingEntryError:
             if not name_map.may_miss(name):
                 raise
-    for name in _beside(files, state) if saved_size else ():
-        found[name] = _structure(files, name, rank if saved_size == size else None)
-    own = entries.rng_name(rank)
-    has_own = saved_size == size and (not lost or own in files.index.state)
+    for name in _beside(files, state) if size else ():
+        found[name] = _structure(files, name, rank)
+    own = entries.rng_name(asked.ranks.rank)
+    has_own = rank is not None and (str(rank) not in chosen.manifest.lost or own in files.index.state)
     return {**found, own: files.structure(own)} if has_own else found, left
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MissingEntryError as error:
+        raise MissingEntryError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
+    except Exception as error:
+        raise CheckpointError(refusal(name, reason(error))) from error
 
 
 def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
@@ -159,21 +166,21 @@ def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             state.add(name)
 
 
-def _own(
-    files: CheckpointFiles, state: Mapping[str, Any], name: str, saved_size: int, rank: int, size: int, lost: bool
-) -> Any | None:
+def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name: str) -> Any | None:
     """Return what this rank takes of what each rank has for itself; ``None`` if nothing."""
 
     def of(rank: int) -> Any:
         own = entries.rank_name(name, rank)
         return files.structure(own) if own in files.index.state else _structure(files, name, rank)
 
-    value = entries.value_of(state, name)
+    value, saved_size = entries.value_of(asked.state, name), chosen.manifest.world_size
+    rank, size = asked.ranks.rank, asked.ranks.size
     if isinstance(value, LoadsEveryRank):
         return [of(each) for each in range(saved_size)]
-    if saved_size == size and (not lost or entries.rank_name(name, rank) in files.index.state):
+    lost = str(rank) in chosen.manifest.lost and entries.rank_name(name, rank) not in files.index.state
+    if saved_size == size and not lost:
         return of(rank)
-    if isinstance(state[name], entries.PerRank):
+    if isinstance(asked.state[name], entries.PerRank):
         return None
     raise CheckpointError(
         f"{name!r} is a position in data that each of {saved_size} ranks had for itself, and there are {size} now: a "
@@ -197,45 +204,25 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     raise MissingEntryError(f"There is no {name!r} in it, {only}.")
 
 
-def _expect_kind(state: Mapping[str, Any], name: str, structure: Any, rank: int | None) -> None:
-    try:
-        fits.expect_kind(entries.value_of(state, name), structure, rank)
-    except Exception as error:
-        raise CheckpointError(refusal(name, reason(error))) from error
-
-
-def _select(
-    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool, name_map: NameMap
-) -> tuple[Any, dict[str, Any]]:
+def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) -> tuple[Any, dict[str, Any]]:
     """Return what this rank takes of an entry, and the rest of it."""
-    try:
-        return _taken(state, name, structure, names, cast, name_map)
-    except MissingEntryError as error:
-        raise MissingEntryError(f"{refusal(name, str(error))}. {from_scratch(name)}") from None
-    except CheckpointError as error:
-        raise CheckpointError(refusal(name, str(error))) from None
-
-
-def _taken(
-    state: Mapping[str, Any], name: str, structure: Any, names: ParameterNames, cast: bool, name_map: NameMap
-) -> tuple[Any, dict[str, Any]]:
-    value = state[name]
+    state, value = asked.state, entries.value_of(asked.state, name)
     if modules := module_state.modules_of(value):
-        return fits.select_of_modules(name, modules, structure, _are_torchs_own(modules), cast, name_map)
+        return fits.select_of_modules(name, modules, structure, _are_torchs_own(modules), asked.cast, name_map)
     saved = optimizer_forms.as_by_name(structure)
     optimizers = optimizer_state.optimizers_of(value)
     if saved is None or not optimizers:
         if optimizers and _are_torchs_own(optimizers):
             raise CheckpointError("it is not the state of an optimizer")
-        fits.expect_kind(entries.value_of(state, name), structure)
-        fits.expect_state_dicts(name, entries.value_of(state, name), structure, cast)
+        fits.expect_kind(value, structure)
+        fits.expect_state_dicts(name, value, structure, asked.cast)
         return structure, {}
     if saved is not structure and any(optimizer_state.is_of_own_kind(one) for one in optimizers):
         return structure, {}
     every = [of for group in saved["param_groups"].values() for of in group["params"]]
     each = []
     for one in optimizers:
-        own = names.for_optimizer(one, state)
+        own = asked.names.for_optimizer(one, state)
         owners = {of: own.owners.get(of, ("", of)) for of in own.by_parameter.values()}
         wanted = {likely for entry, of in owners.values() for likely in name_map.possible(entry, [of])}
         there = {here: known for known, here in fits.plain_names([*every, *saved.get("aliases", ())], wanted).items()}
@@ -248,8 +235,7 @@ def _taken(
         if new:
             name_map.missing.setdefault(name, []).extend(new)
     known = set().union(*(names for _, names in each))
-    rest = {of: None for of in every if of not in known}
-    return optimizer_forms.joined([one for one, _ in each]), rest
+    return optimizer_forms.joined([one for one, _ in each]), {of: None for of in every if of not in known}
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
@@ -262,25 +248,13 @@ def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping
         raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}{more}"))
 
 
-def entry_structures(files: CheckpointFiles) -> dict[str, Any]:
-    """Return the structures of all there is, by the names that the caller's state had; optimizers' as torch has it."""
-    names = sorted(name for name in files.index.state if name.split(".")[0] != entries.RESERVED)
-    return {name: entry_structure(files, name) for name in names}
-
-
-def entry_structure(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
-    """Return one of them, with the values of ``rank`` where ranks had different ones, else of the lowest."""
-    structure = files.structure(name, rank)
-    return optimizer_forms.as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
-
-
-def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: ParameterNames, cast: bool) -> list[Leaf]:
+def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
     """Give the leaves of a structure the tensors of the object or value that is to take it, and return the leaves.
 
     A parameter stands for optimizer state that does not exist yet. Tensors may be written in place only if torch would
-    do the same. With ``cast`` leaves get the floating-point dtype of these tensors.
+    do the same. With ``asked.cast`` leaves get the floating-point dtype of these tensors.
     """
-    found = list(marks(structure))
+    state, names, found = asked.state, asked.names, list(marks(structure))
     if name not in state or is_position(entries.value_of(state, name)):
         return found
     value = entries.value_of(state, name)
@@ -289,7 +263,7 @@ def pair_live(structure: Any, name: str, state: Mapping[str, Any], names: Parame
     live = entries.current_value(state, name, names)
     if modules:  # extra state is given to the module as it was saved
         live = {key: each for key, each in live.items() if not module_state.is_extra_state(key)}
-    _pair(structure, live, _are_torchs_own(each), cast)
+    _pair(structure, live, _are_torchs_own(each), asked.cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
         for param, of in names.for_optimizer(optimizer, state).by_parameter.items():
             form = carry(param, param.detach().new_zeros(()).expand(param.shape)) if is_split(param) else param
@@ -403,15 +377,9 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
 
 
 def assign(
-    state: MutableMapping[str, Any],
-    name: str,
-    loaded: Any,
-    names: ParameterNames,
-    merger: sharing.Merger,
-    rank: int | None = None,
-    missing: Sequence[str] = (),
+    asked: RestoreRequest, name: str, structure: Any, merger: sharing.Merger, rank: int | None, missing: Sequence[str]
 ) -> None:
-    """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
+    """Load one entry, which was read, into ``state[name]``: into the object in place, or in place of the plain value.
 
     ``rank`` is this rank, if as many ranks saved the entry. ``missing`` names of modules stay as they are.
 
@@ -419,7 +387,9 @@ def assign(
         CheckpointError: a tensor is still on the meta device, where torch loads nothing and raises nothing; or the
             object has changed the form of a tensor that wraps others. And what the object raises.
     """
-    value = entries.value_of(state, name)
+    state, names, value = asked.state, asked.names, entries.value_of(asked.state, name)
+    read = [*marks(structure)]
+    loaded = fill(structure)
     wrapped = {path: x for path, x in leaves(loaded, name) if wraps(x)}
     if is_position(value):  # whose state would start a loader's workers
         if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
@@ -433,6 +403,9 @@ def assign(
         for optimizer in optimizers:
             optimizer_state.load(optimizer, names.for_optimizer(optimizer, state), loaded)
     elif is_stateful(value):
+        for leaf in (each for each in read if each.live is not None and each.live.requires_grad):
+            if leaf.value is not leaf.live and isinstance(leaf.value, torch.Tensor) and leaf.value.is_floating_point():
+                leaf.value.requires_grad_()
         value.load_state_dict(loaded)
     elif isinstance(state[name], entries.PerRank):
         state[name].value = merger.merged(value, loaded)

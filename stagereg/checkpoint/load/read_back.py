@@ -91,17 +91,15 @@ def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> Non
 
 def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Mapping[Written, int]) -> None:
     """Compare the bytes of a bounded number of entries."""
-    names = {name for name, *_ in written}
-    known = {leaf.name: leaf for leaf in leaves if leaf.name in names}
-    kinds = {name: leaf.stored for name, leaf in known.items()}
-    sizes = {name: each.shape.numel() * each.dtype.itemsize if each.dtype else 0 for name, each in kinds.items()}
+    known = {name for name, *_ in written}
+    kinds = {leaf.name: leaf.stored for leaf in leaves if leaf.name in known}
+    sizes = {name: x.shape.numel() * x.dtype.itemsize if x.dtype else 0 for name, x in kinds.items()}
     names = {*bounded(sizes)}
     chosen = [leaf for leaf in leaves if leaf.name in names]
     try:
         files.read(chosen)
-    except Exception:
-        failing, error = _find_failing(files, chosen)
-        raise _wrong(failing, f"cannot be read ({reason(error)})") from error
+    except Exception as error:
+        raise _find_failing(files, chosen, error) from error
     places: dict[str, list[Written]] = {leaf.name: [] for leaf in chosen}
     for each in written:
         places.get(each[0], []).append(each)
@@ -114,22 +112,15 @@ def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Map
                 raise _wrong(leaf.name, f"has other bytes{where} (CRC-32 {value:08x}, and {given:08x} was given)")
 
 
-def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf]) -> tuple[str, Exception]:
-    """Return the name of one of the leaves that cannot be read together, and its error."""
-    error: Exception = CheckpointError("it was read at the second try")
-    while len(leaves) > 1:
-        half, rest = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
+def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf], error: Exception) -> _NotReadError:
+    """Return the error that names the first leaf that cannot be read alone; the last leaf if each of them can."""
+    for leaf in leaves:
         try:
-            files.read(half)
-        except Exception:
-            leaves = half
-        else:
-            leaves = rest
-    try:
-        files.read(leaves)
-    except Exception as found:
-        error = found
-    return leaves[0].name, error
+            files.read([leaf])
+        except Exception as found:
+            error = found
+            break
+    return _wrong(leaf.name, f"cannot be read ({reason(error)})")
 
 
 def _wrong(name: str, seen: str) -> _NotReadError:

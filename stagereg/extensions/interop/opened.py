@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import stagereg.checkpoint.format.encoding as encoding
-import stagereg.checkpoint.load.placing as placing
 import stagereg.checkpoint.state.entries as entries
+import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.checkpoint.format.damage import VerificationResult, refusing
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import Manifest
@@ -105,7 +105,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         if name not in self.structures:
             known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
             raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
-        return self.structures[name] if self.manifest is None else placing.entry_structure(self.files, name, rank)
+        return self.structures[name] if self.manifest is None else _entry(self.files, name, rank)
 
     def close(self) -> None:
         """Close the files. Nothing can be read any more."""
@@ -148,7 +148,15 @@ def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> 
     except OSError as error:
         more = "If a run has just deleted it, there is a newer one: try again."
         raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
-    return OpenCheckpoint(files, placing.entry_structures(files), chosen.manifest, verify, reading.pop_all())
+    names = sorted(name for name in files.index.state if name.split(".")[0] != entries.RESERVED)
+    structures = {name: _entry(files, name) for name in names}
+    return OpenCheckpoint(files, structures, chosen.manifest, verify, reading.pop_all())
+
+
+def _entry(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
+    """Return the structure of an entry, that of an optimizer as torch has it; for ``rank``, else for the lowest."""
+    structure = files.structure(name, rank)
+    return optimizer_forms.as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

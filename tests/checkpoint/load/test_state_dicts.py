@@ -159,3 +159,24 @@ def test_tensors_of_plain_dicts_that_the_checkpoint_does_not_fill_are_named(
     )
     assert "x (float32 [2] in it, float64 [2] here)" in text
     assert "body" not in text
+
+
+class Averages:
+    """Keeps an average that is trained, and one that is not."""
+
+    def __init__(self, value: float) -> None:
+        self.state = {"w": torch.full((3,), value).requires_grad_(), "v": torch.full((2,), value), "n": int(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_an_object_gets_tensors_that_require_gradients_as_its_own_do(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, every=1) as checkpointer:
+        checkpointer.save(1, {"averages": Averages(4.0)})
+        checkpointer.restore({"averages": (mine := Averages(0.0))})
+    assert mine.state["w"].tolist() == [4.0] * 3
+    assert (mine.state["w"].requires_grad, mine.state["v"].requires_grad, mine.state["n"]) == (True, False, 4)
