@@ -1,4 +1,4 @@
-"""Directories that adapters replace and delete are those that stagereg wrote. Needs no trainer."""
+"""What adapters share: they replace and delete only what stagereg wrote, and ranks agree. Needs no trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import stagereg
 import stagereg.integrations.written as written
 from stagereg.errors import CheckpointError
+from stagereg.integrations.agreed import agreed
 from stagereg.integrations.named import NamedCheckpoints, delete
+from stagereg.testing import run_ranks
 
 
 def write(final: Path, text: str) -> None:
@@ -56,3 +58,25 @@ def test_what_a_user_has_beside_named_checkpoints_stays(tmp_path: Path, caplog: 
     assert r"two.ckpt was not deleted: notes\x1b[2J in it is no part of a checkpoint" in caplog.text, (
         "fit to be printed"
     )
+
+
+def decided(rank: int, world_size: int) -> tuple[object, str, list[bool]]:
+    """What a rank gets of a decision, and of one that fails, and which of the two it was asked for."""
+    asked = []
+
+    def decide(fails: bool) -> str:
+        asked.append(fails)
+        if fails:
+            raise OSError("no space")
+        return f"rank {rank}"
+
+    found = agreed(lambda: decide(False))
+    with pytest.raises(CheckpointError) as raised:
+        agreed(lambda: decide(True))
+    return found, str(raised.value), asked
+
+
+def test_rank_0_decides_for_all_and_all_raise_its_error() -> None:
+    first = "rank 0", "OSError: no space", [False, True]
+    assert decided(0, 1) == first, "without a process group"
+    assert run_ranks(decided, nproc=2) == [first, (*first[:2], [])]
