@@ -169,8 +169,6 @@ class Checkpointer(core.Checkpointer):
         groups = {"restore": restore, "failure": failure, "replicas": replicas, "preemption": preemption}
         alone = {"dir": notes or place, "every": every, "keep": keep, "resume": resume, "save_last": save_last}
         self.check_options({**alone, **groups})
-        if isinstance(keep, Keep) and keep.metric is not None:
-            _needs("retention", option("checkpoint.keep.metric", keep.metric))  # else no checkpoint has a metric
         copier: AsyncStager = options.component("stager", stager, "overlapped")
         self._tiering = _tiering(chosen, failure)
         self._preemption = _preemption(preemption)

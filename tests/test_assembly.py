@@ -20,13 +20,11 @@ from stagereg.errors import ConfigError
         ("tiers", {"tier": "memory"}, "memory"),
         ("callbacks", {"on_commit": lambda _: None}, "on_commit"),
         ("planning", {"every": "auto"}, "auto"),
-        ("retention", {"keep": stagereg.Keep(best=1, metric="loss")}, "loss"),
     ],
 )
 def test_an_option_whose_extension_is_missing_is_refused_and_names_the_folder(
     extension: str, option: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention by a metric that no checkpoint has would delete the best ones without a word."""
     monkeypatch.setattr(assembly, "has", lambda name: name != extension)
     needs = rf"{named}.* needs stagereg/extensions/{extension}, which this installation lacks: install"
     with pytest.raises(ConfigError, match=re.compile(needs)):

@@ -6,17 +6,17 @@ A checkpoint stays if one rule of the policy keeps it; over the budget the least
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
+from stagereg.base.providers import has, needs, providers
 from stagereg.base.sizes import ByteSize
 from stagereg.base.spec import check
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.errors import ConfigError, RegistryError, at_least, nearest, one_of
+from stagereg.errors import ConfigError, RegistryError, at_least, one_of
 from stagereg.registry import register
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Keep:
                 f"{option('checkpoint.keep.best')} and {option('checkpoint.keep.metric')} go together: how many stay, "
                 f"and the name that rank 0 logs (stagereg.log), not best={self.best!r} and metric={self.metric!r}."
             )
+        if self.best and not has("retention"):  # otherwise no checkpoint would have a metric
+            raise ConfigError(f"{option('checkpoint.keep.best', str(self.best))} {needs('retention')}")
         if self.budget is not None:
             object.__setattr__(self, "budget", ByteSize(self.budget))
 
@@ -87,8 +89,6 @@ class Keep:
 
     def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
         """Return the paths of those that stay, the newest first, and why each does. Arguments: as :class:`KeepRule`."""
-        name = self.metric or ""
-        values = {path: known[name] for path, known in metrics.items() if name in known}
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:
@@ -96,10 +96,9 @@ class Keep:
         for each in newest_first:
             if self.every is not None and each.manifest.step > 0 and each.manifest.step % self.every == 0:
                 why[each.path].append(f"every {self.every}")
-        sign = 1 if self.direction == "min" else -1
-        rated = [path for path in why if not math.isnan(values.get(path, math.nan))]
-        for place, path in enumerate(sorted(rated, key=lambda path: sign * values[path])[: self.best], 1):
-            why[path].append(f"best {place} of {self.best} by {self.metric}={values[path]:g}")
+        for module in self._raters():
+            for path, reason in module.rate(self, newest_first, metrics).items():
+                why[path].append(reason)
         stay: dict[str, str] = {}
         nbytes = 0
         for each in (each for each in newest_first if why[each.path]):
@@ -109,17 +108,15 @@ class Keep:
             stay[each.path] = "; ".join(why[each.path])
         return stay
 
+    def _raters(self) -> Iterator[Any]:
+        """Yield the module of the extension that rates checkpoints, if some are retained by a metric."""
+        yield from providers("rating") if self.best else ()
+
     def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
         """Yield what a user should learn when ``made`` is committed and ``old`` are no longer retained."""
         root = made.path.rpartition("/")[0]
-        lacking = [each for each in old if self.metric is not None and self.metric not in each.manifest.metrics]
-        if self.metric is not None and lacking:
-            near = nearest(self.metric, lacking[0].manifest.metrics)
-            yield (
-                f"a checkpoint without the metric {self.metric!r} is deleted in {root}: {lacking[0].name}. "
-                f"{option('checkpoint.keep.best')} does not rate checkpoints without the metric. Log the metric on "
-                f"rank 0 before the save: stagereg.log(step, {self.metric}=...).{near}"
-            )
+        for module in self._raters():
+            yield from module.warnings(self, root, old)
         if self.budget is not None and made.manifest.nbytes > self.budget:
             yield (
                 f"one checkpoint in {root} has {made.manifest.nbytes:,} bytes, more than "
