@@ -41,6 +41,7 @@ _ANSWER_S = 1.0  # for which the program waits for the thread's calls of the sto
 _TURN_S = 0.2
 _LONGEST = 1000  # characters of a rank's error that the others print
 _NOTHING = "-"
+_POLL_INTERVAL_S = 2.0  # after which a rank that waits looks whether the others can still come
 _OTHER_CALLS = (
     "They do not make the same calls in the same order. A forward on one rank alone is such a call, unless it is under "
     "torch.no_grad()."
@@ -178,14 +179,22 @@ class FailureDetector:
         failed, or some did not come, that is a ``PeerFailedError``; what ``ready`` raises is explained if it can be.
         """
         limit_s = max(limit_s, self._timeout_s)
-        ends = time.monotonic() + limit_s
+        ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _POLL_INTERVAL_S, 0
+        poll: threading.Event | None = None
         self._waits_for = what
         if what in self._calls:
             self._calls[what] += 1
         try:
             while not ready(_TURN_S):
-                if time.monotonic() > ends:
+                now = time.monotonic()
+                if now > ends:
                     self._overdue(what, limit_s)
+                elif now > looks and self._running and (poll is None or poll.is_set()):
+                    stuck = stuck + 1 if poll is not None and self._all_went_on() else 0
+                    if stuck == 2:  # what they had sent before they went on would have come since
+                        self._publish(self._left_behind(what))
+                    poll = self._poll = threading.Event()
+                    self._thread.wake.set()
                 self.check()
         except RuntimeError as error:
             if not isinstance(error, StageregError) and (known := self.explain(error)) is not None:
@@ -193,6 +202,18 @@ class FailureDetector:
             raise
         finally:
             self._waits_for = ""
+
+    def _all_went_on(self) -> bool:
+        """Whether each other rank runs a collective that this one, as it waits, does not run."""
+        own = collectives_of(self._group())
+        return len(self._statuses) == len(self._others) and all(
+            each.collectives > own for each in self._statuses.values()
+        )
+
+    def _left_behind(self, what: str) -> PeerFailedError:
+        others = name_ranks(sorted(self._statuses))
+        message = f"{others} went on to a collective that rank {self._rank} does not run, as it waits for {what}"
+        return PeerFailedError(f"{message}. {_OTHER_CALLS}", None, message)
 
     def _overdue(self, what: str, limit_s: float) -> None:
         self._poll_all(what)
@@ -228,10 +249,9 @@ class FailureDetector:
         statuses = self._statuses
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
         if busy:
-            own = collectives_of(self._group())
-            went_on = all(status.collectives > own for status in busy.values())
-            advice = _OTHER_CALLS if went_on else f"Raise {option('join.timeout')} if that is how long a step takes."
-            return _failure_of(busy, f"is alive, but {within}", advice)
+            return _failure_of(
+                busy, f"is alive, but {within}", f"Raise {option('join.timeout')} if that is how long a step takes."
+            )
         absent = self._absent()
         if absent:
             advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."

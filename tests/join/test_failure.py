@@ -243,6 +243,20 @@ def test_a_rank_outside_the_join_is_named_only_when_waited_for(kind: str) -> Non
 
 
 @pytest.mark.usefixtures("simulated_abort")
+def test_a_rank_that_the_others_have_passed_by_is_named_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagereg.join.failure._POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("stagereg.join.failure.collectives_of", lambda member: 4 + (member.rank() > 0))
+    shared = dist.HashStore()
+    detectors = [Detecting(Member(shared, rank, 3), 1000) for rank in range(3)]
+    for each in detectors:
+        each.start()
+    with pytest.raises(PeerFailedError, match=r"ranks 1, 2 went on to a collective that rank 0 does not run, as it"):
+        detectors[0].wait(threading.Event().wait, "the next step")
+    for each in detectors:
+        each.leave()
+
+
+@pytest.mark.usefixtures("simulated_abort")
 def test_a_failure_reaches_64_ranks_and_only_the_first_one_does() -> None:
     store = dist.HashStore()
     all_of_them = [Detecting(Member(store, rank, 64), 60) for rank in range(64)]
