@@ -80,7 +80,7 @@ class SeededDataset(Dataset[T]):
 
     def _fetch(self, indices: Sequence[int], get: Callable[[int], T]) -> list[T]:
         keys = [self._key(index) for index in indices]
-        before = generator_states()
+        before = _generator_states()
         try:
             samples = []
             for index, key in zip(indices, keys, strict=True):
@@ -141,8 +141,7 @@ def seeded(dataset: Dataset[T] | Sequence[T], seed: int = 0) -> SeededDataset[T]
     return SeededDataset(dataset, seed)
 
 
-def generator_states() -> tuple[torch.Tensor, Any, Any]:
-    """Return the states of the global generators of the CPU: torch's, Python's, and NumPy's or ``None``."""
+def _generator_states() -> tuple[torch.Tensor, Any, Any]:
     numbers = None if numpy is None else numpy.random.get_state(legacy=False)
     return torch.default_generator.get_state(), random.getstate(), numbers
 
@@ -179,17 +178,16 @@ class DrawCheck:
     def start(self, worker: int) -> None:
         if self._init is not None:
             self._init(worker)
-        self._before = self._state()
+        self._before = _shown_states()
 
     def __call__(self, samples: Any) -> Any:
         if self._before:
-            if self._before != self._state():
+            if self._before != _shown_states():
                 self.drew.fill_(1)
             self._before = ""
         return self._collate(samples)
 
-    def _state(self) -> str:
-        """Return the states as text, which can be compared whatever they consist of."""
-        bits, own, numbers = generator_states()
-        shown = None if numbers is None else (numbers["state"]["pos"], numbers["state"]["key"].tolist())
-        return repr((bits.tolist(), own, shown))
+
+def _shown_states() -> str:
+    bits, own, numbers = _generator_states()
+    return repr((bits.tolist(), own, numbers and (numbers["state"]["pos"], numbers["state"]["key"].tolist())))

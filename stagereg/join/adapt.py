@@ -62,15 +62,14 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
         return thing
     if all(hasattr(thing, name) for name in ("join_hook", "join_device", "join_process_group")):
         return ForeignJoinable(thing, hook)
-    sharded = isinstance(thing, nn.Module) and any(isinstance(param, DTensor) for param in thing.parameters())
-    if sharded or isinstance(thing, FullyShardedDataParallel):
-        return ModuleJoinable(thing, hook=hook)
-    if isinstance(thing, (Optimizer, LRScheduler)) or (callable(thing) and not isinstance(thing, nn.Module)):
+    if isinstance(thing, nn.Module):
+        is_sharded = any(isinstance(param, DTensor) for param in thing.parameters())
+        # A launcher of several ranks sets the variable.
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+        if is_sharded or isinstance(thing, FullyShardedDataParallel) or ranks == 1:
+            return ModuleJoinable(thing, hook=hook)
+    elif isinstance(thing, (Optimizer, LRScheduler)) or callable(thing):
         return StepJoinable(thing, hook=hook)
-    # A launcher of several ranks sets the variable.
-    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
-    if isinstance(thing, nn.Module) and ranks == 1:
-        return ModuleJoinable(thing, hook=hook)
     raise JoinError(
         f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
         "join_process_group), optimizer, scheduler or function. On several ranks, wrap a module in "

@@ -114,15 +114,18 @@ def _identities(spec: TreeSpec) -> list[tuple[Any, ...]]:
 def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tuple[object, ...]:
     """Return the keys that lead to the innermost value for which ``is_there`` is true."""
     met[id(x)] = x  # what has its id there must not be freed; a dict may make its values
-    entries: list[Any] = list(
-        x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, (list, tuple, deque)) else ())
-    )
-    if type(x) not in ATOMS and not (isinstance(x, torch.Tensor) and why_without_data(x)):
-        entries += getattr(x, "__dict__", {}).items()
-    for key, value in entries:
+    for key, value in entries_of(x):
         if id(value) not in met and is_there(value):
             return (key, *_path_to(value, is_there, met))
     return ()
+
+
+def entries_of(x: Any) -> list[tuple[object, Any]]:
+    """Return the items of a container and the attributes of an object, by their keys and names."""
+    entries = list(x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, (list, tuple, deque)) else ()))
+    if type(x) not in ATOMS and not (isinstance(x, torch.Tensor) and why_without_data(x)):
+        entries += getattr(x, "__dict__", {}).items()
+    return entries
 
 
 def _fails(x: Any, type_check: bool) -> bool:

@@ -6,7 +6,6 @@ over it, and the tensors are placed over the result as they were over the source
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError
-from stagereg.kernel.state_dict import ATOMS, flatten, span_of
+from stagereg.kernel.state_dict import entries_of, flatten, span_of
 from stagereg.stagers.async_stager import StateDict
 
 
@@ -62,17 +61,10 @@ def _tensors(
     """Yield the tensors in containers and in attributes of objects, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
-        return
-    if type(value) in ATOMS or isinstance(value, type) or id(value) in entered:
-        return
-    entered[id(value)] = value  # not freed, so that no other value gets its id
-    items: list[tuple[object, Any]] = [*getattr(value, "__dict__", {}).items()]
-    if isinstance(value, dict):
-        items += value.items()
-    elif isinstance(value, (list, tuple, deque)):
-        items += enumerate(value)
-    for key, item in items:
-        yield from _tensors(item, (*path, key), entered)
+    elif not isinstance(value, type) and id(value) not in entered:
+        entered[id(value)] = value  # not freed, so that no other value gets its id
+        for key, item in entries_of(value):
+            yield from _tensors(item, (*path, key), entered)
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ first steps of an optimizer; and it is told of what copies find later.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -27,20 +27,6 @@ _INTERVALS = 32  # between two steps that are observed, after that a write is fo
 _LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
 
 Place = tuple[int, int]  # device index and address
-
-
-def _looks(method: Callable[[StepObserver, Optimizer], None]) -> Callable[[StepObserver, Optimizer], None]:
-    """Have a method of an observer end no step by an error: the method only looks."""
-
-    @functools.wraps(method)
-    def look(observer: StepObserver, optimizer: Optimizer) -> None:
-        try:
-            method(observer, optimizer)
-        except Exception:
-            observer._before = None
-            _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
-
-    return look
 
 
 class StepObserver:
@@ -93,25 +79,34 @@ class StepObserver:
     def _before_load(self, _: object) -> None:
         self._before = None
 
-    @_looks
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        """End no step by an error."""
+        try:
+            yield
+        except Exception:
+            self._before = None
+            _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
+
     def _before_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepping:  # its last step has raised
             self._stepping.clear()
         if not self._stepping and self._before is not None:
             before, self._before = self._before, None
-            optimizers = before.optimizers()
-            for x in before.written(_tensors_of(optimizers)):
-                self.find((x.get_device(), x.data_ptr()), x.nbytes)
-            self._observed.update(optimizers)
-            self._intervals += 1
+            with self._observing():
+                optimizers = before.optimizers()
+                for x in before.written(_tensors_of(optimizers)):
+                    self.find((x.get_device(), x.data_ptr()), x.nbytes)
+                self._observed.update(optimizers)
+                self._intervals += 1
         self._stepping.add(id(optimizer))
 
-    @_looks
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping.discard(id(optimizer))
         self._known.add(optimizer)
         if not self._stepping and (self._intervals < _INTERVALS or any(x not in self._observed for x in self._known)):
-            self._before = _Moment(list(self._known))
+            with self._observing():
+                self._before = _Moment(list(self._known))
 
 
 def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
