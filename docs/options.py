@@ -63,7 +63,7 @@ def _of_run() -> Iterator[str]:
 def _component(entry: Entry) -> Iterator[str]:
     described = describe(entry)
     # The name alone, also where another package of this machine announces it, too.
-    yield f"\n### {entry.kind}/{entry.name}\n"
+    yield f"\n### {entry.kind}/{entry.bare}\n"
     yield f"{described.summary} (`{entry.target}`)"
     if described.options:
         yield ""

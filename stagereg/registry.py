@@ -4,7 +4,7 @@ A component is a class or a factory function. It is known because it is built in
 package announces it under the entry-point group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or
 because a module that has run decorated it with :func:`register`. The functions of this module are the methods of
 :data:`REGISTRY`, which all of stagereg uses. A component is checked against the protocol of its kind when it is
-registered or first loaded. A name that two packages announce for different components is an error when it is chosen.
+registered or first loaded. Where several packages announce one name, each component goes by ``name@distribution``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from stagereg.base.crash_report import summarize_exception
-from stagereg.base.installed import DISTRIBUTION, announced, unmet
+from stagereg.base.installed import DISTRIBUTION, announced, normalized, unmet
 from stagereg.base.providers import missing
 from stagereg.base.spec import REQUIRED, check, check_component, refuse_unknown, with_article
 from stagereg.base.version import __version__
@@ -73,7 +73,7 @@ class Entry:
 
     Attributes:
         kind: one of :func:`kinds`, such as ``"stager"``.
-        name: what a user writes.
+        name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
         version: of that package.
@@ -90,6 +90,11 @@ class Entry:
     file: str = field(default="", compare=False)
     component: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     code: CodeType | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def bare(self) -> str:
+        """``name`` without the distribution."""
+        return self.name.partition("@")[0]
 
     @property
     def path(self) -> str:
@@ -113,10 +118,10 @@ class Entry:
         if not _TARGET.fullmatch(self.target):
             raise RegistryError(
                 f"{who} is announced as {self.target!r}, which names no component.\n"
-                f'Its entry point has to be: {self.kind}.{self.name} = "package.module:Name"'
+                f'Its entry point has to be: {self.kind}.{self.bare} = "package.module:Name"'
             )
         module, _, qualname = self.target.partition(":")
-        rivals = REGISTRY._installed().get((self.kind, self.name), [])
+        rivals = REGISTRY._installed().get((self.kind, self.bare), [])
         alike = [own for own in REGISTRY.decorated if _is_alike(own, self, rivals)]
         try:
             component: Any = functools.reduce(getattr, qualname.split("."), imported(module))
@@ -205,6 +210,8 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         """Return the sorted names of all components of ``kind``; imports none of them.
 
+        Where several packages announce one name, each is listed as ``name@distribution``, and the bare name is not.
+
         Raises:
             UnknownNameError: there is no such kind.
         """
@@ -234,17 +241,25 @@ class Registry:
         return missing(self.built_in.get((kind, name), ""))
 
     def find(self, kind: str, name: str) -> Entry:
-        """Return the entry of one component; imports nothing."""
+        """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
-        found = self._named(kind, name)
+        bare, at, distribution = str(name).partition("@")
+        found = self._named(kind, bare)
+        qualified = [_qualified(entry) for entry in found if entry.distribution]
+        if at:
+            found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
-            known, why = self.names(kind), self.uninstalled(kind, name)
-            why = f" {why}" if why else nearest(str(name), known)
-            raise UnknownNameError(
-                f"No {kind} named {name!r}.{why}\nThere is: {', '.join(known) or '-'}{self.unlisted(name)}"
+            known = self.names(kind)
+            if why := self.uninstalled(kind, bare):
+                raise UnknownNameError(f"No {kind} named {name!r}. {why}\nThere is: {', '.join(known) or '-'}")
+            near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
+            raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
+        if "@" in found[0].name and not at:
+            raise RegistryError(
+                f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"
             )
-        if rival := next((each for each in found if each.target != found[0].target), None):
-            raise _taken(found[0], rival)
+        if found[0].target != found[-1].target:
+            raise _taken(found[0], found[-1])
         return found[0]
 
     def find_target(self, path: str) -> Entry | None:
@@ -291,14 +306,14 @@ class Registry:
     def __reduce__(self) -> str:
         return "REGISTRY"  # `stagereg.build`, a method of it, is pickled by name, as a function is
 
-    def _named(self, kind: str, name: str) -> list[Entry]:
-        decorated = [own for own in self.decorated if (own.kind, own.name) == (kind, name)]
-        return _distinct(self._installed().get((kind, name), []), decorated)
+    def _named(self, kind: str, bare: str) -> list[Entry]:
+        decorated = [own for own in self.decorated if (own.kind, own.bare) == (kind, bare)]
+        return _distinct(self._installed().get((kind, bare), []), decorated)
 
     def _entries(self) -> list[Entry]:
         packages, decorated = self._installed(), defaultdict[tuple[str, str], list[Entry]](list)
         for own in self.decorated:
-            decorated[own.kind, own.name].append(own)
+            decorated[own.kind, own.bare].append(own)
         keys = dict.fromkeys([*packages, *decorated])
         found = [entry for key in keys for entry in _distinct(packages.get(key, []), decorated.get(key, []))]
         return sorted(found, key=lambda entry: not entry.distribution)
@@ -348,11 +363,13 @@ def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
 
 
 def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
-    """The entries of one name, those of packages first."""
+    """The entries of one name, those of packages first, renamed if several packages have one each."""
+    several = len({entry.target for entry in packages}) > 1
     found = []
     for entry in packages:
         file = next((own.file for own in decorated if _is_alike(own, entry, packages)), "")
-        found.append(replace(entry, file=file) if file else entry)
+        name = _qualified(entry) if several else entry.name
+        found.append(replace(entry, name=name, file=file) if several or file else entry)
     return [*found, *(own for own in decorated if not any(_is_alike(own, entry, packages) for entry in packages))]
 
 
@@ -364,7 +381,7 @@ def _is_alike(own: Entry, entry: Entry, packages: list[Entry]) -> bool:
 
 def _is_same(own: Entry, entry: Entry) -> bool:
     """Whether a decorated component is the one that a package announces, be it re-exported or run as ``__main__``."""
-    if (own.kind, own.name) != (entry.kind, entry.name):
+    if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
     first, *rest = qualname.split(".")
@@ -389,13 +406,17 @@ def _is_again(new: Entry, old: Entry) -> bool:
     """Whether a decorated component is another one again: reloaded, or run as ``__main__`` and imported as well."""
     (module, _, name), (old_module, _, old_name) = new.target.partition(":"), old.target.partition(":")
     same_file = new.file.rpartition(":")[0] == old.file.rpartition(":")[0]
-    return (new.kind, new.name, name) == (old.kind, old.name, old_name) and (module == old_module or same_file)
+    return (new.kind, new.bare, name) == (old.kind, old.bare, old_name) and (module == old_module or same_file)
 
 
 def _is_second(new: Entry, old: Entry) -> bool:
     """Whether one execution of a module or notebook cell defines two components of one name and class name."""
-    same = (new.kind, new.name, new.target) == (old.kind, old.name, old.target)
+    same = (new.kind, new.bare, new.target) == (old.kind, old.bare, old.target)
     return same and new.code is old.code and new.file != old.file
+
+
+def _qualified(entry: Entry) -> str:
+    return f"{entry.bare}@{normalized(entry.distribution)}"
 
 
 def _require_kind(kind: str) -> None:
@@ -407,6 +428,6 @@ def _require_kind(kind: str) -> None:
 
 def _taken(one: Entry, other: Entry) -> RegistryError:
     return RegistryError(
-        f"Two components want to be the {one.kind} {one.name!r}:\n  {one.origin}\n  {other.origin}\n"
-        "Give one of them another name, or uninstall its package."
+        f"Two components want to be the {one.kind} {one.bare!r}:\n  {one.origin}\n  {other.origin}\n"
+        "Give one of them another name."
     )

@@ -23,6 +23,7 @@ import stagereg.checkpoint.options as options
 from stagereg.base import first_step
 from stagereg.base.command import is_program
 from stagereg.base.followers import followers
+from stagereg.base.uncaught import print_once
 from stagereg.checkpoint.dispatch import Extensions, weakly
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
 from stagereg.checkpoint.extension import CheckpointExtension, Due, RestoreRequest, Setup
@@ -88,6 +89,7 @@ class Checkpointer:
         notes: str | None = None,
         compared: Mapping[str, Any] = {},
     ) -> None:
+        print_once()
         self._stores, place = notes is None, dir if notes is None else notes
         groups = {"restore": restore, "failure": failure}
         options.check_all(

@@ -184,7 +184,7 @@ class _Cases:
             self.attempt(section, "contract", promise, lambda: self._add(section, entry, contract))
         elif isinstance(found := _configured(entry), str):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
-            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.name}" = "{module}:Name"'
+            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{found}; {write}")
         else:
@@ -227,7 +227,7 @@ def _loaded(entry: Entry) -> str:
 
 def _announced(entry: Entry) -> str:
     """Where the contract of a component is, ``"package.module:Name"``, as its own package announces it."""
-    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.name}"):
+    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
             return point.value
     return ""

@@ -114,7 +114,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if package := _package(target):
         return package
     folder, entries = Path(target), registry.entries()
-    named = any(target == entry.name for entry in entries)
+    named = any(target in (entry.name, entry.bare) for entry in entries)
     if not named and (folder / "pyproject.toml").is_file():
         return _project(folder)
     kind, _, name = target.partition("/")

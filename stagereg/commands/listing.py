@@ -101,7 +101,7 @@ def find(text: str) -> Entry:
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)
-    having = sorted({e.kind for e in registry.entries() if e.name == text})
+    having = sorted({e.kind for e in registry.entries() if e.bare == text.partition("@")[0]})
     if len(having) == 1:
         return registry.find(having[0], text)
     if having:

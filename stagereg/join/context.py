@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import stagereg.base.record as record
 from stagereg.base.option_text import constructed, option
+from stagereg.base.uncaught import print_once
 from stagereg.errors import JoinError, UnevenInputsError, nearest, one_of
 from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import Layout
@@ -107,6 +108,7 @@ class Join:
         **kwargs: Any,
     ) -> None:
         constructed("join")
+        print_once()
         named = _named(joinables)
         if not named:
             raise JoinError("The join context manager requires at least one joinable")

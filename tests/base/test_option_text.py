@@ -78,9 +78,8 @@ def test_an_option_without_a_value_names_its_class_or_its_key() -> None:
 
 def test_a_component_can_be_chosen_as_the_text_says() -> None:
     assert choice("storage", "dcp") == 'storage="dcp"'
-    in_python = choice("tier", "disk", dir="/t")
-    tier = eval(f"dict({in_python})", {"stagereg": stagereg})["tier"]
-    assert (type(tier).__name__, tier.dir) == ("DiskTier", "/t")
+    in_python = choice("keep", "policy", newest=2)
+    assert eval(f"dict({in_python})", {"stagereg": stagereg})["keep"] == stagereg.Keep(newest=2)
     with option_text.in_config({"checkpoint": "checkpoint"}):
         assert choice("tier", "disk", dir="/t") == "tier=disk tier.dir=/t"
 

@@ -131,6 +131,7 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
             "zzz",
             "No component named 'zzz'.\n`stagereg list` lists what there is; --plugins MODULE imports a module first.",
         ),
+        ("blocking@nobody", "No stager named 'blocking@nobody'."),
     ],
 )
 def test_a_name_of_no_component_is_refused(asked: str, seen: str, command: Command) -> None:
@@ -141,9 +142,8 @@ def test_a_name_of_no_component_is_refused(asked: str, seen: str, command: Comma
 def test_two_packages_of_a_name_and_a_broken_one_are_named(install: Install, command: Command) -> None:
     install("shown_one", "raise SystemExit('no licence')", {"stager.both": "Theirs"})
     install("shown_two", STAGER, {"stager.both": "Theirs"})
-    seen = command("show", "both", code=2).err
-    assert "shown_one:Theirs of shown_one 1.2\n  shown_two:Theirs of shown_two 1.2" in seen
-    install("shown_three", "raise SystemExit('no licence')", {"stager.third": "Theirs"})
-    seen = command("show", "third", code=2).err
-    assert "shown_three 1.2" in seen
+    assert "both@shown-one or both@shown-two" in command("show", "both", code=2).err
+    assert command("show", "both@shown_two", "--json").json["target"] == "shown_two:Theirs"
+    seen = command("show", "both@shown-one", code=2).err
+    assert "shown_one 1.2" in seen
     assert "no licence" in seen

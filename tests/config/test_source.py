@@ -118,12 +118,14 @@ def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert "No module named 'nowhere'" in message
 
 
+FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+
 # A typed config goes through a pickle, as to the workers of a launcher.
 PICKLED = """
 import pickle
 from hydra import compose, initialize
 with initialize("conf", version_base="1.3"):
-    config = pickle.loads(pickle.dumps(compose("app", ["stager=other"])))
+    config = pickle.loads(pickle.dumps(compose("app", ["stager=other@rival"])))
     try:
         config.stager.path2 = 1
     except AttributeError:  # still typed
@@ -132,15 +134,14 @@ with initialize("conf", version_base="1.3"):
 
 
 @pytest.mark.slow
-def test_one_name_of_two_packages_is_refused_and_a_typed_config_pickles(app: App) -> None:
-    plain = (app.folder / "app.py").read_text()
-    app.write("app.py", PICKLED)
-    assert app.prints() == "here\n"
-    app.write("app.py", plain)
+def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     app.write("site/rival.py", THEIRS.replace("'here'", "'there'"))
     app.write("site/rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Rival\nVersion: 3\n")
     app.write("site/rival-3.dist-info/entry_points.txt", "[stagereg.plugins]\nstager.other = rival:Other\n")
-    for refusal in (app.refuses("stager=other"), app.refuses("-m", "stager=other,theirs")):
-        assert "Two components want to be the stager 'other':" in refusal
-        assert "theirs:Other of theirs 1.2" in refusal
-        assert "rival:Other of Rival 3" in refusal
+    assert app.completes("stager=other") == ["stager=other@rival", "stager=other@theirs"]
+    out = app.prints("-m", "stager=other@theirs,other@rival")
+    assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
+    message = "2 installed packages provide stager/other; say which: other@rival or other@theirs\n"
+    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
+    app.write("app.py", PICKLED)
+    assert app.prints() == "there\n"

@@ -114,8 +114,8 @@ def test_an_unknown_name_gets_the_nearest_and_what_to_write(app: Path, override:
 
 
 def test_a_name_that_several_parts_of_the_config_have_is_written_for_each(app: Path) -> None:
-    said = message_of(app, "tier=disk", "tier.dir=/local", "dir=/runs")
-    assert "takes no 'dir'. Write checkpoint.dir=/runs or tier.dir=/runs. It takes: " in said
+    said = message_of(app, "enable=false")
+    assert "takes no 'enable'. Write checkpoint.enable=false or join.enable=false. It takes: " in said
     assert "To add it" not in said
 
 

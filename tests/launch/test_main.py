@@ -126,7 +126,6 @@ def app(tmp_path):
 
 LINES = {
     **{f"nproc={value}": [f"nproc={value}"] for value in ("500", "0", "two", "1.5")},
-    "restarts=-1": ["+restarts=-1"],
     "an error of Hydra's": ["~nope"],
     "an unknown key": ["npro=1"],
     "one rank": ["nproc=1"],
@@ -139,7 +138,6 @@ CORES = rf".*{os.cpu_count()} cores.*\n"
 ERRORS = {
     "an error of ours": "rank 0: the cheese is out: buy some\n",
     "another error": r"(?s)rank 0: Traceback.*\nKeyError: 'no cheese'\n",
-    "restarts=-1": r"stagereg: restarts must be a whole number of at least 0, not -1\.\n",
     "an error of Hydra's": r"(?s).*Could not delete from config\. 'nope' does not exist\..*",
     "an unknown key": r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n",
     **{f"nproc={value}": rf"stagereg: nproc={value} is {CORES}" for value in ("500", "0", "two", "1.5")},

@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import stagereg.registry as registry
+from stagereg.base.installed import DISTRIBUTION
 from stagereg.base.option_text import choice
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError, StageregError
+
+_OURS = f"@{DISTRIBUTION}"
 
 
 class Storage(StorageWriter):
@@ -89,7 +92,7 @@ def name_of(storage: Storage) -> str:
     entry = registry.find_target(path)
     if entry is None or entry.kind != "storage":
         return path
-    return entry.name
+    return entry.name.removesuffix(_OURS)
 
 
 def expect_fit(storage: Storage, path: str) -> None:
@@ -106,9 +109,8 @@ def named(name: str, own: Storage) -> Storage:
     if name == name_of(own):
         return own
     try:
-        target = registry.REGISTRY.built_in.get(("storage", name), "")  # which another package may announce too
-        entry = registry.find_target(target.replace(":", ".")) or registry.find("storage", name)
-        storage: Storage = registry.checked(entry, entry.load(), entry.load()())
+        ours = name + _OURS in registry.names("storage")
+        storage: Storage = registry.build("storage", name + _OURS if ours else name)
     except (StageregError, TypeError) as error:
         raise CheckpointError(
             f"It was written by the storage {name!r}, which cannot be built; install or import what has it, or pass it "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from stagereg.errors import LaunchError
+from stagereg.errors import ConfigError, LaunchError
 from stagereg.extensions.recovery.launching import RecoveryLauncher, _checked_timeout
 
 
@@ -26,3 +26,9 @@ def test_another_heartbeat_timeout_is_refused_before_ranks_start(given: Any) -> 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_restarts_need_a_launcher(restarts: int) -> None:
     assert RecoveryLauncher().check(OmegaConf.create({"restarts": restarts})) is (restarts > 0)
+
+
+@pytest.mark.parametrize("restarts", [-1, 1.5, True])
+def test_restarts_are_counted(restarts: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^restarts must be a whole number of at least 0, not {restarts}"):
+        RecoveryLauncher().check(OmegaConf.create({"restarts": restarts}))

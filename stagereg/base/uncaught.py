@@ -1,0 +1,98 @@
+"""Prints an error that ends several ranks once, where Python would print its traceback on each of them.
+
+This is for programs without ``stagereg.main``, whose launcher prints what its ranks report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import stagereg.base.output as output
+from stagereg.errors import StageregError
+
+_PRINTED_S = 2.0  # seconds for the rank that prints; after that another rank prints the error itself
+_ANSWER_S = 4.0  # seconds for the rendezvous store, with the waits for other ranks
+_OWN_S = 0.5  # seconds for a rank that has the traceback of a cause
+_POLL_S = 0.01
+
+_hook: _Hook | None = None  # global, as is `sys.excepthook`
+
+
+def print_once() -> None:
+    """Have one rank print an uncaught error of the project that ends several ranks of the job. Idempotent.
+
+    The other ranks print one line. Errors that differ are all printed. Does nothing before ``init_process_group``.
+    """
+    global _hook
+    dist = sys.modules["torch.distributed"]
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if _hook is None:
+        _hook = _Hook(sys.excepthook)
+        sys.excepthook = _hook
+    _hook.group, _hook.rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+
+
+class _Hook:
+    """A ``sys.excepthook``."""
+
+    group: Callable[[], Any]  # a weak reference, as a store that is held keeps its port
+    rank: int
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        key = f"stagereg/uncaught/{hashlib.sha256(f'{kind} {error}'.encode()).hexdigest()}"
+        of_project = isinstance(error, StageregError)
+        other = self._ask(lambda store: self._other(store, key, error)) if of_project else None
+        if other is None:
+            self._before(kind, error, trace)
+            sys.stderr.flush()
+            if of_project:
+                self._ask(lambda store: store.set(f"{key}/printed", ""))
+        else:
+            output.warn(f"stagereg: rank {self.rank} ends with the {kind.__name__} that rank {other} has printed")
+
+    def _other(self, store: Any, key: str, error: BaseException) -> int | None:
+        """Return the rank that prints the error, once it has done so; ``None`` if this rank is to print it."""
+        own = f"{key}/own"
+        claim = own if _has_trace(error.__cause__) or _wait_for(store, own, _OWN_S) else key
+        rank = int(store.compare_set(claim, "", str(self.rank)))
+        return rank if rank != self.rank and _wait_for(store, f"{key}/printed", _PRINTED_S) else None
+
+    def _ask(self, call: Callable[[Any], int | None]) -> int | None:
+        """Return what ``call`` returns for the store; ``None`` if the store is gone or does not answer in time."""
+        answer: Future[int | None] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call(self.group().get_group_store()))
+            except Exception:  # of the store; or of the group, which is destroyed
+                answer.set_result(None)
+
+        threading.Thread(target=ask, name="stagereg-uncaught", daemon=True).start()
+        try:
+            return answer.result(_ANSWER_S)
+        except TimeoutError:
+            return None
+
+
+def _wait_for(store: Any, key: str, seconds: float) -> bool:
+    ends = time.monotonic() + seconds
+    while not (found := bool(store.check([key]))) and time.monotonic() < ends:
+        time.sleep(_POLL_S)
+    return found
+
+
+def _has_trace(error: BaseException | None) -> bool:
+    """Whether an error, or a cause of it, was raised on this rank and did not come from another one."""
+    return error is not None and (error.__traceback__ is not None or _has_trace(error.__cause__))
