@@ -1,4 +1,4 @@
-"""The part of ``stagereg check`` that runs in a child process: imports plugins, and tries their contracts.
+"""The part of ``stagereg check`` that runs in a child process: imports plugins, and runs their contracts by pytest.
 
 Whatever is tried is a case, with a section, a name and a promise. It is written down before it is tried, as a line of
 JSON, and once more with its verdict, so that the parent knows which one was running when the process crashed or hung.
@@ -7,14 +7,17 @@ JSON, and once more with its verdict, so that the parent knows which one was run
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import pytest
 from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
@@ -27,7 +30,7 @@ from stagereg.base.spec import with_article
 from stagereg.commands.checking import CONTRACTS
 from stagereg.config.instantiate import instantiate
 from stagereg.config.no_tier import NoTier
-from stagereg.errors import ConfigError, StageregError
+from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.registry import Entry
 from stagereg.testing import (
     Contract,
@@ -50,7 +53,6 @@ if has("callbacks"):
     _KINDS["on_commit"] = stagereg.testing.OnCommitContract
 if has("tiers"):
     _KINDS["tier"] = stagereg.testing.TierContract
-_VERDICTS = {True: "kept", False: "broken", None: "skipped"}
 _KEEPS = "It keeps what {} promises."
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
 
@@ -117,7 +119,7 @@ def _made(kind: str, **options: Any) -> Any:
 
 
 class _Cases:
-    """What is tried, and how it went."""
+    """What is tried, and how it went; also the plugin that pytest reports to."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -202,16 +204,50 @@ class _Cases:
         self._contracts.append((section, found))
 
     def run_contracts(self) -> None:
+        """Run the contracts by pytest, without the configuration of whatever project is in this directory."""
+        if not self._contracts:
+            return
+        os.environ.pop("PYTEST_ADDOPTS", None)
         ranks.before_wait = lambda limit_s: self._append({"limit_s": limit_s})  # which the parent grants
-        for section, contract in self._contracts:
-            for name, promise in contract.promises().items():
-                self.write(section, name, promise, "skipped", "not tried: the process has ended")
-        for section, contract in self._contracts:
-            os.environ.update([self._targets[section]] if section in self._targets else [])  # of several of one kind
-            for name, promise in contract.promises().items():
-                self.write(section, name, promise)
-                outcome = contract.outcome(name)
-                self.write(section, name, promise, _VERDICTS[outcome.kept], outcome.seen)
+        file = self._folder / "contracts"
+        file.touch()
+        options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider"]
+        pytest.main([*options, "-p", "no:faulthandler", str(file)], plugins=[self])
+
+    # -- hooks of pytest
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Module:
+        """Return a module in memory, which has every contract under a name that pytest takes for one of a test."""
+        module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
+        module.obj = types.ModuleType("contracts")
+        for number, (_, contract) in enumerate(self._contracts):
+            setattr(module.obj, f"Test{number}", contract)
+        return module
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Write what is going to be tried, in case that the process ends before."""
+        for item in session.items:
+            self.write(*self._case(item), "skipped", "not tried: the process has ended")
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        case = self._case(item)
+        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # of several of one kind
+        self.write(*case)
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        error = call.excinfo.value if call.excinfo else None
+        if isinstance(error, pytest.skip.Exception):  # pytest makes it of unittest.SkipTest, too
+            self.write(*self._case(item), "skipped", str(error))
+        elif error is not None:
+            seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)
+            self.write(*self._case(item), "broken", seen)
+        elif call.when == "call":
+            self.write(*self._case(item), "kept")
+
+    def _case(self, item: pytest.Item) -> tuple[str, str, str]:
+        assert isinstance(item, pytest.Function)
+        number = int(item.nodeid.split("::")[1].removeprefix("Test"))
+        return self._contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
 
 
 def _own_hook(entry: Entry) -> Any:

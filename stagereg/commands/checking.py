@@ -1,6 +1,6 @@
 """``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
 
-Each component is tried in a child process (``check_cases``). If the process crashes or hangs, the running
+Each component is tried in a child process (``check_cases``) by pytest. If the process crashes or hangs, the running
 case is broken and the rest of that component is not tried. This module has the command line, the target and the table.
 """
 
@@ -49,6 +49,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(asked: argparse.Namespace) -> int:
     """Try all that ``asked.target`` has and print how it fared; return 0 if every promise was kept, 1 if not."""
+    if importlib.util.find_spec("pytest") is None:
+        raise ConfigError(f"Contracts are run by pytest, which is not installed: pip install '{DISTRIBUTION}[check]'")
     targets, cases = resolve(asked.target)
     for target in targets:
         cases += _tried(target, asked.timeout)

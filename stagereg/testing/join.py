@@ -36,7 +36,7 @@ class JoinableContract(Contract):
         keeps: names of attributes that a join may change for good, though training without one does not.
         tolerance: by how much numbers may differ, relative above 1.
         timeout_s: seconds that a scenario may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
-            that wait for each other in vain give up after half of it.
+            that wait for each other in vain give up after half of it. When one has hung, the others get a third.
     """
 
     world_size: ClassVar[int] = 2

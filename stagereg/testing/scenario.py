@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import time
 import types
 import warnings
 import weakref
@@ -34,6 +35,7 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
 _STARTING_S = 5.0  # seconds from the start of the ranks to the loop
+_HURRIED_S = 6.0  # seconds that a loop gets at least, when another one of the contract has hung
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
@@ -107,22 +109,33 @@ def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float
 # -- where it is asked for
 
 _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakref.WeakKeyDictionary()
+_hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts of which a scenario has hung
 
 
 def played(contract: Any, scenario: Scenario) -> ScenarioResult:
     """Return how a scenario of a contract went, which is run once."""
     known = _played.setdefault(contract, {})
     if scenario not in known:
-        known[scenario] = _run(contract, scenario)
+        known[scenario] = _run(contract, scenario, _limit_s(contract))
     return known[scenario]
 
 
-def _run(contract: Any, scenario: Scenario) -> ScenarioResult:
+def _run(contract: Any, scenario: Scenario, limit_s: float) -> ScenarioResult:
+    began = time.monotonic()
     try:
-        args, timeout_s = (contract, scenario), contract.timeout_s + _STARTING_S
-        return ScenarioResult(tuple(run_ranks(play, contract.world_size, args=args, timeout_s=timeout_s)))
+        args = contract, scenario, limit_s
+        return ScenarioResult(tuple(run_ranks(play, contract.world_size, args=args, timeout_s=limit_s + _STARTING_S)))
     except RankFailure as error:
         return ScenarioResult(tuple(map(error.returned.get, range(contract.world_size))), _in_short(error))
+    finally:
+        if time.monotonic() - began > limit_s / 2:  # for example since stagereg's Join timed out
+            _hung.add(contract)
+
+
+def _limit_s(contract: Any) -> float:
+    """Seconds for one more scenario: a third of the contract's when one has hung, for many may hang for one reason."""
+    limit_s: float = contract.timeout_s
+    return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
 
 
 def _in_short(failure: RankFailure) -> str:
@@ -142,16 +155,17 @@ def _in_short(failure: RankFailure) -> str:
 # -- on the ranks
 
 
-def play(rank: int, world_size: int, contract: Any, scenario: Scenario) -> Observation:
+def play(rank: int, world_size: int, contract: Any, scenario: Scenario, limit_s: float) -> Observation:
     """Play a scenario on a rank, and return what was observed."""
-    return _Play(contract(), scenario, rank).run()
+    return _Play(contract(), scenario, rank, limit_s).run()
 
 
 class _Play:
-    def __init__(self, contract: Any, scenario: Scenario, rank: int) -> None:
+    def __init__(self, contract: Any, scenario: Scenario, rank: int, limit_s: float) -> None:
         self._contract = contract
         self._what = scenario
         self._rank = rank
+        self._limit_s = limit_s
         self._seen = Observation()
         self._in_join = False
         self._taken = 0
@@ -225,7 +239,7 @@ class _Play:
         if what.torchs[self._rank % 2]:
             theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(self._joinables, what.enable, what.throw, **theirs)
-        options.setdefault("timeout", self._contract.timeout_s / 2)
+        options.setdefault("timeout", self._limit_s / 2)
         if what.mode != "own":
             options["mode"] = what.mode
         if options.get("mode") in ("planned", "auto"):

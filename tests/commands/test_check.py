@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
@@ -24,7 +25,7 @@ Check = Callable[..., dict[str, Any]]
 
 # Contracts of no kind need no training to break their promises; each of these does it in another way.
 HARMFUL = """
-import os, subprocess, sys, time
+import os, pytest, subprocess, sys, time
 from stagereg.testing import Contract
 
 print("a plugin may print", flush=True)
@@ -49,6 +50,16 @@ class Harmful(Contract):
     def test_leaves(self):
         '''It calls sys.exit.'''
         sys.exit(3)
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_takes(self, number, tmp_path):
+        '''It takes what pytest gives.'''
+        assert tmp_path.is_dir() and number in (1, 2)
+
+    @pytest.mark.skipif(True, reason="not today")
+    def test_rests(self):
+        '''It is left out.'''
+        raise ValueError
 
     def test_harms(self):
         '''It does no harm.'''
@@ -156,10 +167,12 @@ def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, mon
     for name, text in (("test_raises", "ValueError: of its own"), ("test_leaves", "SystemExit: 3")):
         assert re.fullmatch(rf"{text} \(.*harmful.py:\d+\)", found[name][1])
     assert found["test_skips"] == ("skipped", "no such machine")
+    assert found["test_takes[1]"] == found["test_takes[2]"] == ("kept", "")
+    assert found["test_rests"] == ("skipped", "not today")
     stuck = rf"still running after 10 s: stuck in test_harms \(.*harmful.py:{line}\)"
     assert re.fullmatch(stuck, found["test_harms"][1])
     assert found["test_after"] == ("skipped", "not tried: the process has ended")
-    assert result["counts"] == {"kept": 2, "broken": 4, "skipped": 2}
+    assert result["counts"] == {"kept": 4, "broken": 4, "skipped": 3}
     assert not result["kept"]
     assert await_gone(*map(int, (tmp_path / "pids").read_text().split()))
 
@@ -361,6 +374,12 @@ def test_a_folder_is_checked_as_if_it_was_installed(tmp_path: Path, check: Check
     assert found["test_breaks"] == ("broken", "3 is not 4")
     (tmp_path / "pyproject.toml").write_text("[project")
     assert "is not valid TOML" in command("check", tmp_path, code=2).err
+
+
+def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))
+    assert "pip install 'hydra-stagereg[check]'" in command("check", "blocking", code=2).err
 
 
 def test_what_a_target_means_is_known_without_importing_it(install: Install) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import stagereg
+from stagereg.testing import scenario
 from stagereg.testing.join import JoinableContract, JoinHookContract
 
 from ..support.pages import expect_table_of_contracts
@@ -63,6 +65,28 @@ def test_a_promise_catches_who_breaks_it(promise: str, breaks: type[JoinableCont
     outcome = breaks.outcome(promise)
     assert outcome.kept is False
     assert seen in outcome.seen
+
+
+@pytest.mark.slow
+def test_once_a_loop_has_hung_the_others_get_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, run = [], scenario._run
+
+    def observed(contract: Any, what: Any, limit_s: float) -> Any:
+        limits.append(limit_s)
+        return run(contract, what, limit_s)
+
+    monkeypatch.setattr(scenario, "_run", observed)
+    monkeypatch.setattr(scenario, "_STARTING_S", 1.0)
+    monkeypatch.setattr(scenario, "_HURRIED_S", 1.0)
+    monkeypatch.setattr(mutants.NeverReturnsContract, "timeout_s", 6.0)
+    monkeypatch.setattr(scenario, "_played", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(scenario, "_hung", weakref.WeakSet())
+    names = ("test_uneven_inputs", "test_even_inputs", "test_failing_rank")
+    uneven, even, failing = map(mutants.NeverReturnsContract.outcome, names)
+    assert "rank 0 hung in main_hook" in uneven.seen
+    assert "1, 3 batches on ranks 0, 1, ..." in uneven.seen
+    assert (even.kept, failing.kept) == (True, True)
+    assert limits == [6.0, 2.0, 2.0, 2.0]
 
 
 def test_the_pages_example_keeps_it_from_a_file_by_path(tmp_path: Path) -> None:
