@@ -28,6 +28,7 @@ from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
+from tests.support.installed import needs
 from tests.support.places import PLACES, place
 
 from ...support.watching import watching
@@ -296,7 +297,9 @@ def while_read(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None
     monkeypatch.setattr(CheckpointStore, "contents", contents)
 
 
-@pytest.mark.parametrize("command", ["verify DIR", "ls DIR --verify", "convert DIR OUT.pt"])
+@pytest.mark.parametrize(
+    "command", ["verify DIR", "ls DIR --verify", pytest.param("convert DIR OUT.pt", marks=needs("interop"))]
+)
 def test_commands_that_read_keep_what_they_read(
     run: Checkpointer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
