@@ -118,6 +118,9 @@ class UnevenInputsError(StageregError, RuntimeError):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[type[UnevenInputsError], tuple[str, int | None]]:
+        return type(self), (str(self), self.rank)
+
 
 class PeerFailedError(JoinError, RuntimeError):
     """Another rank of a join raised, died, froze or got stuck, so this rank cannot go on.
@@ -131,6 +134,9 @@ class PeerFailedError(JoinError, RuntimeError):
         super().__init__(text)
         self.rank = rank
         self.message = message or text
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, int | None, str]]:
+        return type(self), (str(self), self.rank, self.message)
 
 
 class CheckpointError(StageregError, RuntimeError):
@@ -236,8 +242,10 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 def listed(names: Sequence[str], most: int = 10) -> str:
     """Return names of a checkpoint for a message, of many the first ``most``."""
-    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names]  # from elsewhere
-    return few_of(shown, most) or "an empty state"
+    more = len(names) - most
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]  # from elsewhere
+    shown += [f"and {more} more"] if more > 0 else []
+    return ", ".join(shown) or "an empty state"
 
 
 def reason(error: BaseException) -> str:

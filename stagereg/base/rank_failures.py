@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
 
-class FailureResponse:
-    """Saves what surviving ranks have when other ranks fail. Thread-safe. Each method does nothing here."""
+class FailureResponse(Protocol):
+    """Saves what surviving ranks have when other ranks fail. Thread-safe."""
 
     def is_expected(self) -> bool:
         """Whether something saves after a rank failure."""
-        return False
 
     def await_saved(self) -> None:
         """Wait for that save, for a bounded time, if another rank has failed. Training thread."""
@@ -20,8 +20,17 @@ class FailureResponse:
         """Shorten the failure detection timeout: this process is to exit. Idempotent."""
 
 
+class _NoResponse:
+    def is_expected(self) -> bool:
+        return False
+
+    def await_saved(self) -> None: ...
+
+    def shorten_timeout(self) -> None: ...
+
+
 # Global because a process is one rank, and neither a checkpointer nor a signal handler is given the launcher.
-_response = FailureResponse()
+_response: FailureResponse = _NoResponse()
 
 
 def response() -> FailureResponse:

@@ -1,8 +1,8 @@
 """What a docstring says about each parameter: the help text of the options.
 
-Read is Google's style, a section ``Args:``; a dataclass may have ``Attributes:`` instead. For a class, its ``__init__``
-and the class itself are read, then its bases in the order of inheritance, so a parameter that a class only passes on
-keeps the help of the class that explained it.
+Read are Google's style (a section ``Args:``), NumPy's (``Parameters`` underlined) and reST's fields (``:param x:``).
+For a class, its ``__init__`` and the class itself are read, then its bases in the order of inheritance, so a parameter
+that a class only passes on keeps the help of the class that explained it. A dataclass may have ``Attributes:`` instead.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import re
 import textwrap
 from typing import Any
 
+_TITLE = r"^(?i:(?:other )?parameters|params|(?:keyword )?arg(?:ument)?s|attributes)"
+_NAMES = r"^(\*{0,2}\w+(?: *, *\*{0,2}\w+)*)"
 _INDENTED = r"(?:\n(?:[ \t].*)?)*"
-_SECTION = re.compile(rf"^(?:(?:Keyword )?Arg(?:ument)?s|Attributes): *$({_INDENTED})", re.MULTILINE)
-_ITEM = re.compile(rf"^(\*{{0,2}}\w+(?: *, *\*{{0,2}}\w+)*) *(?:\(.*?\))? *:(?=\s|$)(.*{_INDENTED})", re.MULTILINE)
-"""The names and the text of one item of a section."""
+
+_STYLES = (
+    (rf"{_TITLE}: *$({_INDENTED})", rf"{_NAMES} *(?:\(.*?\))? *:(?=\s|$)(.*{_INDENTED})"),
+    (rf"{_TITLE} *\n-{{3,}} *$((?:\n(?!.+\n-{{3,}} *$).*)*)", rf"{_NAMES} *(?::.*)?$({_INDENTED})"),
+    (r"\A([\s\S]*)\Z", rf"^:(?:param|parameter|arg|argument|key|keyword) +(?:[^:]* )?\*{{0,2}}(\w+) *:(.*{_INDENTED})"),
+)
+"""Google's, NumPy's and reST's: the part of a docstring that has the items; the names and the text of an item."""
 
 
 def parameters(component: Any) -> dict[str, str]:
@@ -26,8 +32,9 @@ def parameters(component: Any) -> dict[str, str]:
         texts = [text for of in own for text in (getattr(of.get("__init__"), "__doc__", ""), of.get("__doc__"))]
     found: dict[str, str] = {}
     for text in (inspect.cleandoc(text) for text in texts if text):
-        for body in _SECTION.findall(text):
-            for names, help_ in _ITEM.findall(textwrap.dedent(body)):
-                for name in re.findall(r"\w+", names):
-                    found.setdefault(name, " ".join(help_.split()))
+        for section, item in _STYLES:
+            for body in re.findall(section, text, re.MULTILINE):
+                for names, help_ in re.findall(item, textwrap.dedent(body), re.MULTILINE):
+                    for name in re.findall(r"\w+", names):
+                        found.setdefault(name, " ".join(help_.split()))
     return {name: help_ for name, help_ in found.items() if help_}

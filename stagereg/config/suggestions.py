@@ -26,6 +26,8 @@ from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import factory_of, options
 from stagereg.errors import ConfigError, nearest
 
+KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "heartbeat_timeout")
+"""The keys of the config ``stagereg``."""
 _NOT_A_DEFAULT = re.compile(
     r"Could not override '([\w@./]+)'.*\n(?:Did you mean to override (\S+)\?\n)?"
     r"To append to your default list use (\+\S+)"
@@ -36,10 +38,12 @@ _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook
 
 def explain(error: BaseException | None) -> str:
     """Return a line with the nearest name and all there are; empty where error and causes are about something else."""
-    line = ""
+    line, composing = "", str(error).startswith("In '")
     while error is not None and not line:
         if isinstance(error, OmegaConfBaseException):
             line = _wrong_type(error) if isinstance(error, ValidationError) else _unknown_key(error)
+            if line and composing and not isinstance(error, ValidationError):
+                line += _missing_fields(error)
         elif isinstance(error, MissingConfigException):
             line = _unknown_option(error)
         elif found := re.match(
@@ -109,6 +113,18 @@ def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseExcep
 
 def _names(kind: str) -> str:
     return ", ".join(registry.names(kind)) if kind in registry.kinds() else "what you have registered"
+
+
+def _missing_fields(error: OmegaConfBaseException) -> str:
+    """Return the fields of stagereg that the app's dataclass lacks, if it comes before stagereg in the defaults."""
+    root, owner = error.parent_node, getattr(error.object_type, "__name__", "")
+    if root is None or error.key != error.full_key or not dataclasses.is_dataclass(error.object_type):
+        return ""
+    lacking = [f"{key}: Any = MISSING" for key in dict.fromkeys((error.key, *KEYS)) if key not in root]
+    return (
+        f". {owner} comes first in the defaults, so it must have a field for each key of the others: list {owner} "
+        f"after stagereg, or add to it: {'; '.join(lacking)}"
+    )
 
 
 def _component(config_type: Any) -> Any:

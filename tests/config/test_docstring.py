@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from stagereg.config.docstring import parameters
 
 GOOGLE = """Do it.
@@ -24,11 +26,43 @@ GOOGLE = """Do it.
         nothing: at all.
 """
 
+NUMPY = """Do it.
 
-def test_the_section_of_the_parameters_is_read() -> None:
+    Parameters
+    ----------
+    one : int
+        the first,
+        with more: of it.
+    two
+        the second.
+    three, four : float, default 1.0
+        both of them.
+    *args
+        the rest.
+
+    Returns
+    -------
+    nothing
+        at all.
+"""
+
+REST = """Do it.
+
+    :param one: the first,
+        with more: of it.
+    :param str two: the second.
+    :arg float three: both of them.
+    :param four: both of them.
+    :param args: the rest.
+    :returns: nothing at all.
+"""
+
+
+@pytest.mark.parametrize("text", [GOOGLE, NUMPY, REST], ids=["google", "numpy", "rest"])
+def test_each_style_is_read(text: str) -> None:
     def component() -> None: ...
 
-    component.__doc__ = GOOGLE
+    component.__doc__ = text
     assert parameters(component) == {
         "one": "the first, with more: of it.",
         "two": "the second.",
@@ -36,7 +70,7 @@ def test_the_section_of_the_parameters_is_read() -> None:
         "four": "both of them.",
         "args": "the rest.",
     }
-    component.__doc__ = GOOGLE.splitlines()[0]
+    component.__doc__ = text.splitlines()[0]
     assert parameters(component) == {}
 
 

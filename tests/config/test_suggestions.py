@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import hydra
 import pytest
 import torch
 from hydra import compose, initialize, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
@@ -137,6 +139,27 @@ def test_a_program_that_initialises_the_group_is_an_error() -> None:
 def test_a_misspelt_default_gets_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [stagerreg, _self_]\n")
     assert message_of(tmp_path, "x=1").endswith("'stagerreg' for the defaults of a config. Did you mean 'stagereg'?")
+
+
+def test_a_dataclass_at_the_head_of_the_defaults_gets_the_fields_that_it_lacks() -> None:
+    def composed(fields: list[tuple[str, Any, Any]], order: list[str]) -> Any:
+        store = ConfigStore.instance()
+        store.store("schema", dataclasses.make_dataclass("Schema", [("lr", float, 0.1), *fields]))
+        store.store("typed", {"defaults": [*order, "_self_"]})
+        with initialize(None, version_base="1.3"):
+            return compose("typed", overrides=["nproc=2"])
+
+    with pytest.raises(HydraException) as caught:
+        composed([], ["schema", "stagereg"])
+    message, _, fields = explain(caught.value).partition("list Schema after stagereg, or add to it: ")
+    assert message.startswith("Schema takes no 'stager'. It takes: hydra, lr. Schema comes first in the defaults, so ")
+    names = [each.removesuffix(": Any = MISSING") for each in fields.split("; ")]
+    # Both ways out, as the message has them:
+    ways = (
+        composed([(name, Any, MISSING) for name in names], ["schema", "stagereg"]),
+        composed([], ["stagereg", "schema"]),
+    )
+    assert [(each.nproc, each.lr, OmegaConf.get_type(each).__name__) for each in ways] == [(2, 0.1, "Schema")] * 2
 
 
 def test_a_notebook_gets_what_to_write_for_the_directory_and_for_hydras_instantiate(tmp_path: Path) -> None:

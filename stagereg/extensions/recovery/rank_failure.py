@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from stagereg.base.rank_failures import FailureResponse, response
+from stagereg.base.rank_failures import response
 from stagereg.errors import LaunchError, reason
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import SHORT_TIMEOUT_S
@@ -57,7 +57,7 @@ Save = Callable[[RankFailure], str]
 """Saves together with the other surviving ranks, and returns a sentence on the outcome."""
 
 
-class EmergencySave(FailureResponse):
+class EmergencySave:
     """Saves once after rank failures, on one rank; see the module. Thread-safe.
 
     Attributes:
