@@ -122,12 +122,18 @@ class Joinable(ABC):
         ``default`` may be left out: it is :attr:`own_hook` then.
 
         Raises:
-            JoinError: there is no hook.
+            JoinError: what was chosen makes no hook, or there is no hook.
         """
         make = self.hook or default or self.own_hook
         if make is None:
             raise JoinError(f"a {type(self).__name__} has no hook: set own_hook, or give make_hook the default one")
-        return make(self)
+        hook = make(self)
+        if not callable(getattr(hook, "main_hook", None)) or not callable(getattr(hook, "post_hook", None)):
+            raise JoinError(
+                f"the hook of a {type(self).__name__} must have main_hook and post_hook, as a JoinHook has; "
+                f"{self.hook!r} made a {type(hook).__name__}"
+            )
+        return hook
 
     def is_due(self) -> bool:
         """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""

@@ -17,11 +17,6 @@ from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.step_observer import Place
 
-_WRITTEN = (
-    "it was written, freed or resized while it was copied, by something that is neither a torch optimizer nor "
-    "load_state_dict. Call stage() again, which copies everything before it returns"
-)
-
 
 class CopyFuture(Future[Any]):
     """The future of a :class:`.PendingCopy`: done when the copy is confirmed. :meth:`copied` returns the copy before.
@@ -137,7 +132,7 @@ class RunningCopies:
                 written = copy.await_fence()
             self._note_touched(copy, pending, bool(written))
             if written:
-                raise StagingError([written[0]], _WRITTEN)
+                raise _written(state, written[0])
             future.set_confirmed()
         except BaseException as raised:
             interrupted = StagingError([], f"the copy was interrupted ({raised!r})")
@@ -199,9 +194,20 @@ class RunningCopies:
 
 def _named(state: StateDict, error: Exception) -> Exception:
     """Return an error about the tensor of some index with the path that leads to it in ``state``."""
-    if type(error) is not StagingError or len(error.path) != 1 or not isinstance(error.path[0], int):
-        return error
-    path: tuple[object, ...] = ()
+    if type(error) is StagingError and len(error.path) == 1 and isinstance(error.path[0], int):
+        return WrittenWhileStagedError(_path(state, error.path[0]), error.reason)
+    return error
+
+
+def _written(state: StateDict, index: int) -> WrittenWhileStagedError:
+    return WrittenWhileStagedError(
+        _path(state, index),
+        "it was written, freed or resized while it was copied, by something that is neither a torch optimizer nor "
+        "load_state_dict. Call stage() again, which copies everything before it returns",
+    )
+
+
+def _path(state: StateDict, index: int) -> tuple[object, ...]:
     with contextlib.suppress(Exception):  # the state dict may be another one by now
-        path = path_to(state, error.path[0])
-    return WrittenWhileStagedError(path, error.reason)
+        return path_to(state, index)
+    return ()

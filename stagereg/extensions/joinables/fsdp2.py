@@ -227,7 +227,10 @@ class Fsdp2Joinable(ReducingJoinable):
         policy = self.policy
         if not policy.inputs:
             policy.wait("inputs", self.session, "publishing what inputs look like")
-            policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
+            try:
+                policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
+            except JoinError as error:
+                raise JoinError(f"This rank never had a batch, and no other's will do: {error}") from error
         for empty in policy.inputs:
             if isinstance(empty, JoinError):
                 raise JoinError(f"The inputs of {type(self.module).__name__}: {empty}") from empty
