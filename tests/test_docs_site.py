@@ -53,7 +53,7 @@ RUN = {
     "several-machines.md": {"bash": "test_docs_pages.py"},
     "slurm.md": {"bash": "test_docs_pages.py", "yaml": "test_docs_pages.py"},
     "stagers.md": {"python": "test_docs_pages.py"},
-    "storages.md": {"python": "testing/test_storage_contract.py"},
+    "storages.md": {"python": "testing/test_contracts.py"},
     "sweeps.md": dict.fromkeys(("console", "yaml"), "test_docs_pages.py"),
     "tutorial.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
 }
