@@ -5,16 +5,14 @@ Sizes and kinds of files are known without reading them; reading finds any other
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest, step_within
-from stagereg.errors import CheckpointError, StageregError, reason
 
 _SHOWN = 8  # files that a message names, of one checkpoint
 # Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now.
@@ -23,20 +21,6 @@ _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, err
 
 class InaccessibleFile(str):
     """Why nothing is known about a file: it is there or not, and good or not."""
-
-
-@contextlib.contextmanager
-def refusing(what: str) -> Generator[None, None, None]:
-    """Raise ``CheckpointError`` that ``what`` was not read in place of any error that is not of this project.
-
-    What others have written may raise anything: ``RecursionError`` and ``MemoryError`` too.
-    """
-    try:
-        yield
-    except StageregError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what} was not read: {reason(error)}") from error
 
 
 Found: TypeAlias = FileDigest | int | str

@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cached_property, partial
-from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -34,7 +33,6 @@ from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
-from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
 from stagereg.checkpoint.storage.storage_reader import read_through
 from stagereg.checkpoint.storage.subclasses import Whole
@@ -129,21 +127,6 @@ class CheckpointFiles(ExitStack):
                 leaf.value = elsewhere.get(leaf.name, leaf.value)
         return transfer
 
-    def mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Return a tensor that a local file has as a whole, mapped into this process until it is freed; or ``None``."""
-        if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
-            return None
-        [chunk] = stored.chunks
-        file = self.file(chunk.file)
-        unaligned = chunk.offset % stored.dtype.itemsize != 0
-        as_torch = isinstance(chunk.layout, str)
-        if not isinstance(file, File) or not file.local or not chunk.length or as_torch or unaligned:
-            return None
-        if chunk.offset + chunk.length > len(file.mapping):
-            raise OSError(f"{chunk.file} ends at byte {len(file.mapping)}")
-        data = torch.frombuffer(file.mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
-        return _elements_of(data, chunk, stored.dtype)
-
     def load_object(self, name: str, data: bytes | bytearray) -> Any:
         """Return the object that ``torch.save`` has made ``data`` of. Raises: ``CheckpointError``."""
         return pickled.load(name, data)
@@ -205,12 +188,6 @@ class File:
             self.stream = self._backend.open(path)
         except UnfitFileError as error:
             raise CheckpointError(f"{path} is no regular file") from error
-
-    @cached_property
-    def mapping(self) -> mmap:
-        """The content of a local file as private memory. It is never closed: tensors may be in it."""
-        flags = MAP_PRIVATE | MAP_NORESERVE
-        return mmap(self.stream.fileno(), 0, flags=flags, prot=PROT_READ | PROT_WRITE)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory``. Raises: ``OSError``, also if the file ends before."""
@@ -368,12 +345,12 @@ def _copy(
         if wraps(stored):
             raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which is no dense tensor.")
     else:
-        stored = _elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
+        stored = elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
     with torch.no_grad():
         to.copy_(stored[box])
 
 
-def _elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+def elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of a chunk as the part of the tensor that they are."""
     flat = data.view(dtype)
     return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)

@@ -160,7 +160,3 @@ class GuardedRule:
             text = "stagereg: %s failed, %s: %s. While it does, none is deleted, and the disk may fill up."
             _log.warning(text, option("checkpoint.keep"), self.name, wrong)
         return dict.fromkeys(paths, f"{self.name} failed")
-
-    def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
-        """Yield nothing: a rule logs what it has to."""
-        yield from ()

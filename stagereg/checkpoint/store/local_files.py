@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from stagereg.base.machine import is_on_network
 from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
 from stagereg.checkpoint.format.manifest import FileDigest
-from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import ConfigError
 
@@ -64,12 +60,9 @@ def _mark_piece(descriptor: int, piece: range) -> FileDigest:
 
 
 class DiskFile:
-    """A new, empty file at ``path``, past the page cache if ``direct`` and possible. Raises: ``OSError`` with the path.
+    """A new, empty file at ``path``, past the page cache if ``direct`` and possible: a :class:`.Sink`.
 
     A regular file there is replaced, and anything else is an error. ``mode`` is of a new file, less the umask.
-
-    Attributes:
-        refused: whether the file system has refused to be written past the page cache.
     """
 
     def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
@@ -82,7 +75,6 @@ class DiskFile:
             self._descriptor = open_regular(path, flags, mode=mode)
 
     def write(self, data: memoryview) -> None:
-        """Write what comes next: whole pages, but for the last call."""
         while data:
             if len(data) < PAGE or self._at % PAGE:
                 self._use_cache()  # it is no whole block
@@ -101,7 +93,6 @@ class DiskFile:
             self._at += written
 
     def end(self) -> None:
-        """Make the file durable, which is whole."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -109,7 +100,6 @@ class DiskFile:
             raise
 
     def close(self, whole: bool) -> None:
-        """Let go of it; what is not ``whole`` is of no use. Raises nothing."""
         os.close(self._descriptor)
 
     def _use_cache(self) -> bool:
@@ -117,33 +107,3 @@ class DiskFile:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)
-
-
-class LocalFiles:
-    """The files of this machine's file systems; see :class:`.Files`."""
-
-    remote = False
-    root: str
-
-    @property
-    def shared(self) -> bool:
-        return is_on_network(Path(self.root))
-
-    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
-        return act()
-
-    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-        return act()
-
-    def fetch(self, path: str, part: range) -> bytes:
-        with self.open(path) as file:
-            return os.pread(file.fileno(), len(part), part.start)
-
-    def open(self, path: str) -> io.RawIOBase:
-        return io.FileIO(path, opener=lambda path, _: open_regular(path))
-
-    def make(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
-
-    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
-        return DiskFile(path, direct, mode)

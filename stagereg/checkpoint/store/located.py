@@ -35,8 +35,7 @@ def located(target: str, empty: bool = False, every_name: bool = False) -> Locat
         name = target.rstrip("/").rpartition("/")[2]
         if name != LATEST and step_of(name) is None:
             store = open_store(target)
-            every = [*conditions(store), *store.of_torch(every_name)]
-            every.sort(key=lambda each: -1 if each.step is None else each.step, reverse=True)
+            every = sorted([*conditions(store), *store.of_torch(every_name)], key=_falling)
             if every or (empty and store.leftovers()):
                 return Located(store, every, one=False)
         store = open_parent_store(target)
@@ -85,11 +84,11 @@ def with_those_of_torch(
 def conditions(store: CheckpointStore) -> list[VerificationResult]:
     """Return what each checkpoint of a store is like by manifest and sizes, the highest step first."""
     complete, damaged = store.checkpoints()
-    return sorted(
-        [*(VerificationResult(one.path, one.manifest) for one in complete), *damaged],
-        key=lambda each: -1 if each.step is None else each.step,
-        reverse=True,
-    )
+    return sorted([*(VerificationResult(one.path, one.manifest) for one in complete), *damaged], key=_falling)
+
+
+def _falling(each: VerificationResult) -> int:
+    return 1 if each.step is None else -each.step
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:

@@ -128,8 +128,9 @@ class Retention:
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
         why = keep.select([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
-        for text in keep.warnings(made, [each for each in counted if each.path not in why]):
-            self._warn_once(text)
+        if isinstance(keep, Keep):  # another rule logs what it has to
+            for text in keep.warnings(made, [each for each in counted if each.path not in why]):
+                self._warn_once(text)
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 

@@ -21,8 +21,7 @@ from stagereg.errors import MALFORMED, CheckpointError
 def expect_own_job(store: CheckpointStore, resume: str) -> None:
     """Raise ``CheckpointError`` if another job of a sweep has had the directory, and nothing says that is meant.
 
-    Another job has another combination, or another number in this sweep. A note of an earlier release has no
-    combination.
+    Another job has another combination, or another number in this sweep.
     """
     own = _own_job()
     noted: dict[str, str] | None = None
@@ -34,14 +33,11 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
         noted = {key: str(value) for key, value in json.loads(store.note(SWEEP_JOB) or b"null").items()}
     if noted is None or gives_resume(raw(HydraConfig.get().overrides.task)):
         return
-    here, combination = noted.get("sweep") == own["sweep"], noted.get("combination", own["combination"])
+    here, combination = noted.get("sweep") == own["sweep"], noted.get("combination")
     if combination == own["combination"] and not (here and noted.get("job") != str(own["job"])):
         return
-    of = (
-        ""
-        if combination == own["combination"]
-        else f", which ran with {combination}, and not with {own['combination']}"
-    )
+    other = f", which ran with {combination}, and not with {own['combination']}"
+    of = "" if combination == own["combination"] else other
     raise CheckpointError(
         f"job {own['job']} of this sweep would resume from the checkpoints of job {noted.get('job')}"
         f"{'' if here else ' of ' + str(noted.get('sweep'))}{of}. Give each job a directory of its own, as "

@@ -19,13 +19,13 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import torch
 
 import stagereg.checkpoint.format.encoding as encoding
-from stagereg.checkpoint.format.damage import refusing
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.advice import causes
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.opened import OpenCheckpoint, tensors_of
+from stagereg.extensions.interop.opening import refusing
 from stagereg.extensions.interop.safetensors import DTYPES, METADATA, head
 from stagereg.kernel.memory import view_of
 

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ import torch
 import stagereg.checkpoint.format.encoding as encoding
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
-from stagereg.checkpoint.format.damage import VerificationResult, refusing
+from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.encoding import Leaf
+from stagereg.checkpoint.format.index import Stored
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.storage.dcp import DcpStorage
-from stagereg.checkpoint.storage.reading import CheckpointFiles
+from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
+from stagereg.checkpoint.storage.reading import CheckpointFiles, File, elements_of
 from stagereg.checkpoint.store.open_store import local_part
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
+from stagereg.extensions.interop.opening import refusing
 from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp
 from stagereg.extensions.interop.torch_directories import DCP_WRITER
 
@@ -59,6 +63,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         self.files, self.structures = files, structures
         self._tensors, self._reading = tensors_of(structures), reading
         self._closed = False
+        self._mappings: dict[str, mmap] = {}  # by file
 
     @property
     def step(self) -> int | None:
@@ -127,11 +132,29 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         if self._closed:
             raise ClosedError(f"{self.path} was closed; open it again.")
         with refusing(f"{leaf.name!r:.100} of {self.path}"):
-            if (found := self.files.mapped(leaf.stored)) is not None:
+            if (found := self._mapped(leaf.stored)) is not None:
                 return found
             wanted = Leaf(leaf.name, leaf.stored)
             self.files.read([wanted])
         return wanted.value
+
+    def _mapped(self, stored: Stored) -> torch.Tensor | None:
+        """Return a tensor that a local file has as a whole, mapped into this process until it is freed; or ``None``."""
+        if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
+            return None
+        [chunk] = stored.chunks
+        file = self.files.file(chunk.file)
+        unaligned = chunk.offset % stored.dtype.itemsize != 0
+        as_torch = isinstance(chunk.layout, str)
+        if not isinstance(file, File) or not file.local or not chunk.length or as_torch or unaligned:
+            return None
+        if chunk.file not in self._mappings:  # never closed: tensors may be in it
+            flags = MAP_PRIVATE | MAP_NORESERVE
+            self._mappings[chunk.file] = mmap(file.stream.fileno(), 0, flags=flags, prot=PROT_READ | PROT_WRITE)
+        if chunk.offset + chunk.length > len(mapping := self._mappings[chunk.file]):
+            raise OSError(f"{chunk.file} ends at byte {len(mapping)}")
+        data = torch.frombuffer(mapping, dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
+        return elements_of(data, chunk, stored.dtype)
 
 
 def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
