@@ -26,9 +26,8 @@ import torch.distributed as dist
 import stagereg.integrations.written as written
 from stagereg.assembly import Checkpointer
 from stagereg.base.spec import refuse_unknown
-from stagereg.checkpoint.format.manifest import MANIFEST, step_of
+from stagereg.checkpoint.format.manifest import MANIFEST, METADATA, step_of
 from stagereg.checkpoint.hold import SCRATCH
-from stagereg.checkpoint.storage.files import METADATA
 from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError

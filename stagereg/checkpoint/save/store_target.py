@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.base.command import command_key
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
-from stagereg.checkpoint.format.manifest import FileDigest, Manifest
+from stagereg.checkpoint.format.manifest import METADATA, FileDigest, Manifest
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.storage.files import METADATA
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, name_of
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.failpoints import failpoint

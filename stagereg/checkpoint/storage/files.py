@@ -14,30 +14,27 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-import stagereg.checkpoint.format.torch_metadata as torch_metadata
+from stagereg.base.providers import needs, providers
 from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult
-from stagereg.checkpoint.format.manifest import FileDigest
+from stagereg.checkpoint.format.manifest import METADATA, FileDigest
 from stagereg.checkpoint.format.wrappers import owning, wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit
-from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
 
 StrPath: TypeAlias = str | os.PathLike[str]
-
-METADATA = ".metadata"  # the file of torch's metadata
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +139,7 @@ class FileStorage(Storage):
 
     def reader(self, path: StrPath) -> StorageReader:
         """Return a reader of files that hold what ``torch.save`` has made of each entry. It runs no code of a file."""
-        return FilesReader(path)
+        return torch_reader(path)
 
     @contextmanager
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
@@ -164,48 +161,16 @@ class FileStorage(Storage):
                 _log.warning("%s is on a file system that refuses O_DIRECT: written through the page cache.", self.path)
 
 
-class _RemoteFiles(FileSystem):
-    """The files of a backend as torch's reader opens them."""
+def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> StorageReader:
+    """Return torch's reader of a directory or URL, from an extension; the reader runs no code of a file.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    @contextmanager
-    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
-        with self._backend.open(os.fspath(path)) as stream:
-            yield stream
-
-    def concat_path(self, path: StrPath, suffix: str) -> str:
-        return f"{os.fspath(path).rstrip('/')}/{suffix}"
-
-    def init_path(self, path: StrPath) -> StrPath:
-        return path
-
-
-class FilesReader(FileSystemReader):
-    """torch's reader of the directory or URL ``path``, which reads ``.metadata`` without running code.
-
-    ``unpack`` makes of the bytes of an entry what ``torch.save`` has made of it.
+    ``unpack`` makes of the bytes of an entry what ``torch.save`` has made of it. Raises: ``CheckpointError`` without
+    the extension.
     """
-
-    def __init__(self, path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> None:
-        super().__init__(path)
-        self._unpack = unpack
-        backend = backend_of(path)
-        if backend.remote:
-            self.fs = _RemoteFiles(backend)
-            self.path = self.fs.init_path(path)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as file:
-            metadata = torch_metadata.loads(file.read())
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        part = super()._slice_file(file, sinfo)
-        return part if self._unpack is None else io.BytesIO(self._unpack(part.read()))
+    for each in providers("readers"):
+        reader: StorageReader = each.FilesReader(path, unpack)
+        return reader
+    raise CheckpointError(f"torch's reader of {os.fspath(path)} {needs('interop')}")
 
 
 def standalone(x: torch.Tensor) -> torch.Tensor:

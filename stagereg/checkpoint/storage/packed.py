@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
-from stagereg.checkpoint.storage.files import FilesReader, FileStorage, StrPath, standalone
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, standalone, torch_reader
 
 
 class PackedStorage(FileStorage):
@@ -45,4 +45,4 @@ class PackedStorage(FileStorage):
         return results
 
     def reader(self, path: StrPath) -> StorageReader:
-        return FilesReader(path, self.unpack)
+        return torch_reader(path, self.unpack)

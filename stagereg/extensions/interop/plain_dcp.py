@@ -1,7 +1,7 @@
 """Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
 
 torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` is read by
-:mod:`~stagereg.checkpoint.format.torch_metadata`, and values by :mod:`~stagereg.checkpoint.format.pickled`. As in
+:mod:`~stagereg.extensions.interop.torch_metadata`, and values by :mod:`~stagereg.checkpoint.format.pickled`. As in
 torch, integer keys have become text, and empty containers are missing.
 """
 
@@ -24,9 +24,9 @@ from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
 from stagereg.checkpoint.format.index import ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import METADATA
 from stagereg.checkpoint.format.pickled import QUANTIZED
-from stagereg.checkpoint.format.torch_metadata import METADATA_BYTES, loads
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
+from stagereg.extensions.interop.torch_metadata import METADATA_BYTES, loads
 
 _EMPTY = 10_000  # items of lists of which nothing is saved
 _DOTTED = 1 << 24  # characters of the dotted names of all containers, beyond those that the names of values account for

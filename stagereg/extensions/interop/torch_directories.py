@@ -64,7 +64,7 @@ def _of_torch(
 
 def _file_sizes(content: bytes) -> dict[str, int]:
     """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
-    from stagereg.checkpoint.format.torch_metadata import loads  # imports torch
+    from stagereg.extensions.interop.torch_metadata import loads  # imports torch
 
     sizes: dict[str, int] = {}
     try:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-import stagereg.checkpoint.format.torch_metadata as reader
+import stagereg.extensions.interop.torch_metadata as reader
 from stagereg.errors import CheckpointError
 
 MANY = b"(" + b"K\1" * 50_000 + b"tq\1"  # a tuple, in the memo
