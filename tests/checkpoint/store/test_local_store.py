@@ -72,10 +72,8 @@ def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pyte
     assert latest.manifest.step == 3
 
 
-@pytest.mark.parametrize(("new", "there"), [(2, 3), (3, None)], ids=["saved again", "deleted"])
-def test_what_is_deleted_while_it_is_read_is_missing(
-    root: Path, monkeypatch: pytest.MonkeyPatch, new: int, there: int | None
-) -> None:
+@pytest.mark.parametrize("new", [2, 3])
+def test_what_is_deleted_while_it_is_read_is_missing(root: Path, monkeypatch: pytest.MonkeyPatch, new: int) -> None:
     store = open_store(root)
     read = store.contents
 
@@ -86,7 +84,7 @@ def test_what_is_deleted_while_it_is_read_is_missing(
 
     monkeypatch.setattr(store, "contents", contents)
     found = store.look(str(root / "step-00000002"), content=True)
-    assert (found.manifest and found.manifest.serial, str(found)) == (there, "" if there else "manifest.json: missing")
+    assert (found.manifest, str(found)) == (None, "manifest.json: missing")
 
 
 def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> None:
@@ -95,7 +93,7 @@ def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> Non
     assert (root / "step-00000003").read_text() == "mine"
     (root / "latest").unlink()
     shutil.copytree(root / "step-00000002", root / "latest")
-    with pytest.raises(CheckpointError, match=r"latest"):
+    with pytest.raises(CheckpointError, match=r"latest is a directory, .*\. Delete it or move it away\."):
         save(root, 4)
     assert [one.manifest.step for one in open_store(root).checkpoints()[0]] == [3, 2]
 
