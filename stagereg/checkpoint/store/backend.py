@@ -36,22 +36,14 @@ class Sink(Protocol):
         """Let go of the file; without ``whole`` it is of no use. Raises nothing."""
 
 
-class Backend(Protocol):
-    """Directories with files in them, below one root; also opens and makes the files that a storage reads and writes.
-
-    Paths are full paths or URLs, as text. A write is safely stored when the call returns. Errors are ``OSError`` unless
-    said otherwise. Thread-safe; any process reads; the run that holds the lock writes.
+class Files(Protocol):
+    """Opens and makes files, which a storage reads and writes. Errors are ``OSError``. Thread-safe.
 
     Attributes:
-        root: the directory of checkpoints, without a slash at its end.
         remote: whether requests reach the files, by URLs that mean the same on every machine.
-        in_place: whether a save is written under its final name. A directory with a token in its name and without a
-            manifest is then an unfinished save, or a checkpoint being deleted.
     """
 
-    root: str
     remote: bool
-    in_place: bool
 
     @property
     def shared(self) -> bool:
@@ -74,6 +66,22 @@ class Backend(Protocol):
 
     def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
         """Begin a new file; ``direct``: past the page cache where that can be; ``mode``: less the umask."""
+
+
+class Backend(Files, Protocol):
+    """Directories with files in them, below one root.
+
+    Paths are full paths or URLs, as text. A write is safely stored when the call returns. Errors are ``OSError`` unless
+    said otherwise. Thread-safe; any process reads; the run that holds the lock writes.
+
+    Attributes:
+        root: the directory of checkpoints, without a slash at its end.
+        in_place: whether a save is written under its final name. A directory with a token in its name and without a
+            manifest is then an unfinished save, or a checkpoint being deleted.
+    """
+
+    root: str
+    in_place: bool
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         """Return the content of a directory, if it exists: sizes or damage of files; ``None`` for directories.

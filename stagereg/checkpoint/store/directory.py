@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
-from stagereg.base.machine import is_on_network
 from stagereg.base.small_files import (
     MOST_BYTES,
     discard,
-    open_regular,
     read_small,
     replace_small,
     sync,
@@ -41,9 +37,8 @@ from stagereg.checkpoint.format.manifest import (
     plain_name,
     step_name,
 )
-from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.checkpoint.store.local_files import DiskFile, local_path, mark_file
+from stagereg.checkpoint.store.local_files import LocalFiles, local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.errors import CheckpointError
 
@@ -53,36 +48,13 @@ _NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 _log = logging.getLogger(__name__)
 
 
-class Directory:
+class Directory(LocalFiles):
     """A directory of this machine's file systems, shared ones included, by its full path; see :class:`.Backend`."""
 
-    remote = in_place = False
+    in_place = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
-
-    @property
-    def shared(self) -> bool:
-        return is_on_network(Path(self.root))
-
-    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
-        return act()
-
-    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-        return act()
-
-    def fetch(self, path: str, part: range) -> bytes:
-        with self.open(path) as file:
-            return os.pread(file.fileno(), len(part), part.start)
-
-    def open(self, path: str) -> io.RawIOBase:
-        return io.FileIO(path, opener=lambda path, _: open_regular(path))
-
-    def make(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
-
-    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
-        return DiskFile(path, direct, mode)
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         try:
@@ -148,12 +120,11 @@ class Directory:
         os.symlink(name, link)
         try:
             os.replace(link, latest)
-        except IsADirectoryError as error:  # it may be the user's
+        except OSError as error:
             discard(link)
-            text = f"{latest} is a directory, as some copies make one of a link. Delete it or move it away."
-            raise CheckpointError(text) from error
-        except OSError:
-            discard(link)
+            if isinstance(error, IsADirectoryError):  # it may be the user's
+                text = f"{latest} is a directory, as some copies make one of a link. Delete it or move it away."
+                raise CheckpointError(text) from error
             raise
         sync(self.root)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from stagereg.base.machine import is_on_network
 from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, joined
 from stagereg.checkpoint.format.manifest import FileDigest
+from stagereg.checkpoint.store.backend import Sink, T
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import ConfigError
 
@@ -107,3 +111,33 @@ class DiskFile:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)
+
+
+class LocalFiles:
+    """The files of this machine's file systems; see :class:`.Files`."""
+
+    remote = False
+    root: str
+
+    @property
+    def shared(self) -> bool:
+        return is_on_network(Path(self.root))
+
+    def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
+        return act()
+
+    def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+        return act()
+
+    def fetch(self, path: str, part: range) -> bytes:
+        with self.open(path) as file:
+            return os.pread(file.fileno(), len(part), part.start)
+
+    def open(self, path: str) -> io.RawIOBase:
+        return io.FileIO(path, opener=lambda path, _: open_regular(path))
+
+    def make(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
+        return DiskFile(path, direct, mode)

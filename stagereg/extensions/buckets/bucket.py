@@ -30,15 +30,12 @@ _BLOCK_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
-class Bucket:
-    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
+class StoredFiles:
+    """The objects of a store; see :class:`.Files`."""
 
-    remote = shared = in_place = True
-
-    def __init__(self, root: str) -> None:
-        self.root = root.rstrip("/")
-        self.objects = ObjectStore(root)
-        self._committed = ""
+    remote = shared = True
+    root: str
+    objects: ObjectStore
 
     def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
         return retrying(doing, path, act)
@@ -57,6 +54,17 @@ class Bucket:
 
     def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
         return Upload(self.objects, path)
+
+
+class Bucket(StoredFiles):
+    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
+
+    in_place = True
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self.objects = ObjectStore(root)
+        self._committed = ""
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
         listed = self.objects.listing(path)

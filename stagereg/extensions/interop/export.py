@@ -25,7 +25,7 @@ from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.advice import causes
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.opened import OpenCheckpoint, tensors_of
-from stagereg.extensions.interop.opening import refusing
+from stagereg.extensions.interop.refusing import refusing
 from stagereg.extensions.interop.safetensors import DTYPES, METADATA, head
 from stagereg.kernel.memory import view_of
 

@@ -27,8 +27,8 @@ from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.reading import CheckpointFiles, File, elements_of
 from stagereg.checkpoint.store.open_store import local_part
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
-from stagereg.extensions.interop.opening import refusing
 from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp
+from stagereg.extensions.interop.refusing import refusing
 from stagereg.extensions.interop.torch_directories import DCP_WRITER
 
 _log = logging.getLogger(__name__)

@@ -5,35 +5,21 @@ A damaged checkpoint is refused before torch is imported: the import takes more 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.store.located import newest
-from stagereg.errors import CheckpointError, StageregError, reason
+from stagereg.errors import CheckpointError
+from stagereg.extensions.interop.refusing import refusing
 
 if TYPE_CHECKING:
     from stagereg.extensions.interop.opened import OpenCheckpoint
 
 _log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def refusing(what: str) -> Generator[None, None, None]:
-    """Raise ``CheckpointError`` that ``what`` was not read in place of any error that is not of this project.
-
-    What others have written may raise anything: ``RecursionError`` and ``MemoryError`` too.
-    """
-    try:
-        yield
-    except StageregError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what} was not read: {reason(error)}") from error
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> OpenCheckpoint:

@@ -72,8 +72,10 @@ def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pyte
     assert latest.manifest.step == 3
 
 
-@pytest.mark.parametrize("new", [2, 3])
-def test_what_is_deleted_while_it_is_read_is_missing(root: Path, monkeypatch: pytest.MonkeyPatch, new: int) -> None:
+@pytest.mark.parametrize(("new", "there"), [(2, 3), (3, None)], ids=["saved again", "deleted"])
+def test_what_is_deleted_while_it_is_read_is_missing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, new: int, there: int | None
+) -> None:
     store = open_store(root)
     read = store.contents
 
@@ -84,7 +86,7 @@ def test_what_is_deleted_while_it_is_read_is_missing(root: Path, monkeypatch: py
 
     monkeypatch.setattr(store, "contents", contents)
     found = store.look(str(root / "step-00000002"), content=True)
-    assert (found.manifest, str(found)) == (None, "manifest.json: missing")
+    assert (found.manifest and found.manifest.serial, str(found)) == (there, "" if there else "manifest.json: missing")
 
 
 def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> None:

@@ -35,9 +35,9 @@ ALLOWED = {  # why: see there
     "store.lock:_other.open",
     "interop.other_formats:_what.open",  # through a link of the user
     "buckets.bucket:Bucket.mark.open",  # not a file
-    "buckets.bucket:Bucket.open.open",
+    "buckets.bucket:StoredFiles.open.open",
     "buckets.object_store:Upload.__init__.open",
-    "store.directory:Directory.fetch.open",  # which expects a regular file
+    "store.local_files:LocalFiles.fetch.open",  # which expects a regular file
     "buckets.object_store:ObjectStore.open.BufferedReader",
     "tiers.tier:available_memory.read_text",  # the kernel's
     "tiers.incoming:IncomingPart.write.open",  # made by this process, in a folder of its own
