@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import hypothesis.strategies as st
 import pytest
-import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hypothesis import example, given
 from omegaconf.errors import OmegaConfBaseException
 
 import stagereg
-from stagereg import cli
 from stagereg.assembly import Checkpointer
 from stagereg.base.providers import has
 from stagereg.base.sizes import ByteSize
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.store.keep import Keep
-from stagereg.checkpoint.store.open_store import open_store
 from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError
 from stagereg.testing.ranks import run_ranks
-from tests.support.places import PLACES
+from tests.support.keeping import composed, listed, steps, train
+from tests.support.places import PLACES, place
 
 VALUES = st.one_of(st.none(), st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
 POLICIES = st.builds(
@@ -138,57 +131,8 @@ def test_a_policy_of_no_use_is_refused(given: dict[str, Any], named: str) -> Non
 
 
 @pytest.fixture(params=PLACES)
-def dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "path":
-        yield str(tmp_path / "run")
-        return
-    name = uuid.uuid4().hex
-    yield f"memory://{name}/run"
-    fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
-
-
-LOSSES = {1: 0.9, 2: 0.125, 3: 0.8, 4: 0.25, 5: 0.7, 6: 0.6}
-
-
-def train(
-    dir: str, keep: Any, steps: Iterable[int], metrics: Mapping[int, float] = LOSSES, on_commit: Any = None
-) -> None:
-    with Checkpointer(dir, every=1, keep=keep, on_commit=on_commit, save_last=False) as checkpointer:
-        checkpointer.restore({"x": torch.zeros(64)})
-        for step in steps:
-            if step in metrics:
-                stagereg.log(step, loss=metrics[step])
-            checkpointer.save(step, {"x": torch.full((64,), float(step))})
-            checkpointer.wait()
-
-
-def steps(dir: str | Path) -> list[int]:
-    return sorted(one.manifest.step for one in open_store(str(dir)).checkpoints()[0])
-
-
-def listed(dir: str, capsys: pytest.CaptureFixture[str]) -> dict[int, str]:
-    assert cli.main(["ls", dir, "--json"]) == 0
-    return {each["step"]: each["kept"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
-
-
-def test_a_run_keeps_the_union_and_ls_says_why(dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    train(dir, Keep(newest=1, every=3, best=2, metric="loss"), [1, 2, 3, 4, 5])
-    train(dir, Keep(newest=1, every=3, best=2, metric="loss"), [6, 7])
-    assert steps(dir) == [2, 3, 4, 6, 7]
-    assert listed(dir, capsys) == {
-        7: "newest",
-        6: "every 3",
-        4: "best 2 of 2 by loss=0.25",
-        3: "every 3",
-        2: "best 1 of 2 by loss=0.125",
-    }
-    with open_store(dir).readers.read_lease(open_store(dir).checkpoints()[0][-1].path):
-        reader = f"best 1 of 2 by loss=0.125; being read by process {os.getpid()} on "
-        assert listed(dir, capsys)[2].startswith(reader)
-    assert cli.main(["ls", dir]) == 0
-    assert "latest; newest" in capsys.readouterr().out
-    train(dir, 2, [8, 9])
-    assert listed(dir, capsys) == {9: "", 8: ""}
+def dir(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return place(request.param, tmp_path)
 
 
 def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,48 +140,6 @@ def test_what_a_run_leaves_of_an_earlier_one_is_named(tmp_path: Path, capsys: py
     with Checkpointer(str(tmp_path), keep=1, save_last=False) as checkpointer:
         checkpointer.save(1, {"x": 1})
     assert listed(str(tmp_path), capsys) == {6: "earlier run", 5: "earlier run", 1: "newest"}
-
-
-def test_a_program_that_logs_late_is_warned_before_a_checkpoint_goes(
-    dir: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Checkpointer(dir, keep=Keep(newest=1, best=1, metric="loss"), save_last=False) as checkpointer:
-        for step, loss in [(1, 0.25), (2, 0.5), (3, 0.75)]:
-            checkpointer.save(step, {"x": 1})
-            checkpointer.wait()
-            stagereg.log(step, loss=loss)
-            if step == 1:
-                assert "loss of step 1 was logged after that step was saved" in caplog.text
-                assert steps(dir) == [1]
-    assert steps(dir) == [3]
-    assert "a checkpoint without the metric 'loss' is deleted" in caplog.text
-
-
-def test_a_checkpoint_deleted_without_the_metric_is_named(dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Also if others have the metric: the deleted one may have been the best."""
-    train(dir, Keep(newest=1, best=2, metric="loss"), range(1, 5), {1: 0.5, 2: 0.25, 4: 0.75})
-    assert steps(dir) == [1, 2, 4]
-    [warned] = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert "is deleted in" in warned
-    assert ": step-00000003" in warned
-
-
-def test_no_warning_if_each_checkpoint_has_the_metric(dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    train(dir, Keep(newest=1, best=1, metric="loss"), LOSSES)
-    assert steps(dir) == [2, 6]
-    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
-
-
-def test_a_metric_that_is_never_logged_is_warned_of_once(dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    losses = dict.fromkeys(range(1, 9), 0.5)
-    train(dir, Keep(newest=1, every=4, best=3, metric="lost"), range(1, 9), losses)
-    assert steps(dir) == [4, 8]
-    warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert len(warned) == 1
-    assert warned[0].startswith(
-        f"stagereg: a checkpoint without the metric 'lost' is deleted in {open_store(dir).root}: step-00000001"
-    )
-    assert warned[0].endswith("before the save: stagereg.log(step, lost=...). Did you mean 'loss'?")
 
 
 def test_a_budget_below_one_checkpoint_keeps_the_newest(dir: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,12 +159,6 @@ def test_what_is_said_of_why_is_not_trusted(tmp_path: Path, capsys: pytest.Captu
 
 
 # -- on a command line
-
-
-def composed(folder: Path, *overrides: str, app: str = "defaults: [stagereg, _self_]") -> Any:
-    (folder / "app.yaml").write_text(app)
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose("app", overrides=[f"checkpoint.dir={folder / 'run'}", *overrides])
 
 
 @pytest.mark.parametrize(

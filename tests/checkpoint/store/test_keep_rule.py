@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,31 +9,17 @@ from typing import Any
 import pytest
 
 import stagereg
-from stagereg import cli
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.errors import ConfigError, RegistryError
-from stagereg.extensions.callbacks.copy_to import CopyTo
 from stagereg.testing.ranks import run_ranks
-
-from .test_keep import composed, steps, train
+from tests.support.keeping import OfSteps, composed, listed, steps, train
 
 Metrics = Mapping[str, Mapping[str, float]]
 
 
-@stagereg.register("keep", "of_steps")
-class OfSteps:
-    """Keeps those of some steps. It has a parameter that the usual policy has as well, and attributes of any kind."""
-
-    def __init__(self, steps: list[int], every: int | None = 7) -> None:
-        self.steps, self.every, self.lock = steps, every, threading.Lock()
-
-    def select(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
-        return {one.path: "of a step" for one in checkpoints if one.manifest.step in self.steps}
-
-
-OF_STEPS = f"{__name__}.OfSteps"
+OF_STEPS = f"{OfSteps.__module__}.OfSteps"
 
 
 class Does:
@@ -68,19 +52,7 @@ FAILURES = {
 def test_a_rule_says_what_stays_and_ls_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(str(tmp_path), OfSteps([1, 3]), range(1, 6))
     assert steps(tmp_path) == [1, 3, 5]
-    assert cli.main(["ls", str(tmp_path), "--json"]) == 0
-    listed = {each["step"]: each["kept"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
-    assert listed == {5: "newest", 3: "of a step", 1: "of a step"}
-
-
-def test_a_rule_gets_what_was_logged(tmp_path: Path) -> None:
-    class Least:
-        def select(self, checkpoints: list[Checkpoint], metrics: Metrics) -> dict[str, str]:
-            assert metrics.keys() == {one.path for one in checkpoints}
-            return {max(metrics, key=lambda path: metrics[path]["loss"]): "greatest loss"}
-
-    train(str(tmp_path), Least(), range(1, 5))
-    assert steps(tmp_path) == [1, 4]
+    assert listed(str(tmp_path), capsys) == {5: "newest", 3: "of a step", 1: "of a step"}
 
 
 @pytest.mark.parametrize(("said", "does"), FAILURES.items(), ids=["raise", "none", "list", "path", "no", "0"])
@@ -123,11 +95,6 @@ def test_a_subclass_of_the_policy_is_guarded_as_well(tmp_path: Path, caplog: pyt
     assert steps(tmp_path) == [1, 2, 3]
     (warned,) = [each.getMessage() for each in caplog.records]
     assert "Stricter: KeyError: 'metric'" in warned
-
-
-def test_copies_are_kept_by_a_rule(tmp_path: Path) -> None:
-    train(str(tmp_path / "run"), 9, range(1, 6), on_commit=CopyTo(str(tmp_path / "copies"), keep=OfSteps([2])))
-    assert steps(tmp_path / "copies") == [2, 5]
 
 
 @pytest.mark.parametrize(
@@ -184,15 +151,6 @@ def test_a_config_chooses_a_rule(tmp_path: Path, overrides: list[str], app: str)
 
 def rule_of(checkpointer: stagereg.Checkpointer) -> Any:
     return checkpointer._target.keep._rule
-
-
-def test_a_config_chooses_the_rule_of_copies(tmp_path: Path) -> None:
-    at = "checkpoint.on_commit.backup"
-    chosen = [f"+on_commit@{at}=copy_to", f"{at}.dir={tmp_path}", f"+keep@{at}.keep=of_steps", f"{at}.keep.steps=[1]"]
-    config = composed(tmp_path, *chosen)
-    with stagereg.instantiate(config.checkpoint) as checkpointer:
-        assert checkpointer._target.keep == Keep()
-    assert "OfSteps" in stagereg.instantiate(config.checkpoint.on_commit.backup).keep.name
 
 
 def test_a_rule_in_a_plain_mapping_has_its_own_defaults(tmp_path: Path) -> None:

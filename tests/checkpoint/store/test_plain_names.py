@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,9 +17,8 @@ from stagereg import cli
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.store.open_store import open_store
-from stagereg.extensions.callbacks.calls import _Caller
-from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 
+from ...support.reading import opened
 from ...support.watching import watching
 
 PLAIN, BEFORE = "step-00000002", "step-00000001"
@@ -72,7 +70,6 @@ def expect_whole(root: Path) -> None:
 
 def test_the_plain_name_is_back_with_the_commit(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
-    told: list[CommittedCheckpoint] = []
 
     def look(point: str) -> None:
         seen.append(point)
@@ -80,12 +77,12 @@ def test_the_plain_name_is_back_with_the_commit(root: Path, capsys: pytest.Captu
             expect_whole(root)
 
     with watching(look):
-        saved_again(root, 2, on_commit=[told.append])
+        saved_again(root, 2)
     assert seen.count("named") == seen.count("repointed") == 1
     assert names(root) == [BEFORE, PLAIN]
     assert os.readlink(root / "latest") == PLAIN
-    assert [each.path for each in told] == [root / PLAIN]
-    assert stagereg.open_checkpoint(str(root / "latest"), verify=True).entry("x") == "second 2"
+    with opened(root / "latest", verify=True) as checkpoint:
+        assert checkpoint.entry("x") == "second 2"
     assert [name for name in os.listdir(root) if name.startswith(".step")] == []
     assert cli.main(["ls", str(root), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -136,27 +133,24 @@ def test_killed_at_any_moment_the_next_commit_brings_it_back(root: Path, point: 
 @pytest.mark.parametrize("ends", ["by the next commit", "by close"])
 def test_it_waits_for_readers_of_the_old_one(root: Path, ends: str) -> None:
     store = open_store(root)
-    told: list[Path | str] = []
     with ExitStack() as held:
         held.enter_context(store.readers.read_lease(str(root / PLAIN)))
-        hooks = [lambda each: told.append(each.path)]
-        with Checkpointer(str(root), keep=3, save_last=False, on_commit=hooks) as checkpointer:
+        with Checkpointer(str(root), keep=3, save_last=False) as checkpointer:
             assert checkpointer.restore({"x": ""}) == 1
             checkpointer.save(2, {"x": "second 2"})
             checkpointer.wait()
             [suffixed] = set(names(root)) - {BEFORE, PLAIN}
             assert os.readlink(root / "latest") == suffixed
             assert "worst 2" in (root / PLAIN / "index.json").read_text()
-            checkpointer._calls.finish()
             held.close()
             if ends == "by the next commit":
                 checkpointer.save(3, {"x": "third"})
                 checkpointer.wait()
                 assert set(names(root)) == {BEFORE, PLAIN, "step-00000003"}
-    assert told[0] == root / suffixed
     assert PLAIN in names(root)
     assert suffixed not in names(root)
-    assert stagereg.open_checkpoint(str(root / PLAIN), verify=True).entry("x") == "second 2"
+    with opened(root / PLAIN, verify=True) as checkpoint:
+        assert checkpoint.entry("x") == "second 2"
     expect_whole(root)
 
 
@@ -182,33 +176,6 @@ def test_who_reads_it_by_the_name_with_a_token_keeps_that(root: Path) -> None:
         held.close()
         checkpointer.save(4, {"x": "fourth"})
     assert suffixed.name not in names(root)
-
-
-def test_a_component_whose_turn_comes_later_is_told_the_name_there_is(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, bool]] = []
-    turn, take = threading.Event(), _Caller._take
-    monkeypatch.setattr(_Caller, "_take", lambda *given: turn.wait(60) and take(*given))
-    store = open_store(root)
-    with ExitStack() as held:
-        held.enter_context(store.readers.read_lease(str(root / PLAIN)))
-
-        def look(each: CommittedCheckpoint) -> None:
-            told.append((Path(each.path).name, (Path(each.path) / "index.json").exists()))
-
-        with Checkpointer(str(root), every=1, keep=3, save_last=False, on_commit=[look]) as checkpointer:
-            assert checkpointer.restore({"x": ""}) == 1
-            checkpointer.save(2, {"x": "second 2"})
-            checkpointer.wait()
-            assert PLAIN in names(root)
-            held.close()
-            checkpointer.save(3, {"x": "third"})
-            checkpointer.wait()
-            turn.set()
-            checkpointer._calls.finish()
-            assert checkpointer.stats.on_commit_failures == 0
-    assert told == [(PLAIN, True), ("step-00000003", True)]
 
 
 def test_where_files_cannot_be_linked_the_name_with_a_token_stays(

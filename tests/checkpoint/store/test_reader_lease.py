@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -20,7 +19,6 @@ import fsspec
 import pytest
 import torch
 
-import stagereg
 import stagereg.checkpoint.store.lease as lease
 import stagereg.checkpoint.store.readers as readers
 from stagereg import cli
@@ -30,6 +28,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_store
 from tests.support.installed import needs
 from tests.support.places import PLACES, place
+from tests.support.reading import opened
 
 from ...support.watching import watching
 
@@ -269,18 +268,10 @@ def test_who_may_not_write_reads_without_a_lease(
         for _ in range(3):
             with store.readers.read_lease(first(run)):
                 assert store.look(first(run), content=True).damages == {}
-            with stagereg.open_checkpoint(str(run.dir), verify=True) as checkpoint:
+            with opened(str(run.dir), verify=True) as checkpoint:
                 assert checkpoint.entry("x").sum() == 8
     said = [each for each in caplog.records if "without a lease" in each.getMessage()]
     assert [(each.levelname, "Permission denied" in each.getMessage()) for each in said] == [("DEBUG", True)]
-    assert leases(run) == []
-
-
-def test_an_open_checkpoint_that_is_forgotten_is_let_go(run: Checkpointer) -> None:
-    checkpoint = stagereg.open_checkpoint(str(run.dir))
-    assert len(leases(run)) == 1
-    del checkpoint
-    gc.collect()
     assert leases(run) == []
 
 
