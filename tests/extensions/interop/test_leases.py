@@ -44,10 +44,11 @@ def test_an_open_checkpoint_that_is_forgotten_is_let_go(run: Checkpointer) -> No
 def test_a_checkpoint_that_is_converted_stays(
     run: Checkpointer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    read, seen = CheckpointStore.contents, list[list[str]]()
+    read, seen, acted = CheckpointStore.contents, list[list[str]](), list[str]()
 
     def contents(store: CheckpointStore, path: str, parts: Any) -> Any:
-        if not seen:
+        if not acted:
+            acted.append(path)
             save(run, 2)
             seen.append(there(run, "step-"))
         return read(store, path, parts)
