@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import weakref
-from typing import NoReturn, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 import stagereg.base.output as output
 from stagereg.base.crash_report import describe_after
@@ -30,19 +31,12 @@ class BackgroundWork(Protocol):
         """Wait until it has ended, for as long as that may take; False if it is given up, and a thread hangs in it."""
 
 
-@runtime_checkable
-class NotesFailure(Protocol):
-    """Background work that notes the error that ends the job."""
-
-    def failed(self, error: BaseException) -> None:
-        """Note that this process ends by ``error``."""
-
-
 class Shutdown:
     """What this process waits for and has to report."""
 
     def __init__(self) -> None:
         self.works: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
+        self.on_failure: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
         self.errors: list[StageregError] = []
         self.code: int | None = None
         self.interrupted = False
@@ -75,6 +69,11 @@ def wait_for(work: BackgroundWork) -> None:
     _shutdown.works.add(work)
 
 
+def on_failure(note: Callable[[BaseException], None]) -> None:
+    """Have :func:`note_failure` call a method, for as long as its object exists: this keeps no reference."""
+    _shutdown.on_failure.append(weakref.WeakMethod(note))
+
+
 def report_error(error: StageregError) -> None:
     """Have the end report ``error``, unless it is withdrawn (:func:`withdraw_error`). Any thread."""
     _shutdown.errors.append(error)
@@ -102,10 +101,10 @@ def finish() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Have all work that can, note the error that ends the job: the process may exit without :func:`finish`."""
-    for each in list(_shutdown.works):
-        if isinstance(each, NotesFailure):
-            each.failed(error)
+    """Note the error that ends the job (:func:`on_failure`): the process may exit without :func:`finish`."""
+    for each in list(_shutdown.on_failure):
+        if (note := each()) is not None:
+            note(error)
 
 
 def exit_now(code: int) -> NoReturn:

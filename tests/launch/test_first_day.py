@@ -99,8 +99,8 @@ not call restore(), which is for all ranks"""
 MADE_ALONE = "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
 INTERRUPT = """\
 stopped by SIGINT
-The newest checkpoint is step 20, in RUN/checkpoints; the same command with checkpoint.dir=RUN/checkpoints goes on \
-from there."""
+The newest checkpoint is step 20, in RUN/checkpoints; the same command with checkpoint.dir=RUN/checkpoints \
+resumes from there."""
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class Quarantine(CheckpointExtension):
         self._saves = saves
         self._writes = setup.ranks.rank == 0 if setup.stores else self._leads()
         shutdown.wait_for(self)
+        shutdown.on_failure(self._fail)
 
     def locked(self) -> None:
         self._holds = True

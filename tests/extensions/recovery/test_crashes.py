@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.store.failpoints as failpoints
 import stagereg.checkpoint.store.lock as lock
 import stagereg.extensions.recovery.quarantine as quarantine
@@ -66,6 +67,17 @@ def steps_in(root: Path) -> list[str]:
 @pytest.fixture(params=["path", "memory://"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run") if request.param == "path" else f"memory://bucket{tmp_path}/run"
+
+
+def test_an_error_that_ends_a_job_whose_checkpointer_is_open_is_noted(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    checkpointer = Checkpointer(str(tmp_path), every=1000)
+    assert checkpointer.restore(state_of()) == 100
+    checkpointer.maybe_save(101, state_of())  # from now on the run has the lock
+    assert b"step-00000100" in (tmp_path / NOTE).read_bytes(), "counts as a crash if the process is killed now"
+    shutdown.note_failure(CheckpointError("Step 200 was not saved"))  # a process that exits at once closes nothing
+    assert not (tmp_path / NOTE).exists()
+    checkpointer.close()
 
 
 def test_after_three_crashes_the_one_before_is_restored(root: str) -> None:

@@ -225,7 +225,7 @@ def test_the_last_crash_before_the_quarantine_is_told_with_the_option_that_preve
     assert last.startswith("The newest checkpoint is step 6, in ")
     assert "The next start with checkpoint.resume=auto skips step-00000006, which is quarantined after 2 cra" in last
     assert "resume from it with checkpoint.restore.max_crashes=null." in last
-    assert "goes on from there" not in ended.stderr
+    assert "resumes from there" not in ended.stderr
     end_of(program, *crashes)
     assert began(program) == [None, 6, 6, 3]
 
