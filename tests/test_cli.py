@@ -113,5 +113,5 @@ def test_a_command_imports_no_other_command() -> None:
     program = "import sys; from stagereg import cli; cli.main(['list']); print(*sorted(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     loaded = {each for each in done.stderr.split() if each.startswith(("stagereg.commands.", "stagereg.bench"))}
-    assert loaded == {"stagereg.commands.listing"}
+    assert loaded == {"stagereg.commands.listing", "stagereg.commands.arguments"}
     assert not {"torch", "hydra"} & {*done.stderr.split()}
