@@ -7,6 +7,7 @@ folder is not there is left out; with one, the constructor says what is missing.
 from __future__ import annotations
 
 import datetime
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,10 @@ import stagereg.checkpoint.options as options
 from stagereg.base.option_text import choice, constructed, option
 from stagereg.base.providers import has, needs
 from stagereg.base.spec import suggests_arguments
-from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.options import Failure, Restore, expect_duration, expect_flag
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.targets import ReplicaSharding, Schedule
+from stagereg.checkpoint.targets import Schedule
 from stagereg.config.no_tier import NoTier
 from stagereg.errors import ConfigError, at_least
 from stagereg.registry import register
@@ -170,18 +170,28 @@ class Checkpointer(core.Checkpointer):
         alone = {"dir": notes or place, "every": every, "keep": keep, "resume": resume, "save_last": save_last}
         self.check_options({**alone, **groups})
         copier: AsyncStager = options.component("stager", stager, "overlapped")
-        self._tiering = _tiering(chosen, failure)
-        self._preemption = _preemption(preemption)
-        self._quarantine = _quarantine(restore, self._tiering)
-        self._calls = _calls(on_commit)
-        extensions = _watching(restore, copier)
-        extensions += [
-            each for each in (self._calls, self._preemption, self._tiering, self._quarantine) if each is not None
+        if on_commit is not None:
+            _needs("callbacks", option("checkpoint.on_commit"))
+        self._calls = _made("callbacks", "calls.CommitCalls", on_commit)
+        grace = preemption.grace_period
+        self._preemption = None if grace is None else _made("preemption", "leaving.PreemptionExtension", grace)
+        self._tiering = tiering = None if chosen is None else _tiering(chosen, failure)
+        self._quarantine = _made(
+            *("recovery", "quarantine.Quarantine", restore.max_crashes, tiering is not None),
+            lambda: tiering is not None and tiering.leads(),
+        )
+        extensions = [
+            _made("goodput", "starts.StartPhases"),
+            _made("diagnostics", "checks.Diagnostics", restore.cast, copier),
+            _made("retention", "logged_metrics.LoggedMetrics"),
+            _made("recovery", "emergency_saver.EmergencySaver"),
+            *(self._calls, self._preemption, tiering, self._quarantine),
         ]
+        sharding = _made("replicas", "shares.ReplicaShards", replicas.verify_every, replicas.share)
         schedule = _schedule("checkpoint.every", every, failure, in_tier=False)
         super().__init__(
             *(place, schedule, keep, resume, copier, storage, process_group, restore, failure),
-            *(save_last, enable, extensions, _sharding(replicas), notes),
+            *(save_last, enable, [each for each in extensions if each is not None], sharding, notes),
             compared={"replicas": replicas, "preemption": preemption},
         )
 
@@ -195,6 +205,18 @@ def _needs(extension: str, what: str) -> None:
     """Raise ``ConfigError`` if an option names an extension that is not installed."""
     if not has(extension):
         raise ConfigError(f"{what} {needs(extension)}")
+
+
+def _made(extension: str, name: str, *arguments: Any) -> Any:
+    """Call a class or function ``name`` of an extension; return ``None`` if the extension is not installed."""
+    if not has(extension):
+        return None
+    module, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(f"stagereg.extensions.{extension}.{module}"), kind)(*arguments)
+
+
+def _tiering(tier: Any, failure: Failure) -> Any:
+    return _made("tiers", "tiering.Tiering", tier, _schedule("tier.every", tier.every, failure, in_tier=True))
 
 
 def _tier(tier: Any) -> Any:
@@ -213,9 +235,8 @@ def _notes(chosen: Any) -> str:
             f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the steps: choose "
             f"{choice('tier', 'disk', dir='PATH')}, or {choice('tier', 'memory')}."
         )
-    from stagereg.extensions.tiers.tiering import notes_of
-
-    return notes_of(chosen)
+    notes: str = _made("tiers", "tiering.notes_of", chosen)
+    return notes
 
 
 def _schedule(name: str, every: int | str, failure: Failure, in_tier: bool) -> Schedule:
@@ -223,77 +244,8 @@ def _schedule(name: str, every: int | str, failure: Failure, in_tier: bool) -> S
     if isinstance(every, int):
         return Schedule(every)
     _needs("planning", option(name, every))
-    from stagereg.extensions.planning.automatic import Automatic
-
     expected_s = failure.mtbf.total_seconds()
-    mtbf_s = partial(float, expected_s)
-    if has("goodput"):
-        from stagereg.extensions.goodput import phases
-
-        mtbf_s = partial(phases.mtbf_s, expected_s, in_tier)
-    return Automatic(mtbf_s, who="the tier " if in_tier else "")
-
-
-def _tiering(chosen: Any, failure: Failure) -> Any:
-    if chosen is None:
-        return None
-    from stagereg.extensions.tiers.tiering import Tiering
-
-    return Tiering(chosen, _schedule("tier.every", chosen.every, failure, in_tier=True))
-
-
-def _preemption(preemption: Preemption) -> Any:
-    if preemption.grace_period is None or not has("preemption"):
-        return None
-    from stagereg.extensions.preemption.leaving import PreemptionExtension
-
-    return PreemptionExtension(preemption.grace_period)
-
-
-def _sharding(replicas: Replicas) -> ReplicaSharding | None:
-    if not has("replicas"):
-        return None
-    from stagereg.extensions.replicas.shares import ReplicaShards
-
-    return ReplicaShards(replicas.verify_every, replicas.share)
-
-
-def _quarantine(restore: Restore, tiering: Any) -> Any:
-    if not has("recovery"):
-        return None
-    from stagereg.extensions.recovery.quarantine import Quarantine
-
-    return Quarantine(restore.max_crashes, tiering is not None, lambda: tiering is not None and tiering.leads())
-
-
-def _watching(restore: Restore, stager: AsyncStager) -> list[CheckpointExtension]:
-    """Return what every checkpointer has, as far as it is installed."""
-    found: list[CheckpointExtension] = []
-    if has("goodput"):
-        from stagereg.extensions.goodput.starts import StartPhases
-
-        found.append(StartPhases())
-    if has("diagnostics"):
-        from stagereg.extensions.diagnostics.checks import Diagnostics
-
-        found.append(Diagnostics(restore.cast, stager))
-    if has("retention"):
-        from stagereg.extensions.retention.logged_metrics import LoggedMetrics
-
-        found.append(LoggedMetrics())
-    if has("recovery"):
-        from stagereg.extensions.recovery.emergency_saver import EmergencySaver
-
-        found.append(EmergencySaver())
-    return found
-
-
-def _calls(given: Any) -> Any:
-    if given is not None:
-        _needs("callbacks", option("checkpoint.on_commit"))
-    if not has("callbacks"):
-        return None
-    from stagereg.extensions.callbacks.calls import CommitCalls
-    from stagereg.extensions.callbacks.on_commit import components
-
-    return CommitCalls(components(given))
+    by_record = partial(_made, "goodput", "phases.mtbf_s", expected_s, in_tier)
+    mtbf_s = by_record if has("goodput") else partial(float, expected_s)
+    automatic: Schedule = _made("planning", "automatic.Automatic", mtbf_s, "the tier " if in_tier else "")
+    return automatic

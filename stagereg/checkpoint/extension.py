@@ -71,72 +71,41 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a checkpointer is made of, before it can save.
+    """What a checkpointer is made of, before it can save."""
 
-    Attributes:
-        ranks: the ranks that save together, for exchanges on the training thread.
-        process_group: the option, in which an extension makes groups of its own.
-        training: the process group that trains, ``None`` for a rank that is alone.
-        store: the checkpoint directory; without one, a directory of notes.
-        stores: whether checkpoints go to that directory.
-        storage: writes their files.
-        names: of the parameters in the state, as the saves see them.
-        every: the number whose multiples are saved, ``None`` for another schedule.
-        dir: the directory, for messages.
-        token: names this run; the same on all ranks.
-        resume: the option.
-        timeout: of a save.
-        lock: locks the directory. Collective.
-        is_urged: whether an extension of this rank has a reason to leave (:meth:`CheckpointExtension.urges`).
-    """
-
-    ranks: RankGroup
-    process_group: dist.ProcessGroup | None
-    training: dist.ProcessGroup | None
-    store: CheckpointStore
-    stores: bool
-    storage: Storage
-    names: ParameterNames
-    every: int | None
-    dir: Path | str
-    token: str
-    resume: str
-    timeout: datetime.timedelta
-    lock: Callable[[], object]
-    is_urged: Callable[[], bool]
+    ranks: RankGroup  # the ranks that save together, for exchanges on the training thread
+    process_group: dist.ProcessGroup | None  # the option, in which an extension makes groups of its own
+    training: dist.ProcessGroup | None  # the process group that trains, ``None`` for a rank that is alone
+    store: CheckpointStore  # the checkpoint directory; without one, a directory of notes
+    stores: bool  # whether checkpoints go to that directory
+    storage: Storage  # writes their files
+    names: ParameterNames  # of the parameters in the state, as the saves see them
+    every: int | None  # the number whose multiples are saved, ``None`` for another schedule
+    dir: Path | str  # the directory, for messages
+    token: str  # names this run; the same on all ranks
+    resume: str  # the option
+    timeout: datetime.timedelta  # of a save
+    lock: Callable[[], object]  # locks the directory; collective
+    is_urged: Callable[[], bool]  # whether an extension of this rank has a reason to leave (``urges``)
 
 
 class Rejection(NamedTuple):
-    """Why a restore skips a candidate whose files may all be good.
+    """Why a restore skips a candidate whose files may all be good."""
 
-    Attributes:
-        word: completes "the checkpoint is ...", such as ``"quarantined"``.
-        about: what the reason is about, as the name of a corrupt file is.
-        why: the reason.
-        hint: what to do, for the warning that the candidate is skipped.
-        advice: what to do, for the error if every candidate is skipped.
-    """
-
-    word: str
-    about: str
-    why: str
-    hint: str = ""
-    advice: str = ""
+    word: str  # completes "the checkpoint is ...", such as ``"quarantined"``
+    about: str  # what the reason is about, as the name of a corrupt file is
+    why: str  # the reason
+    hint: str = ""  # what to do, for the warning that the candidate is skipped
+    advice: str = ""  # what to do, for the error if every candidate is skipped
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that a restore may try.
+    """A checkpoint that a restore may try."""
 
-    Attributes:
-        found: the directory and its manifest, and which files are corrupt.
-        source: the name of the source that reads the checkpoint.
-        rejections: why the candidate is skipped; the first one names the candidate in messages.
-    """
-
-    found: VerificationResult
-    source: str
-    rejections: tuple[Rejection, ...] = ()
+    found: VerificationResult  # the directory and its manifest, and which files are corrupt
+    source: str  # the name of the source that reads the checkpoint
+    rejections: tuple[Rejection, ...] = ()  # why it is skipped; the first one names the candidate in messages
 
     @property
     def path(self) -> str:
@@ -172,32 +141,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """One call of :meth:`.Checkpointer.restore`.
+    """One call of :meth:`.Checkpointer.restore`. Fields that are not explained are as in :class:`stagereg.Restore`."""
 
-    Attributes:
-        store: the directory of checkpoints.
-        resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
-        own: whether the option ``resume`` chooses the checkpoint, and not the argument ``source``.
-        verify, read, cast, exact, rename, allow_missing: as in :class:`stagereg.Restore`.
-        state: what was given to ``restore``.
-        names: of the parameters of ``state``.
-        storage: the checkpointer's.
-        ranks: the ranks that restore.
-    """
-
-    store: CheckpointStore
-    resume: str
-    own: bool
+    store: CheckpointStore  # the directory of checkpoints
+    resume: str  # ``"auto"``, ``"latest"`` or the path of a checkpoint
+    own: bool  # whether the option ``resume`` chooses the checkpoint, and not the argument ``source``
     verify: str
     read: str
     cast: bool
     exact: bool
     rename: Mapping[str, str]
     allow_missing: Sequence[str]
-    state: MutableMapping[str, Any]
-    names: ParameterNames
-    storage: Storage
-    ranks: RankGroup
+    state: MutableMapping[str, Any]  # what was given to ``restore``
+    names: ParameterNames  # of the parameters of ``state``
+    storage: Storage  # the checkpointer's
+    ranks: RankGroup  # the ranks that restore
 
     @property
     def where(self) -> str:

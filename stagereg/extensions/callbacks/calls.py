@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from typing import Any
 
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
@@ -23,7 +23,7 @@ from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.store.located import path_of
 from stagereg.checkpoint.store.open_store import path_or_url
-from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit
+from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint, OnCommit, components
 
 _log = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ _DELETED = (
 
 
 class CommitCalls(CheckpointExtension):
-    """The calls of all components, by the names that messages have for them. Rank 0 alone calls them."""
+    """The calls of all components that :func:`components` finds in the option. Rank 0 alone calls them."""
 
     name = "callbacks"
 
-    def __init__(self, components: Mapping[str, OnCommit]) -> None:
-        self._components = components
+    def __init__(self, given: Any) -> None:
+        self._components = components(given)
         self._callers: list[_Caller] = []
         self._process, self._leaving = os.getpid(), False
 

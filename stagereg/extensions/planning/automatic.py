@@ -40,11 +40,11 @@ class Automatic(Schedule):
 
     Args:
         mtbf_s: returns the mean time between failures in seconds, on rank 0.
-        clock: returns seconds.
         who: saves, for the log.
+        clock: returns seconds.
     """
 
-    def __init__(self, mtbf_s: Callable[[], float], clock: Callable[[], float] = record.now, who: str = "") -> None:
+    def __init__(self, mtbf_s: Callable[[], float], who: str = "", clock: Callable[[], float] = record.now) -> None:
         super().__init__(_FIRST_STEPS)
         self._who, self._clock, self._expected = who, clock, mtbf_s
         self._mtbf_s = 0.0

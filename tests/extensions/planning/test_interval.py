@@ -43,7 +43,7 @@ class Training:
     def __init__(self, step_s: float, stall_s: float, write_s: float, slower: float = 1.0, ranks: Any = None) -> None:
         self.step_s, self.stall_s, self.write_s, self.slower = step_s, stall_s, write_s, slower
         self.now = 1000.0
-        self.schedule = Automatic(lambda: MTBF_S, lambda: self.now)
+        self.schedule = Automatic(lambda: MTBF_S, clock=lambda: self.now)
         self.schedule.start(None)
         self.schedule._ranks = ranks or self.schedule._ranks
         self.pending: list[float] = []
