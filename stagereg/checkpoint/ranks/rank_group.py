@@ -261,10 +261,6 @@ class RankGroup:
         if waits:
             self._ask(lambda: self._store.delete_key(key))
 
-    def broadcast(self, data: torch.Tensor, source: int) -> None:
-        """Give ``data`` of rank ``source`` to all. Collective; inside :meth:`explaining`."""
-        self.wait(dist.broadcast(data, group=self.group, group_src=source, async_op=True), self.limit)
-
     def end(self, why: str) -> None:
         """Have every exchange fail for ``why``, also those under way; nobody is asked, as the store may be gone.
 
@@ -409,17 +405,3 @@ class RankGroup:
         for work in [dist.irecv(x, group=self.group, group_src=rank) for rank, x in coming]:
             cast("dist.Work", work).wait(self.limit)
         return [begin + bytes(view_of(x)) for (_, begin, _), x in zip(begun, rests, strict=True)]
-
-    def exchange(self, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
-        """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""
-        if self.size == 1:
-            return [[*each] for each in numbers]
-        counts = torch.tensor([3 * len(each) for each in numbers], dtype=torch.int64, device="cpu")
-        coming = torch.empty_like(counts)
-        self.wait(dist.all_to_all_single(coming, counts, group=self.group, async_op=True), self.limit)
-        triples = [triple for each in numbers for triple in each]
-        sent = torch.tensor(triples, dtype=torch.int64, device="cpu").flatten()
-        got = torch.empty(int(coming.sum()), dtype=torch.int64, device="cpu")
-        sizes = coming.tolist(), counts.tolist()
-        self.wait(dist.all_to_all_single(got, sent, *sizes, group=self.group, async_op=True), self.limit)
-        return [[(a, b, c) for a, b, c in part.view(-1, 3).tolist()] for part in got.split(coming.tolist())]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
@@ -48,7 +48,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
     data = data.ljust(length, b"\0")
     if ranks.size > 1 and data:
         with ranks.explaining(failing):
-            ranks.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0)
+            _broadcast(ranks, torch.frombuffer(data, dtype=torch.uint8), 0)
     return bytes(data)
 
 
@@ -166,7 +166,7 @@ class SharedRead:
             if not self._broadcast[number] and number % size != rank:
                 asked[number % size] += [(number, *one) for one in each]
         self._asked: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for other, numbers in enumerate(self._ranks.exchange(asked)):
+        for other, numbers in enumerate(_exchange(self._ranks, asked)):
             for number, low, high in numbers:
                 self._asked[number].append((other, low, high))
 
@@ -236,14 +236,14 @@ class SharedRead:
             if reader == rank:
                 self._finish()
                 if of_all and size > 1:
-                    self._ranks.broadcast(self._read[: len(piece)], rank)
+                    _broadcast(self._ranks, self._read[: len(piece)], rank)
                 for other, low, high in self._asked[number]:
                     cast("Any", dist.isend(self._read[low:high], group=group, group_dst=other)).wait(limit)
                 self._place(number, self._read)
                 self._begin_next()
                 continue
             if of_all:
-                self._ranks.broadcast(self._received[: len(piece)], reader)
+                _broadcast(self._ranks, self._received[: len(piece)], reader)
             else:
                 for low, high in self._ranges(number):
                     cast("Any", dist.irecv(self._received[low:high], group=group, group_src=reader)).wait(limit)
@@ -281,3 +281,23 @@ class SharedRead:
 def _fetch(file: Readable, offset: int, memory: memoryview) -> FileDigest:
     file.fetch_into(offset, memory)
     return FileDigest(len(memory), crc32(memory))
+
+
+def _broadcast(ranks: RankGroup, data: torch.Tensor, source: int) -> None:
+    """Give ``data`` of rank ``source`` to all. Collective; inside :meth:`.RankGroup.explaining`."""
+    ranks.wait(dist.broadcast(data, group=ranks.group, group_src=source, async_op=True), ranks.limit)
+
+
+def _exchange(ranks: RankGroup, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
+    """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""
+    if ranks.size == 1:
+        return [[*each] for each in numbers]
+    counts = torch.tensor([3 * len(each) for each in numbers], dtype=torch.int64, device="cpu")
+    coming = torch.empty_like(counts)
+    ranks.wait(dist.all_to_all_single(coming, counts, group=ranks.group, async_op=True), ranks.limit)
+    triples = [triple for each in numbers for triple in each]
+    sent = torch.tensor(triples, dtype=torch.int64, device="cpu").flatten()
+    got = torch.empty(int(coming.sum()), dtype=torch.int64, device="cpu")
+    sizes = coming.tolist(), counts.tolist()
+    ranks.wait(dist.all_to_all_single(got, sent, *sizes, group=ranks.group, async_op=True), ranks.limit)
+    return [[(a, b, c) for a, b, c in part.view(-1, 3).tolist()] for part in got.split(coming.tolist())]
