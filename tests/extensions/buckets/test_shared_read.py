@@ -16,7 +16,6 @@ import stagereg.checkpoint.store.local_files as local_files
 import stagereg.extensions.buckets.shared_read as shared_read
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.options import Restore
-from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.reading import File
 from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.shared_read import SharedRead
@@ -33,7 +32,7 @@ PIECE = 4000
 def count() -> Counter[str]:
     """Count, in this process, how often it is read so, and the bytes that are fetched, broadcast and received."""
     seen: Counter[str] = Counter()
-    run, fetch, broadcast = SharedRead.run, File.fetch_into, RankGroup.broadcast
+    run, fetch = SharedRead.run, File.fetch_into
 
     def running(self: SharedRead) -> Any:
         seen["runs"] += 1
@@ -43,17 +42,17 @@ def count() -> Counter[str]:
         seen["fetched"] += len(memory)
         fetch(self, offset, memory)
 
-    def broadcasting(self: RankGroup, data: torch.Tensor, source: int) -> None:
+    def broadcasting(data: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen["broadcast"] += data.nbytes
-        broadcast(self, data, source)
+        return dist.broadcast(data, *args, **options)
 
     def receiving(data: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen["received"] += data.nbytes
         return dist.irecv(data, *args, **options)
 
     SharedRead.run, File.fetch_into = running, fetching  # type: ignore[method-assign]
-    RankGroup.broadcast = broadcasting  # type: ignore[method-assign]
-    passing = {"irecv": receiving, "isend": dist.isend, "all_reduce": dist.all_reduce}
+    passing = {name: getattr(dist, name) for name in ("isend", "all_reduce", "all_to_all_single")}
+    passing |= {"irecv": receiving, "broadcast": broadcasting}
     shared_read.dist = SimpleNamespace(**passing)  # type: ignore[attr-defined]
     return seen
 
