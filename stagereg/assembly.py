@@ -174,7 +174,7 @@ class Checkpointer(core.Checkpointer):
             _needs("callbacks", option("checkpoint.on_commit"))
         self._calls = _made("callbacks", "calls.CommitCalls", on_commit)
         grace = preemption.grace_period
-        self._preemption = None if grace is None else _made("preemption", "leaving.PreemptionExtension", grace)
+        self._preemption = None if grace is None else _made("preemption", "consensus.PreemptionConsensus", grace)
         self._tiering = tiering = None if chosen is None else _tiering(chosen, failure)
         self._quarantine = _made(
             *("recovery", "quarantine.Quarantine", restore.max_crashes, tiering is not None),
@@ -198,7 +198,7 @@ class Checkpointer(core.Checkpointer):
     @property
     def preemption(self) -> PreemptionConsensus | None:
         """Whether the ranks are to leave; ``None`` without ``preemption.grace_period``."""
-        return None if self._preemption is None else self._preemption.consensus
+        return self._preemption if self._preemption is not None and self._preemption.started else None
 
 
 def _needs(extension: str, what: str) -> None:

@@ -12,17 +12,18 @@ is bounded, and it is the last.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import signal
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import stagereg.base.rank_failures as rank_failures
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 from stagereg.base.option_text import option
 from stagereg.base.signals import SIGNALS
+from stagereg.checkpoint.extension import CheckpointExtension, Due, Saves, Setup
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog
 from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped, reason
@@ -38,29 +39,40 @@ _MOST_CALLS = 64  # from one exchange to the next: steps may become slower than 
 _PATIENCE_S = 60.0  # for the ranks that have not come: far more than they are apart where they train in step
 
 
-class PreemptionConsensus:
-    """Whether the ranks are to save and exit; for the training thread. Signals are handled until ``close``.
+class PreemptionConsensus(CheckpointExtension):
+    """Whether the ranks are to save and exit; for the training thread. Signals are handled from ``start`` to ``close``.
 
-    ``grace_s`` and ``describe_newest`` are for the :class:`.PreemptionHandler`.
+    Args:
+        grace_period: from a signal to the end of its process.
     """
 
-    def __init__(
-        self, ranks: RankGroup, grace_s: float, describe_newest: Callable[[], str], requests: OperationLog
-    ) -> None:
+    name = "preemption"
+    _handler: PreemptionHandler
+    _ranks: RankGroup  # on whose group nothing else is exchanged
+    _requests: OperationLog
+
+    def __init__(self, grace_period: datetime.timedelta) -> None:
         self.agreed: signal.Signals | None = None  # the signal to exit for, on all ranks from the same step on
-        self._ranks = ranks  # on whose group nothing else is exchanged
-        self._requests = requests
-        self._handler = PreemptionHandler(grace_s, describe_newest)
-        self._handler.listen()
-        weakref.finalize(self, self._handler.close)
+        self.started = False
+        self._grace_s = grace_period.total_seconds()
         self._exchanging = True
         self._asked: int | None = None
         self._calls = 0  # since the last exchange began
         self._next = 1
-        self._since = record.now()
-        self._busy = BusyClock()
-        self._stragglers = Stragglers(ranks.machine_of)
         self._pending: Callable[[float], list[float]] | None = None
+
+    def start(self, setup: Setup, saves: Saves) -> None:
+        self._dir, self._ranks = str(setup.dir), RankGroup(setup.process_group)
+        self._requests = OperationLog(setup.training, f"checkpoint/{setup.token}/signals")
+        # A bound method would keep the saves of a checkpointer that was dropped.
+        self._handler = PreemptionHandler(self._grace_s, lambda: saves.describe_newest())
+        self._handler.listen()
+        weakref.finalize(self, self._handler.close)
+        self._since, self._busy, self._stragglers = record.now(), BusyClock(), Stragglers(self._ranks.machine_of)
+        self.started = True
+
+    def urges(self) -> bool:
+        return self.started and any(self.signal_flags())
 
     def signal_flags(self) -> list[float]:
         """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
@@ -74,24 +86,23 @@ class PreemptionConsensus:
                 self._handler.reports = self._ranks.rank == 0
                 self._handler.start_grace(number)
 
-    def agreed_at(self, step: int) -> bool:
-        """Whether to exit after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
+    def due(self, step: int) -> Due:
+        """Return whether to exit after ``step``. Never raises, and waits for a bounded time."""
         self._asked = step
         if self.agreed is None and self._exchanging:
             if self._ranks.size == 1:
                 self._update(self.signal_flags())
             else:
                 self._exchange()
-        return self.agreed is not None
+        return Due.NO if self.agreed is None else Due.LEAVE
 
-    def exit(self, step: int, directory: str, failure: Exception | None, resume: str | None) -> NoReturn:
+    def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
         """Exit with the other ranks, for which this waits as long as the handler lets it.
 
-        ``resume`` is the option of the run, ``None`` if the run has not called ``restore()``.
-
-        Raises ``Preempted`` where it is saved, and ``Stopped`` where it is not.
+        Raises ``Preempted`` where ``step`` is saved, and ``Stopped`` where it is not.
         """
-        assert self.agreed is not None
+        if self.agreed is None:
+            return
         if failure is None:
             self._handler.set_saved()
         if self._ranks.size > 1:
@@ -100,7 +111,7 @@ class PreemptionConsensus:
                 # Like an exchange in size: gloo ends a process in which two of different sizes meet.
                 self._ranks.max_async(self._sent())()
         if failure is None:
-            exception: SystemExit = Preempted(step, directory, self.agreed)
+            exception: SystemExit = Preempted(step, self._dir, self.agreed)
         else:
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
@@ -110,8 +121,12 @@ class PreemptionConsensus:
             _log.warning("stagereg: %s%s%s", exception, how, torchrun_note() if failure is None else "")
         raise exception from failure
 
-    def follow(self) -> None:
-        """Take part in the exchanges that ranks in the loop have begun; on a rank that has left it."""
+    def follow(self, over: bool) -> None:
+        self._follow()
+        if over:  # only ranks in the loop have made calls, so all count anew
+            self._calls, self._since = 0, record.now()
+
+    def _follow(self) -> None:
         if self.agreed is not None or not self._exchanging:
             return
         try:
@@ -122,20 +137,15 @@ class PreemptionConsensus:
         except (CheckpointError, RuntimeError) as error:
             self._give_up(error)
 
-    def loop_ended(self) -> None:
-        """Count the calls anew, which only ranks in the loop have made. On all ranks."""
-        self.follow()
-        self._calls, self._since = 0, record.now()
-
-    def look_for_missed(self) -> None:
-        """Take part in an exchange that this rank has passed over, or others would wait. On the background thread."""
+    def idle(self) -> None:
         if self._requests.take_missed() is not None:
             self._begin_exchange()
 
-    def close(self) -> None:
-        """This rank calls no more, and handles no signals. Twice is harmless."""
+    def close(self, in_time: bool = True) -> None:
+        """This rank calls no more, and handles no signals. Idempotent."""
         self._exchanging = False
-        self._handler.close()
+        if self.started:
+            self._handler.close()
 
     def _exchange(self) -> None:
         self._calls += 1
