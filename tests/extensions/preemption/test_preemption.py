@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+import stagereg.base.shutdown as shutdown
 import stagereg.extensions.preemption.consensus as preemption_consensus
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -445,6 +446,16 @@ def test_the_exceptions_that_end_a_run_survive_a_pickle(left: SystemExit) -> Non
     assert (type(copy), str(copy), copy.code) == (type(left), str(left), left.code)
 
 
+@pytest.fixture
+def signals_after() -> Iterator[None]:
+    """Handle signals as before: a process that was preempted and has saved ignores them for good."""
+    yield
+    for number in (TERM, USR1):
+        signal.signal(number, signal.SIG_DFL)
+    shutdown._forget()
+
+
+@pytest.mark.usefixtures("signals_after")
 @pytest.mark.parametrize(("resume", "told"), [("auto", False), ("never", True), ("PATH", True)])
 def test_a_preempted_run_names_the_option_unless_the_same_command_resumes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str, told: bool
