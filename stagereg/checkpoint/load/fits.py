@@ -18,7 +18,7 @@ from stagereg.base.option_text import option
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.state.generators import GeneratorState
-from stagereg.checkpoint.state.name_map import NameMap, advice, moved
+from stagereg.checkpoint.state.name_map import NameMap, advice, by_new_name, moved
 from stagereg.checkpoint.state.nested import is_module_state, state_dicts
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, MissingEntryError, listed
@@ -39,10 +39,10 @@ def select_of_modules(
     live, extra = module_state.state_of(modules), module_state.extra_states(modules)
     taken = dict.fromkeys([*(key for key in live if not module_state.is_extra_state(key)), *extra])
     structure = _without_wrappers(structure, name_map.possible(name, taken))
-    saved = name_map.by_new_name(name, structure)
+    moves = name_map.moves(name, structure)
+    saved = by_new_name(moves, structure)
     own = OrderedDict((key, structure[saved[key]]) for key in taken if key in saved)
     versions = getattr(structure, "_metadata", None) or {}
-    moves = name_map.moves(name, structure)
     own._metadata = {moved(path, moves): each for path, each in versions.items()}  # type: ignore[attr-defined]
     rest = {key: structure[old] for key, old in saved.items() if key not in taken}
     missing = [key for key in taken if key not in own]

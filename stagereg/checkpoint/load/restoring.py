@@ -82,27 +82,12 @@ class _Report(NamedTuple):
     seeds: Mapping[str, str]
 
 
-class _Machines(NamedTuple):
-    """The ranks by who sees the same files, those of a machine or all; and whether all do."""
-
-    ranks: list[list[int]]
-    shared: bool
-
-
-def _machines(reports: Sequence[_Report]) -> _Machines:
-    if any(each.shared for each in reports):
-        return _Machines([[*range(len(reports))]], True)
-    by_name: dict[str, list[int]] = {}
-    for rank, each in enumerate(reports):
-        by_name.setdefault(each.machine, []).append(rank)
-    return _Machines([*by_name.values()], False)
-
-
 class _Agreed(NamedTuple):
     """What all ranks know after the candidates are listed; ``twins`` is from :func:`.lowest_twins`."""
 
     listed: list[Candidate]
-    machines: _Machines
+    machines: list[list[int]]  # the ranks by who sees the same files
+    shared: bool  # whether all do
     twins: Mapping[str, list[int]]
 
 
@@ -169,7 +154,11 @@ class _Restore:
             listed = listed[:1] if asked.resume == "latest" else listed
             listed = choosing.without_inexact(listed, asked.resume) if asked.exact else listed
             twins = seeding.lowest_twins([each.seeds for each in reports])
-            return [_Agreed(listed, _machines(reports), twins)] * asked.ranks.size
+            shared = any(each.shared for each in reports)
+            machines: dict[str, list[int]] = {}
+            for rank, each in enumerate(reports):
+                machines.setdefault("" if shared else each.machine, []).append(rank)
+            return [_Agreed(listed, [*machines.values()], shared, twins)] * asked.ranks.size
 
         return asked.ranks.round_trip(asked.failing, report, answer, asked.ranks.limit)
 
@@ -190,8 +179,8 @@ class _Attempt:
         self, run: _Restore, chosen: Checkpoint, candidate: Candidate, source: CheckpointSource, agreed: _Agreed
     ) -> None:
         self._run, self._chosen, self._candidate, self._source = run, chosen, candidate, source
-        self._machines, self._asked, self._ranks = agreed.machines.ranks, run.asked, run.asked.ranks
-        self._shared = self._shared_reader(agreed.machines.shared)
+        self._machines, self._asked, self._ranks = agreed.machines, run.asked, run.asked.ranks
+        self._shared = self._shared_reader(agreed.shared)
         # A shared reader checks each byte as it is read, so all of them are not read before.
         self._checks = self._asked.verify == "full" and self._shared is None
         self._failing = f"{chosen.path} could not be restored"

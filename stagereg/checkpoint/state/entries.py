@@ -8,8 +8,7 @@ Entries under ``stagereg.`` hold the step, the number of ranks and each rank's r
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -94,30 +93,20 @@ def capture(
                 f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
             )
         own = isinstance(value, PerRank) or is_position(value)
-        with _naming(name):
+        try:
             entries[rank_name(name, rank) if own else name] = found = current_value(state, name, names)
-        if module_state.modules_of(value_of(state, name)):
-            _expect_initialized(name, found)
+        except StageregError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{name!r} cannot be saved: its state_dict() fails: {reason(error)}") from error
+        for key in filter(
+            lambda key: is_lazy(found[key]), found if module_state.modules_of(value_of(state, name)) else ()
+        ):
+            raise CheckpointError(
+                f"'{name}.{key}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets its "
+                "shape from the first batch. Run the module once before the first save."
+            )
     return entries
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Give an error of an object the name of its entry."""
-    try:
-        yield
-    except StageregError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{name!r} cannot be saved: its state_dict() fails: {reason(error)}") from error
-
-
-def _expect_initialized(name: str, state: Mapping[str, Any]) -> None:
-    if (key := next((key for key, value in state.items() if is_lazy(value)), None)) is not None:
-        raise CheckpointError(
-            f"'{name}.{key}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets its shape "
-            "from the first batch. Run the module once before the first save."
-        )
 
 
 def value_of(state: Mapping[str, Any], name: str) -> Any:

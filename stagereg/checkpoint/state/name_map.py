@@ -45,7 +45,7 @@ class NameMap:
         self._state = here
         pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
         moves = _active(pairs, saved)
-        found = _by_new_name(moves, saved)
+        found = by_new_name(moves, saved)
         self._entries = {here: name for here, name in found.items() if here != name}
         return found
 
@@ -53,10 +53,6 @@ class NameMap:
         """Return the renames that apply to the parameters of an entry of modules."""
         found = self._moves[entry] = self._of_entry(entry, saved)
         return found
-
-    def by_new_name(self, entry: str, saved: Collection[str]) -> dict[str, str]:
-        """Return the saved names of an entry of modules by the names here. Raises: ``CheckpointError``."""
-        return _by_new_name(self.moves(entry, saved), saved)
 
     def possible(self, entry: str, names: Iterable[str]) -> set[str]:
         """Return all names under which the ``names`` of an entry of modules may have been saved."""
@@ -153,7 +149,8 @@ def _active(pairs: Sequence[tuple[str, str]], saved: Collection[str]) -> list[tu
     return found
 
 
-def _by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
+def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
+    """Return saved names by the names here. Raises: ``CheckpointError`` if two would have one name."""
     found: dict[str, str] = {}
     for name in saved:
         here = moved(name, moves) if moves else name

@@ -171,12 +171,11 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
     """Return the state with FSDP1, which torch puts together: of parameters alone, and cast to their dtypes."""
-    beside = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    beside = _beside(optimizer)
     states = [(str(i), param, optimizer.state.get(param, {})) for i, param in enumerate(parameters_of(optimizer))]
     given = {name: state for name, _, state in states}
     if optimizer_tensors.notes_of(given, {name: param for name, param, _ in states}, {}).get("dtypes"):
         beside.append("state of another dtype than its parameter's")
-    beside += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
     if sum(not group[PARAMS] for group in optimizer.param_groups) > 1:
         beside.append("several groups without parameters")
     if beside:
@@ -187,6 +186,12 @@ def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]
     whole: Any = get_optimizer_state_dict(module, optimizer)
     names = {name: name for group in whole[GROUPS] for name in group[PARAMS]}
     return by_name(whole, names, [(group[PARAMS], hyperparameters(group)) for group in whole[GROUPS]])
+
+
+def _beside(optimizer: Optimizer) -> list[str]:
+    """Describe what an optimizer has beside the state of its parameters, for messages."""
+    keys = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    return keys + ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def _state_dict(optimizer: Optimizer) -> Any:
@@ -226,9 +231,7 @@ def _inner(optimizer: Optimizer) -> Optimizer:
         raise CheckpointError(
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; leave that out"
         )
-    own = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
-    own += ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
-    if own:
+    if own := _beside(optimizer):
         raise CheckpointError(
             f"a ZeroRedundancyOptimizer has {listed(own)} itself, and the state of the optimizer inside alone is "
             "saved; put that there, as optimizer.optim has it"
