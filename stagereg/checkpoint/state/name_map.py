@@ -10,8 +10,8 @@ while a checkpoint has nothing under the new name.
 
 from __future__ import annotations
 
+import difflib
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -187,7 +187,7 @@ def advice(
         olds = {old for name in left if (old := _before(name, _below(names[0], prefix) or "")) is not None}
         fits = [old for old in olds if all(_suits(old, prefix, name, left, alike) for name in names)]
         if fits:
-            old = max(sorted(fits), key=lambda each: _in_common(each, prefix))
+            [old] = difflib.get_close_matches(prefix, sorted(fits), 1, 0)
             renames[old] = prefix
             left -= {_join(old, _below(name, prefix) or "") for name in names}
         else:
@@ -224,12 +224,6 @@ def _before(name: str, suffix: str) -> str | None:
     if not suffix or name == suffix:
         return "" if name == suffix else name
     return name[: -len(suffix) - 1] if name.endswith(f".{suffix}") else None
-
-
-def _in_common(one: str, other: str) -> int:
-    """Return how many characters two names have in common at the beginning and at the end."""
-    alike = (map(operator.eq, one, other), map(operator.eq, reversed(one), reversed(other)))
-    return sum(len([*itertools.takewhile(bool, each)]) for each in alike)
 
 
 def _suits(old: str, new: str, name: str, left: Collection[str], alike: Callable[[str, str], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""The forms of an optimizer's state: by the names of parameters, as torch has it, and flattened with dotted names.
+"""The forms of an optimizer's state: by the names of parameters, and as torch has it.
 
 By name a group goes by the name of its first parameter (docs/format.md). The parts that belong to no parameter (state
 under keys of its own, keys beside ``state`` and ``param_groups``, groups without parameters) go by the name of the
@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
@@ -73,38 +72,6 @@ def first_of(names: Sequence[str]) -> str:
     return names[0] if names else ""
 
 
-def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name of what others have saved with dotted names.
-
-    ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
-    ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
-    ``param_groups.0.lr``, and ``param_groups.0.params``. The leaves of options that are tensors have been read.
-    """
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, rest = key.partition(".")
-        if section == GROUPS:
-            of, _, option = rest.rpartition(".")
-            options.setdefault(of, {})[option] = value
-    alike: dict[str, dict[str, Any]] = {}
-    for of, own in options.items():
-        shared = {key: x.value.tolist() if isinstance(x, Leaf) else x for key, x in hyperparameters(own).items()}
-        shown = of if PARAMS in own else repr(shared)
-        group = alike.setdefault(shown, {**hyperparameters(own), PARAMS: []})
-        group[PARAMS] += map(str, own.get(PARAMS, [of]))
-    groups = {group[PARAMS][0]: group for group in alike.values() if group[PARAMS]}
-    state: dict[str, Any] = {name: {} for group in groups.values() for name in group[PARAMS]}
-    for key, value in values.items():
-        section, *way = key.split(".")
-        ends = (end for end in range(len(way) - 1, 0, -1) if ".".join(way[:end]) in state)
-        if section == STATE and (end := next(ends, 0)):
-            at = state[".".join(way[:end])]
-            for part in way[end:-1]:
-                at = at.setdefault(part, {})
-            at[way[-1]] = value
-    return {STATE: {name: each for name, each in state.items() if each}, GROUPS: groups}
-
-
 def _is_torchs(saved: Any) -> bool:
     """Whether it is what torch has as the state of an optimizer, with numbers or names."""
     if not (isinstance(saved, dict) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
@@ -113,21 +80,6 @@ def _is_torchs(saved: Any) -> bool:
     if not all(isinstance(group, Mapping) and type(group.get(PARAMS)) is list for group in groups):
         return False
     return all(isinstance(param, (int, str)) for group in groups for param in group[PARAMS])
-
-
-def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers.
-
-    What is of no parameter is under its own keys, as torch has it, if one optimizer has it and no name is its key.
-    """
-    state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
-    parts = [*saved.get(OPTIMIZERS, {}).values()]
-    if len(parts) != 1 or parts[0].get(STATE, {}).keys() & {name for group in groups for name in group[PARAMS]}:
-        return {STATE: state, GROUPS: groups, **({OPTIMIZERS: saved[OPTIMIZERS]} if parts else {})}
-    [part] = parts
-    for at, options in part.get(EMPTY_GROUPS, {}).items():
-        groups.insert(int(at), {**options, PARAMS: []})
-    return {**part.get(BESIDE, {}), STATE: state | dict(part.get(STATE, {})), GROUPS: groups}
 
 
 def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:

@@ -27,7 +27,7 @@ from stagereg.checkpoint.storage.envelope import MAP_NORESERVE
 from stagereg.checkpoint.storage.reading import CheckpointFiles, File, elements_of
 from stagereg.checkpoint.store.open_store import local_part
 from stagereg.errors import CheckpointError, ClosedError, listed, nearest
-from stagereg.extensions.interop.plain_dcp import by_name, open_plain_dcp
+from stagereg.extensions.interop.plain_dcp import as_torchs, by_name, open_plain_dcp
 from stagereg.extensions.interop.refusing import refusing
 from stagereg.extensions.interop.torch_directories import DCP_WRITER
 
@@ -179,7 +179,7 @@ def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> 
 def _entry(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
     """Return the structure of an entry, that of an optimizer as torch has it; for ``rank``, else for the lowest."""
     structure = files.structure(name, rank)
-    return optimizer_forms.as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
+    return as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
 
 
 def tensors_of(structures: Mapping[str, Any]) -> dict[str, Leaf]:

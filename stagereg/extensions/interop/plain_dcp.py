@@ -18,12 +18,20 @@ from typing import Any
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
-import stagereg.checkpoint.state.optimizer_forms as optimizer_forms
 from stagereg.base.small_files import read_small
 from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
 from stagereg.checkpoint.format.index import ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import METADATA
 from stagereg.checkpoint.format.pickled import QUANTIZED
+from stagereg.checkpoint.state.optimizer_forms import (
+    BESIDE,
+    EMPTY_GROUPS,
+    GROUPS,
+    OPTIMIZERS,
+    PARAMS,
+    STATE,
+    hyperparameters,
+)
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.torch_metadata import METADATA_BYTES, loads
@@ -99,11 +107,58 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
             for key, option in plain.items():
                 _expect_short_option(key, option)
-            saved = optimizer_forms.of_dotted({**dotted, **plain})
-            found[name] = _with_all(optimizer_forms.as_torchs(saved), value)
+            saved = of_dotted({**dotted, **plain})
+            found[name] = _with_all(as_torchs(saved), value)
         else:
             found[name] = by_name(files, value)
     return found
+
+
+def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by name of what others have saved with dotted names.
+
+    ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
+    ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
+    ``param_groups.0.lr``, and ``param_groups.0.params``. The leaves of options that are tensors have been read.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, rest = key.partition(".")
+        if section == GROUPS:
+            of, _, option = rest.rpartition(".")
+            options.setdefault(of, {})[option] = value
+    alike: dict[str, dict[str, Any]] = {}
+    for of, own in options.items():
+        shared = {key: x.value.tolist() if isinstance(x, Leaf) else x for key, x in hyperparameters(own).items()}
+        shown = of if PARAMS in own else repr(shared)
+        group = alike.setdefault(shown, {**hyperparameters(own), PARAMS: []})
+        group[PARAMS] += map(str, own.get(PARAMS, [of]))
+    groups = {group[PARAMS][0]: group for group in alike.values() if group[PARAMS]}
+    state: dict[str, Any] = {name: {} for group in groups.values() for name in group[PARAMS]}
+    for key, value in values.items():
+        section, *way = key.split(".")
+        ends = (end for end in range(len(way) - 1, 0, -1) if ".".join(way[:end]) in state)
+        if section == STATE and (end := next(ends, 0)):
+            at = state[".".join(way[:end])]
+            for part in way[end:-1]:
+                at = at.setdefault(part, {})
+            at[way[-1]] = value
+    return {STATE: {name: each for name, each in state.items() if each}, GROUPS: groups}
+
+
+def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers.
+
+    What is of no parameter is under its own keys, as torch has it, if one optimizer has it and no name is its key.
+    """
+    state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
+    parts = [*saved.get(OPTIMIZERS, {}).values()]
+    if len(parts) != 1 or parts[0].get(STATE, {}).keys() & {name for group in groups for name in group[PARAMS]}:
+        return {STATE: state, GROUPS: groups, **({OPTIMIZERS: saved[OPTIMIZERS]} if parts else {})}
+    [part] = parts
+    for at, options in part.get(EMPTY_GROUPS, {}).items():
+        groups.insert(int(at), {**options, PARAMS: []})
+    return {**part.get(BESIDE, {}), STATE: state | dict(part.get(STATE, {})), GROUPS: groups}
 
 
 def _expect_short_option(key: str, option: Any) -> None:
