@@ -100,30 +100,18 @@ def test_one_process_saves_and_loads_without_ranks(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
 
 
-def test_async_save_takes_a_stager_of_the_project(tmp_path: Path) -> None:
-    run_ranks(staged, nproc=1, args=(str(tmp_path),))
-
-
-def staged(rank: int, world_size: int, root: str) -> None:
-    stager = stagereg.build("stager", "pinned_cached", pin=False)
-    given = state(3)
-    saved = dcp.async_save(given, storage_writer=stagereg.DcpWriter(f"{root}/a"), async_stager=stager)
-    given["x"].zero_()
-    saved.result(timeout=60)
-    stager.close()
-    assert holds(f"{root}/a", 3)
-
-
-def stages_itself(rank: int, world_size: int, root: str) -> None:
+def stages(rank: int, world_size: int, root: str) -> None:
     """As torch's writer: the copy is complete when the call returns, and what it returns is a future of the save."""
     writers = [stagereg.DcpWriter(f"{root}/{value}") for value in (1, 2)]
     assert isinstance(writers[0], dcp.staging.AsyncStager)
-    for value, writer in enumerate(writers, 1):
-        given = state(value)
-        saved = dcp.async_save(given, storage_writer=writer)
+    stager = stagereg.build("stager", "pinned_cached", pin=False)
+    for value, writer, own in ((1, writers[0], None), (2, writers[1], None), (3, writers[1], stager)):
+        given, at = state(value), f"{root}/{value}"
+        saved = dcp.async_save(given, checkpoint_id=at, storage_writer=writer, async_stager=own)
         given["x"].zero_()
         saved.result(timeout=60)
-        assert holds(f"{root}/{value}", value)
+        assert holds(at, value)
+    stager.close()
     pool = dcp_writer._default_stager()._copier.pool
     del saved
     gc.collect()
@@ -136,8 +124,8 @@ def stages_itself(rank: int, world_size: int, root: str) -> None:
     assert torch.equal(writers[1].stage({"x": torch.ones(3)})["x"], torch.ones(3))
 
 
-def test_async_save_stages_with_the_default_stager(tmp_path: Path) -> None:
-    run_ranks(stages_itself, nproc=1, args=(str(tmp_path),))
+def test_async_save_stages_with_the_default_stager_or_a_given_one(tmp_path: Path) -> None:
+    run_ranks(stages, nproc=1, args=(str(tmp_path),))
 
 
 def test_plan_caching_of_torch_writes_the_new_values(tmp_path: Path) -> None:
@@ -156,26 +144,30 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(data[:-1])
     elif how == "too long":
         path.write_bytes(data + b"\0")
+    elif how == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
     else:
         path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "too long", "flipped bits"])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+DAMAGES = {
+    (name, how): f"{name}: {how}"
+    for name in (".metadata", "__0_0.distcp")
+    for how in ("missing", "truncated", "too long", "flipped bits")
+}
+DAMAGES |= {("checksums.json", "flipped bits"): "checksums.json is damaged"}
+DAMAGES |= {("checksums.json", "a pipe"): "not a regular file"}
+
+
+@pytest.mark.parametrize(("name", "how"), DAMAGES)
 def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str, how: str) -> None:
     dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
     damage(tmp_path / "a" / name, how)
-    found, named = state(0), f"{name}: {how}"
-    with pytest.raises(CheckpointException, match=named if name != ".metadata" else unread(named)):
+    found, named = state(0), DAMAGES[name, how]
+    with pytest.raises(CheckpointException, match=named if name == "__0_0.distcp" else unread(named)):
         dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
     assert same(found, state(0))
-
-
-def test_damaged_checksums_are_reported_as_such(tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
-    damage(tmp_path / "a" / "checksums.json", "flipped bits")
-    with pytest.raises(CheckpointException, match=unread(r"checksums\.json is damaged")):
-        dcp.load(state(0), storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
 
 
 def damaged(rank: int, world_size: int, root: str) -> None:
@@ -228,7 +220,9 @@ def checked(rank: int, world_size: int, root: str) -> int:
     return sum(read)
 
 
-def test_what_torchs_writer_wrote_is_loaded_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_torchs_writer_wrote_is_loaded_with_a_warning_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
     found = state(0)
     with caplog.at_level(logging.WARNING, logger="stagereg"):
@@ -237,10 +231,6 @@ def test_what_torchs_writer_wrote_is_loaded_with_a_warning(tmp_path: Path, caplo
     assert [each.getMessage() for each in caplog.records if "checksums.json" in each.getMessage()] == [
         f"{tmp_path / 'a'} has no checksums.json: another writer made it, and it is loaded unchecked."
     ]
-
-
-def test_a_checkpoint_of_torchs_writer_is_replaced(tmp_path: Path) -> None:
-    dcp.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
     dcp.save(state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
     assert holds(tmp_path / "a", 2, no_dist=True)
 
@@ -459,11 +449,3 @@ def test_what_comes_to_the_path_during_a_save_is_not_deleted(tmp_path: Path, cap
     assert f"{kept.parent} has notes\\x1b.txt, which came to {tmp_path / 'a'} during the save" in caplog.text
     save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
     assert kept.exists()
-
-
-def test_checksums_that_are_a_pipe_are_damage(tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=stagereg.DcpWriter(tmp_path), no_dist=True)
-    (tmp_path / "checksums.json").unlink()
-    os.mkfifo(tmp_path / "checksums.json")
-    with pytest.raises(CheckpointException, match=unread("not a regular file")):
-        holds(tmp_path, 1, no_dist=True)
