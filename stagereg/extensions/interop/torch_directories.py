@@ -25,6 +25,7 @@ from stagereg.errors import MALFORMED, CheckpointError
 
 DCP_WRITER = "DcpWriter"
 _MOST_BYTES = 1 << 30  # a longer file is not read
+_MODULE = b"torch.distributed.checkpoint.metadata"  # which the pickle of metadata names
 
 
 def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
@@ -64,7 +65,9 @@ def _of_torch(
 
 def _file_sizes(content: bytes) -> dict[str, int]:
     """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
-    from stagereg.extensions.interop.torch_metadata import loads  # imports torch
+    if _MODULE not in content:  # what surely is damaged is refused before torch is imported, which takes 250 MiB
+        raise ValueError("it has no metadata of torch")
+    from stagereg.extensions.interop.torch_metadata import loads
 
     sizes: dict[str, int] = {}
     try:

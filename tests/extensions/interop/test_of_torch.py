@@ -6,6 +6,8 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -116,9 +118,22 @@ def test_a_file_that_is_missing_or_changed_is_named(
 
 def test_a_metadata_file_that_names_code_runs_nothing(tmp_path: Path, command: Command) -> None:
     path = save(tmp_path, "torch", 20)
-    (path / ".metadata").write_bytes(f"cos\nmkdir\n(S'{tmp_path}/ran'\ntR.".encode())
+    code = f"cos\nmkdir\n(S'{tmp_path}/ran'\ntR."
+    (path / ".metadata").write_bytes(f"{code}torch.distributed.checkpoint.metadata".encode())
     assert "names os.mkdir" in command("verify", tmp_path, code=1)
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_not_metadata_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02}r\0\0\0\1.")
+    program = (
+        "import sys, stagereg\n"
+        "try: stagereg.open_checkpoint(sys.argv[1])\n"
+        "except stagereg.StageregError as error: print('torch' in sys.modules, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False ")
+    assert "it has no metadata of torch" in done.stdout
 
 
 def test_directories_of_any_name_are_listed_and_one_of_them_is_to_be_named(tmp_path: Path, command: Command) -> None:
