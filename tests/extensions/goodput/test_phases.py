@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import subprocess
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stagereg.extensions.goodput.phases as phases
+from stagereg.assembly import Checkpointer
 from stagereg.base import record
+from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.extensions.goodput.launching import GoodputRank, note_failure
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
@@ -88,6 +91,22 @@ def test_what_the_launcher_saw_counts_from_the_last_step(tmp_path: Path, caplog:
     assert "\n  restored       3.00 s  from /x/step-10\n" in caplog.text
     assert "\n  first step     0.00 s  step 11; 2 done again" in caplog.text
     assert len(caplog.text.splitlines()) <= 1 + len(phases.PHASES)
+
+
+def test_a_restore_is_noted_with_its_step_and_where_the_checkpoint_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[int, str, str]] = []
+    monkeypatch.setattr(phases, "restored", lambda *given: noted.append(given))
+    for _ in range(2):
+        with Checkpointer(str(tmp_path)) as checkpointer:
+            checkpointer.restore({"n": 0})
+            checkpointer.save(3, {"n": 3})
+    path = tmp_path / "step-00000003/manifest.json"
+    path.write_text(dataclasses.replace(Manifest.loads(path.read_bytes()), lost={"0": ["n"]}).dumps())
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
+        checkpointer.restore({"n": 0})
+    assert noted == [(0, "", ""), *((3, str(path.parent), origin) for origin in ("store", "survivors"))]
 
 
 @pytest.mark.parametrize(

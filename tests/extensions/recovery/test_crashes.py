@@ -355,6 +355,30 @@ def test_a_process_without_with_counts_its_death_and_its_lack_of_memory(tmp_path
     assert known(tmp_path) == ({"step-00000100": "1 crash after it was restored"} if counts else {})
 
 
+def test_a_refused_restore_is_no_crash_if_the_run_is_killed_afterwards(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    refused = RESTORES.replace("checkpointer.restore(state)", "None").replace(
+        "print(",
+        "\n    ".join(("try:", 'checkpointer.restore({"y": 1})')) + "\nexcept stagereg.CheckpointError:\n    print(",
+    )
+    ended = run_forked(f"import stagereg\n{refused}\ncheckpointer.lock()\n{KILLED}", tmp_path, timeout_s=60)
+    assert ended.stdout == "began None\n", ended.stderr
+    assert known(tmp_path) == {}
+
+
+def test_a_run_that_finds_no_checkpoint_any_more_has_nothing_counted_before_it_saves(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    crash(tmp_path), crash(tmp_path)
+    [checkpoint] = tmp_path.glob("step-*")
+    away = checkpoint.rename(tmp_path / "away")
+    (tmp_path / "latest").unlink()
+    with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
+        assert checkpointer.restore(state_of()) is None
+        checkpointer.lock()
+    away.rename(checkpoint)
+    assert known(tmp_path) == {}
+
+
 def test_a_command_that_has_saved_here_is_counted_from_its_restore_on(tmp_path: Path) -> None:
     program = f"{RESTORES}\nif start == 100 and os.path.exists(sys.argv[1] + '/poison'): {CRASHED}\n"
     program += "for step in range((start or 0) + 1, (start or 0) + 101): checkpointer.maybe_save(step, state)\n"

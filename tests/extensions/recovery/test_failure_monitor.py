@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -184,27 +181,3 @@ def test_a_rank_whose_heartbeat_process_is_killed_ends_with_it_and_is_named(rank
     for rank in {0, 1, 2} - {whose}:
         assert comes_true(lambda rank=rank: f"lost rank {whose}" in ranks.said(rank), BOUND_S)
         assert "its process has ended" in ranks.said(rank)
-
-
-GARBAGE: dict[str, Callable[[str], bytes]] = {
-    "nothing": lambda challenge: b"",
-    "garbage": lambda challenge: os.urandom(1 << 18),
-    "a wrong proof": lambda challenge: f"1 {'0' * 64} me\n".encode(),
-    "a failure without a proof": lambda challenge: json.dumps({"failed": {"1": ["me", "dead"]}}).encode() + b"\n",
-    "no proof in ASCII": lambda challenge: "1 é me\n".encode(),
-}
-
-
-@pytest.mark.parametrize("kind", GARBAGE)
-def test_a_stranger_fails_no_rank(ranks: Ranks, kind: str) -> None:
-    ranks.start("", "", "")
-    host, port, *_ = json.loads((ranks.root / "hub").read_text())
-    with socket.create_connection((host, port), BOUND_S) as stranger:
-        challenge = stranger.makefile().readline().strip()
-        with contextlib.suppress(OSError):
-            stranger.sendall(GARBAGE[kind](challenge))
-        time.sleep(TIMEOUT_S / 2)
-    time.sleep(TIMEOUT_S)
-    assert [ranks.said(rank) for rank in range(3)] == ["UP\n"] * 3
-    ranks.processes[2].kill()
-    assert comes_true(lambda: "lost rank 2" in ranks.said(1), BOUND_S), "the hub has ended"

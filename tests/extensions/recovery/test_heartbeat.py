@@ -111,6 +111,8 @@ GARBAGE = {
     "no line": b"x" * (1 << 20),
     "a failure": json.dumps({"failed": {"1": ["me", "dead"]}}).encode() + b"\n",
     "an end": b"bye\n",
+    "a wrong proof": f"1 {'0' * 64} me\n".encode(),
+    "a proof that is not ASCII": "1 \u00e9 me\n".encode(),
     "nested lists": b"{" + b"[" * 900 + b"\n",
     "nothing": b"\n",
 }
