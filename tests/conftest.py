@@ -22,6 +22,7 @@ from hypothesis import settings
 from stagereg.registry import REGISTRY
 
 from .support.forks import ADDRESS, share_server_of_ranks, start_server
+from .support.planted import MINE
 
 settings.register_profile("same", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("quick", derandomize=True, print_blob=True, deadline=None, max_examples=50)
@@ -101,3 +102,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Iterator[Path]:
+    """A file of the user, which must stay as it is."""
+    file = tmp_path / "mine"
+    file.write_text(MINE)
+    yield file
+    assert file.read_text() == MINE

@@ -8,7 +8,7 @@ import resource
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,15 +56,6 @@ def test_a_file_of_another_user_in_a_sticky_folder_is_opened(tmp_path: Path, mon
     with pytest.raises(OSError, match="symbolic links"):
         open_or_make(tmp_path / "link", os.O_WRONLY | os.O_CREAT)
     assert not (tmp_path / "nothing").exists()
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Iterator[Path]:
-    """A file of the user, which must stay as it is."""
-    file = tmp_path / "mine"
-    file.write_text(MINE)
-    yield file
-    assert file.read_text() == MINE
 
 
 @given(st.binary(max_size=3000), st.integers(0, 3000))

@@ -41,17 +41,8 @@ ALLOWED = {  # why: see there
     "store.local_files:LocalFiles.fetch.open",  # which expects a regular file
     "buckets.object_store:ObjectStore.open.BufferedReader",
     "tiers.tier:available_memory.read_text",  # the kernel's
-    "tiers.incoming:IncomingPart.write.open",  # made by this process, in a folder of its own
+    "tiers.server:IncomingPart.write.open",  # made by this process, in a folder of its own
 }
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Iterator[Path]:
-    """A file of the user, which must stay as it is."""
-    file = tmp_path / "mine"
-    file.write_text(MINE)
-    yield file
-    assert file.read_text() == MINE
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def restored(path: Path, state: dict[str, Any], caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, "stagereg")
     with Checkpointer(path) as checkpointer:
         checkpointer.restore(state)
-    return [record for record in caplog.records if record.name.endswith(".replaced")]
+    return [record for record in caplog.records if record.name.endswith(".restoring")]
 
 
 def run_lines(record: logging.LogRecord, state: dict[str, Any]) -> list[str]:

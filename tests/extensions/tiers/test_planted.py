@@ -18,8 +18,8 @@ from stagereg.checkpoint.store.lock import LOCK
 from stagereg.cli import main
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.tiers.folder import BOOT, NOTE, MachineFolder, make_private
-from stagereg.extensions.tiers.incoming import IncomingPart
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
+from stagereg.extensions.tiers.server import IncomingPart
 from stagereg.extensions.tiers.tier import made
 from stagereg.testing import run_ranks
 
@@ -28,15 +28,6 @@ from ...support.tier_parts import RUN, new_folder, write_part
 
 STRANGER = 65_533
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Iterator[Path]:
-    """A file of the user, which must stay as it is."""
-    file = tmp_path / "mine"
-    file.write_text(MINE)
-    yield file
-    assert file.read_text() == MINE
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.extensions.tiers.incoming as incoming
 import stagereg.extensions.tiers.peer as peer_module
+import stagereg.extensions.tiers.server as server_module
 import stagereg.extensions.tiers.wire as wire
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 from stagereg.errors import CheckpointError, CorruptCheckpointError
@@ -234,7 +234,7 @@ def test_memory_that_is_full_in_the_middle_leaves_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, at)
 
-    with mock.patch.object(incoming.os, "pwrite", pwrite), pytest.raises(CheckpointError, match="No space left"):
+    with mock.patch.object(server_module.os, "pwrite", pwrite), pytest.raises(CheckpointError, match="No space left"):
         peer.put(part, here.directory(part.save))
     until(lambda: files_below(there) == [])
     peer.put(part, here.directory(part.save))  # the same connection object begins anew

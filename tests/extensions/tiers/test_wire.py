@@ -1,4 +1,4 @@
-"""Connections of a tier: who is let in, that waits end, and which address is given to others."""
+"""Connections of a tier: who is let in, and that waits end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import stagereg.base.address as address
 import stagereg.extensions.tiers.wire as wire
-from stagereg.base.address import own_address
 from stagereg.checkpoint.format.checksum import crc32
 from tests.support.tier_parts import SECRET
 
@@ -181,41 +179,3 @@ def test_a_forked_process_does_not_hold_connections(pair: tuple[wire.Connection,
     os.waitpid(pid, 0)
     os.close(read)
     os.close(write)
-
-
-@pytest.mark.parametrize(("master", "expected"), [("127.0.0.1", "127.0.0.1"), ("localhost", None), ("::1", "::1")])
-def test_the_address_of_a_run_on_one_machine_is_loopback(
-    monkeypatch: pytest.MonkeyPatch, master: str, expected: str | None, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", master)
-    if master == "::1":
-        request.getfixturevalue("ipv6")
-    assert own_address() in ([expected] if expected else ["127.0.0.1", "::1"])
-
-
-@pytest.fixture
-def ipv6() -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
-
-
-@pytest.mark.parametrize("master", ["", "no.such.host.invalid", "x" * 300, "ü" * 100, "\0"])
-@pytest.mark.parametrize("interface", ["", "lo", "nosuch0", "nosuch0,lo", "é" * 40])
-def test_there_is_always_an_address(monkeypatch: pytest.MonkeyPatch, master: str, interface: str) -> None:
-    environment = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": interface}
-    monkeypatch.setattr(os, "environ", environment)
-    found = own_address()
-    socket.getaddrinfo(found, 1, flags=socket.AI_NUMERICHOST)
-    if "lo" in interface:
-        assert found == "127.0.0.1"
-
-
-def test_a_name_that_means_loopback_here_alone_is_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    routes = {"node1": "127.0.1.1", "192.0.2.1": "10.0.0.7"}
-    monkeypatch.setattr(address, "_toward", routes.get)
-    assert own_address() == "10.0.0.7"
