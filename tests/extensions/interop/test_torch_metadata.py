@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path, PosixPath
 from typing import Any
@@ -104,3 +106,15 @@ def test_other_pickles_are_refused_and_have_changed_nothing(content: bytes) -> N
         tracemalloc.stop()
     assert seen() == before
     assert len(str(refused.value)) < 500
+
+
+def test_a_listing_refuses_other_pickles_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes a quarter of a gigabyte, whatever the file has."""
+    (tmp_path / ".metadata").write_bytes(FORGED["a place far out in the memo"])
+    code = (
+        "import sys; from stagereg.checkpoint.store.open_store import open_parent_store\n"
+        "found = open_parent_store(sys.argv[1]).look(sys.argv[1])\n"
+        "print('damaged' in str(found), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

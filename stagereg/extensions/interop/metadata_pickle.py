@@ -1,0 +1,42 @@
+"""A ``.metadata`` that is not a pickle of torch is refused before torch is imported, which takes longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagereg.checkpoint.format.unpickler import BoundedUnpickler
+
+_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
+_SMALL_BYTES = 1 << 20  # checked in milliseconds
+
+
+class _Look(BoundedUnpickler):
+    """Makes nothing but names: an object becomes the name of its class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] not in ("torch", "builtins", "pathlib"):
+            text = f"its .metadata names {module:.100}.{name:.100}, which is no metadata; nothing was imported."
+            raise ValueError(text)
+        return super().find_class(module, name)
+
+    def call(self, of: Any, given: Any) -> Any:
+        return of
+
+    def build(self, made: Any, state: Any) -> None: ...
+
+    def make_tuple(self, items: list[Any]) -> Any:
+        return ()
+
+    def set_items(self, of: Any, items: list[Any]) -> None: ...
+
+
+def expect_metadata(content: bytes) -> None:
+    """Raise ``ValueError`` if the content of a small ``.metadata`` is not a pickle of torch. Imports no torch."""
+    if len(content) > _SMALL_BYTES:
+        return
+    try:
+        found = _Look(content).load()
+    except Exception as error:  # any class of error: the file may hold anything
+        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
+    if found != _METADATA:
+        raise ValueError(f"it has {found!r:.100} in place of torch's metadata")
