@@ -46,7 +46,9 @@ RUN = {
         ("join.md", "join-recipes.md"), dict.fromkeys(("diff", "python", "yaml"), "extensions/joinables/test_docs.py")
     ),
     "nanogpt.md": {"diff": "examples/test_nanogpt.py"},
-    "plugins.md": dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py"),
+    **dict.fromkeys(
+        ("plugins.md", "plugin-kinds.md"), dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py")
+    ),
     "quickstart.md": dict.fromkeys(("console", "python"), "test_docs_pages.py"),
     "rank-failures.md": {"bash": "test_docs_pages.py"},
     "retention.md": {"python": "test_docs_pages.py"},

@@ -78,6 +78,6 @@ def expect_table_of_contracts(name: str, kinds: Mapping[str, type[Contract]]) ->
     for promise, text in promises.items():
         kept = [kind.outcome(promise).kept for kind in kinds.values()]
         rows.append([text.rstrip("."), *({None: "-", True: "yes", False: "**no**"}[each] for each in kept)])
-    shown = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- -->", Page("contracts.md").text, re.S)
+    shown = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- -->", Page("contracts-torch.md").text, re.S)
     assert shown
     assert shown[1].splitlines() == [f"| {' | '.join(row)} |" for row in rows]
