@@ -102,7 +102,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt setup.py stagereg/kernel/copy.c
 	command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) || true
 	$(PIP) $(TORCH) setuptools wheel
 	$(BIN)/python -m pip uninstall --quiet --yes stagereg  # the name before hydra-stagereg
-	$(PIP) --no-build-isolation --editable ".[dev]"
+	$(PIP) --no-build-isolation --editable ".[dev,report]"
 	touch $@
 
 $(FRAMEWORKS)/.ready: $(VENV)/.ready constraints-frameworks.txt

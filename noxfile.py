@@ -31,7 +31,7 @@ def run_tests(session: nox.Session, torch: str) -> None:
             session.install(torch, "--extra-index-url", CPU_INDEX)
         except CommandFailed:
             session.skip(f"pip finds no {torch} here")
-        session.install("--editable", ".[dev]")
+        session.install("--editable", ".[dev,report]")
         session.run("python", "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)")
         session.run("pytest", "-m", "not slow", "--numprocesses", "2", env={"OMP_NUM_THREADS": "1"})
     finally:
@@ -63,7 +63,7 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", str(wheel), str(source))
     session.run("check-wheel-contents", str(wheel))
     session.install(PINNED, "--extra-index-url", CPU_INDEX)
-    session.install(source, "mypy", "pyright[nodejs]")
+    session.install(f"{source}[report]", "mypy", "pyright[nodejs]")
     session.chdir(session.create_tmp())
     shutil.rmtree("demo", ignore_errors=True)
     shutil.copy(root / "tests/typed/program.py", ".")

@@ -47,7 +47,7 @@ _CODES = (
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "show a run or a sweep again: tables, and of a sweep an HTML page"
+    help_ = "show a run or a sweep again: tables, and of a sweep pictures and an HTML page"
     parser = add_command(commands, "report", help_, run, f"With --json it writes files only with --output. {_CODES}")
     parser.add_argument(
         "directories",

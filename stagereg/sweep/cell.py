@@ -12,6 +12,7 @@ from stagereg.sweep.rank_sum import FEWEST, LEVEL, least_p_value, p_value
 
 EQUAL, FEW = "the figures are equal", "there are fewer than 4 runs"  # reasons why rows tie without a test
 _RANGE = 5  # values up to which a range holds them all; of more it is the range between the quartiles
+_FAR_OFF = 14.826  # median absolute deviations beyond which a run is far off, as hyperfine has it
 _ROUNDING = 1e-6  # relative difference of figures that may come from the order in which numbers were added
 
 
@@ -23,19 +24,21 @@ class Cell:
     values: tuple[float, ...]  # of the completed jobs, in their order; may hold NaN and infinity
     low: float  # the least value, or the first quartile of more than five
     high: float  # the greatest value, or the third quartile of more than five
+    outliers: tuple[str, ...] = ()  # names of jobs whose value is far off
     verdict: str = ""  # `"best"` of its column, `"tie"` with the best, or empty
     reason: str = ""  # why it ties
     chance: float = 1.0  # how often chance alone makes it and the best differ by as much
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Cell:
-        """Summarize the values of the completed jobs."""
+    def of(cls, values: Sequence[float], jobs: Sequence[str] = ()) -> Cell:
+        """Sum up ``values``, in the order of ``jobs``, the names of what they are of."""
         if any(map(math.isnan, values)):
             return cls(math.nan, tuple(values), math.nan, math.nan)
         low, high = min(values), max(values)
         if len(values) > _RANGE and all(map(math.isfinite, values)):
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(statistics.median(values), tuple(values), low, high)
+        far = tuple(job for job, is_far in zip(jobs, _far_off(values), strict=False) if is_far)
+        return cls(statistics.median(values), tuple(values), low, high, far)
 
     @property
     def is_finite(self) -> bool:
@@ -81,3 +84,11 @@ def _no_test(best: Cell, rival: Cell, matters: float, unsteady: float) -> str:
     if difference <= unsteady:
         return "one combination differs from itself by as much"
     return ""
+
+
+def _far_off(values: Sequence[float]) -> list[bool]:
+    if len(values) < FEWEST or not all(map(math.isfinite, values)):
+        return [False] * len(values)
+    middle = statistics.median(values)
+    deviation = statistics.median(abs(value - middle) for value in values)
+    return [abs(value - middle) > max(_FAR_OFF * deviation, LEVEL * abs(middle)) for value in values]

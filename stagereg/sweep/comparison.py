@@ -186,8 +186,8 @@ def _row(
     completed = [job for job in jobs if job.status == "completed"]
     cells = {}
     for name in (one.name for one in metrics):
-        if known := [job.figures[name] for job in completed if name in job.figures]:
-            cells[name] = Cell.of(known)
+        if known := [job for job in completed if name in job.figures]:
+            cells[name] = Cell.of([job.figures[name] for job in known], [job.directory.name for job in known])
     broken = sorted((job for job in jobs if job.status != "completed"), key=lambda job: job.status != "failed")
     return ComparisonRow(
         parameters={name: keys[name] for name in parameters if name in keys},

@@ -189,7 +189,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
 
 class ContainedTask:
-    """A task whose ``sys.exit`` ends it alone."""
+    """A task whose ``sys.exit`` ends it alone; logs how far its sweep has come."""
 
     __wrapped__: Callable[[Any], Any]
 
@@ -197,9 +197,13 @@ class ContainedTask:
         functools.update_wrapper(self, task, updated=())
 
     def __call__(self, cfg: Any) -> Any:
+        hydra = HydraConfig.get()
         with contextlib.suppress(ConfigError, OSError):
-            if JobResult.read(output := HydraConfig.get().runtime.output_dir).status != "completed":
+            if JobResult.read(output := hydra.runtime.output_dir).status != "completed":
                 Path(output, RESULT).unlink()  # an earlier failure, which is not that of this run
+        with contextlib.suppress(Exception):  # a file system that is slow to show the plan stops no job
+            if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
+                log.info(plan.position(hydra.job.num))
         before = os.getcwd()
         try:
             return self.__wrapped__(cfg)

@@ -77,6 +77,13 @@ def _text(value: float, digits: int) -> str:
     return f"{value + 0.0:,.{max(0, digits - 1 - _size(value)) if value and digits < _LONG else 0}f}"
 
 
+def duration(seconds: float) -> str:
+    """Return such as ``45 s``, ``1 min 10 s`` and ``2 h 5 min``."""
+    minutes, rest = divmod(max(1, round(seconds)), 60)
+    parts = (minutes // 60, "h"), (minutes % 60, "min"), (rest, "s")
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)
+
+
 def parameter_text(value: str) -> str:
     """Return the value of an override as people write it: ``0.3`` for ``0.30000000000000004``."""
     with contextlib.suppress(ValueError):

@@ -22,7 +22,8 @@ from stagereg.base.record import plain
 from stagereg.errors import MALFORMED, ConfigError
 from stagereg.launch.command_line import CommandLine
 from stagereg.sweep.files import is_whole, json_of
-from stagereg.sweep.result import OVERRIDES, JobResult, write_whole
+from stagereg.sweep.number_text import duration
+from stagereg.sweep.result import OVERRIDES, RESULT, JobResult, write_whole
 
 PLAN = "sweep.json"
 FORMAT = 1
@@ -132,6 +133,14 @@ class Plan:
         own, runs = self.select(jobs), self.runs
         states = Counter(job.status for job in own if not runs or job.status != "unfinished" or self._launched(job))
         return Progress(len(self.jobs), states["completed"], states["failed"], states["unfinished"], runs)
+
+    def position(self, num: int) -> str:
+        """Return such as ``Job 4 of 9, about 1 min 10 s left.``, for a job of this sweep that begins now."""
+        launched = [job for job in self.jobs if not job.kept]
+        place = len(self.jobs) - len(launched) + [job.num for job in launched].index(num) + 1
+        done = sum(self._wrote(self.root / job.directory / RESULT) for job in launched)
+        left = (time.time() - self.began) / done * (len(launched) - done) if done else 0.0
+        return f"Job {place} of {len(self.jobs)}{f', about {duration(left)} left' if done else ''}."
 
     @property
     def runs(self) -> bool:

@@ -67,6 +67,7 @@ class Notes(Manifests):
         self.notes[".reading.step-00000001.abcdef123456"] = lease
         self.tier = _tier_sample(scratch / "sample-tier")
         sweep = samples.sweep(scratch / "sample-sweep", dict([*samples.STALLS.items()][:2]), repeats=1)
+        command("report", sweep, "--output", scratch)  # matplotlib writes to the home of the user when it is imported
         jobs = [PlannedJob(n, str(n), ("stager=blocking",)) for n in range(2)]
         Plan(sweep, tuple(jobs), "python train.py -m", 1.7e9).write()
         samples.write_hydra(samples.write_run(scratch / "sample-run"), ["train.steps=4"])

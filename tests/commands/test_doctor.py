@@ -43,7 +43,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_healthy_machine_has_nothing_broken(command: Command, tmp_path: Path) -> None:
     found = examined(command, 0, "--dir", str(tmp_path / "not" / "yet"))
     assert set(found) >= {
-        *("python", "stagereg", "torch", "hydra-core", "omegaconf", "isal", "safetensors"),
+        *("python", "stagereg", "torch", "hydra-core", "omegaconf", "matplotlib", "safetensors"),
         *("machine", "accelerators", "copying", "/dev/shm", "page-locked memory", "open files"),
         *(str(tmp_path), "built-in components"),
     }
@@ -129,7 +129,7 @@ def test_what_torch_finds_is_judged(
 
 
 def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"torch": "2.4.0", "hydra-core": "1.3.8", "isal": "1.9"}
+    there = {"torch": "2.4.0", "hydra-core": "1.3.8", "matplotlib": "3.11"}
 
     def version(name: str) -> str:
         if name not in there:
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypat
     assert found["torch"] == ("broken", "2.4.0, but stagereg needs >=2.11", "pip install 'torch>=2.11'")
     assert found["omegaconf"] == ("broken", "not installed", "pip install 'omegaconf>=2.3'")
     assert found["safetensors"] == ("missing", "not installed", "pip install 'hydra-stagereg[safetensors]'")
-    assert (found["hydra-core"][0], found["isal"][0]) == ("ok", "ok")
+    assert (found["hydra-core"][0], found["matplotlib"][0]) == ("ok", "ok")
     assert found["/dev/shm"][:2] == ("warn", "64 MiB free")
     assert found["open files"][:2] == ("warn", "at most 256")
     assert found["page-locked memory"][:2] == ("ok", "256 B")

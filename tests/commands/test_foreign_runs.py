@@ -215,7 +215,7 @@ def test_texts_of_other_people_are_shown_without_commands(tmp_path: Path, comman
     seen += [*command("report", run(tmp_path / "run", *records)), *command("report", tmp_path / ESCAPE, code=2)]
     (root / "1" / "result.json").write_text("\udcff", errors="surrogateescape")
     seen += command("report", root, "--metric", ESCAPE, code=2)
-    files = [(root / name).read_text() for name in ("report.html", "compare.csv")]
+    files = [(root / name).read_text() for name in ("report.html", "compare.csv", "compare.svg")]
     assert not CONTROLS.search("".join([*seen, *files]))
     assert all("\\x1b]0;owned" in text for text in (seen[0], seen[6], *files))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,13 @@ from .conftest import Command
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture
@@ -126,7 +134,7 @@ def test_other_runs_in_the_directory_are_left_out_and_counted(here: Path, report
     assert "other run" in report("run", "--json").json["warnings"][0]
 
 
-def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command) -> None:
+def test_a_sweep_with_failed_jobs_is_compared_again(here: Path, report: Command, no_matplotlib: None) -> None:
     sweep(here / "sweep")
     seen = report("sweep", "--output", "elsewhere").out
     assert "Not decided: planned or counted." in seen
@@ -194,7 +202,9 @@ def test_an_unknown_figure_is_named_and_no_page_is_replaced(here: Path, report: 
     assert "No answer" in report("sweep", "--metric", "loss").out, "a sweep of which all jobs failed has its page"
 
 
-def test_several_directories_are_compared_and_only_a_table_is_written(here: Path, report: Command) -> None:
+def test_several_directories_are_compared_and_only_a_table_is_written(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
     for name, stall in (("x/sweep", 3.0), ("y/sweep", 5.0)):
         sweep(here / name, {"stager=a": stall, "stager=b": 9.0}, 4)
     job = replace(result(here / "job", overrides=("sweep=mine", "stager=a")), figures=figures(4.0))
@@ -230,7 +240,9 @@ def test_several_directories_are_compared_and_only_a_table_is_written(here: Path
     assert report("x/sweep", "y/sweep", "--json").json["better"] == "lower"
 
 
-def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(here: Path, report: Command) -> None:
+def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(
+    here: Path, report: Command, no_matplotlib: None
+) -> None:
     stalls = {"stager=a": 3.0, "stager=b": 5.0}
     sweep(here / "old", stalls, 4)
     sweep(here / "same", stalls, 4)
@@ -260,7 +272,7 @@ def test_a_sweep_is_judged_against_a_baseline_by_the_exit_code(here: Path, repor
     assert "old.json is not a baseline: a baseline is the directory of a" in report("same", *judge, code=2).err
 
 
-def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Command) -> None:
+def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Command, no_matplotlib: None) -> None:
     sweep(here / "sweep", {"stager=a": 3.0, "stager=b": 2.0, "stager=c": 1.0}, 1, others=False)
     planned = [(f"stager={name}", number) for number, name in enumerate("abd")]
     plan = Plan(
@@ -292,7 +304,7 @@ def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Co
 
 
 def test_a_job_that_ends_while_the_page_is_written_is_in_the_page(
-    here: Path, report: Command, monkeypatch: pytest.MonkeyPatch
+    here: Path, report: Command, monkeypatch: pytest.MonkeyPatch, no_matplotlib: None
 ) -> None:
     sweep(here / "sweep", {"stager=a": 3.0}, 4, others=False)
     late = JobResult.read(here / "sweep" / "3")

@@ -36,7 +36,7 @@ from stagereg.base.providers import has
 
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.assembly"]
 _IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
-_IMPORTED += ["stagereg.launch.main", "jinja2"]
+_IMPORTED += ["stagereg.launch.main", "matplotlib.backends.backend_svg", "jinja2"]
 _IMPORTED += ["stagereg.sweep.render"] if importlib.util.find_spec("stagereg.sweep") else []  # a copy may lack it
 _PYTHON = [sys.executable, str(Path(__file__))]
 ADDRESS = "STAGEREG_FORKS"

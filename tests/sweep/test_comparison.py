@@ -53,6 +53,12 @@ class TestRows:
         many = Cell.of([1.0, 2.0, 3.0, 4.0, 5.0, 60.0])
         assert (many.median, many.low, many.high) == (3.5, 2.25, 4.75)
 
+    def test_a_run_that_is_far_off_is_named(self) -> None:
+        (row,) = compare(stalls(a=[2.0, 2.1, 9.0, 1.9, 2.0])).rows
+        assert row.cells["stall_ms"].outliers == (row.jobs[2].directory.name,)
+        for usual in ([2.0, 2.1, 2.4, 1.9, 2.0], [2.0, 9.0, 2.0], [2.0, 2.0, 2.0, 2.01]):
+            assert Cell.of(usual, "abcde").outliers == ()
+
     def test_each_row_has_its_ratio_to_the_best(self) -> None:
         rows = compare(stalls(a=[4.0], b=[2.0], again=[3.0])).rows
         assert [row.vs_best for row in rows] == [2.0, 1.5, 1.0]

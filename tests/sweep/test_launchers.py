@@ -30,3 +30,5 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, app: App) ->
     assert numbers == {"a=fine": 0, "a=raise": 1, "a=exit": 2, "a=new": 3}, again.stdout + again.stderr
     assert (app.folder / "out" / "0" / "result.json").read_bytes() == kept
     assert "Not compared: 1 job of earlier sweeps in " in again.stdout
+    logs = "".join(file.read_text() for file in (app.folder / "out").rglob("*.log")) + again.stdout
+    assert "Job 2 of 3." in logs

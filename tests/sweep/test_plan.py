@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stagereg.errors import ConfigError
+from stagereg.sweep.number_text import duration
 from stagereg.sweep.plan import PLAN, Plan, PlannedJob, Progress, command_to_continue
 from stagereg.sweep.result import jobs_in
 from stagereg.sweep.reuse import held
@@ -66,6 +67,20 @@ def test_progress_counts_planned_jobs_and_tells_a_running_sweep_from_a_killed_on
     with held(tmp_path):
         assert found.progress(jobs_in(tmp_path)).text == "1 of 6 completed, 1 failed, 1 running, 3 not started"
     assert Progress(2, 2, 0, 0, False).text == "2 of 2 completed"
+
+
+def test_the_time_left_is_that_of_the_jobs_this_sweep_has_ended(tmp_path: Path) -> None:
+    """The kept job 0 counts as done, and not for the time; results of an earlier sweep do not count either."""
+    found = plan(tmp_path, 5, began=time.time() - 30)
+    for num in (0, 1):
+        result(tmp_path / str(num), num).write()
+        os.utime(tmp_path / str(num) / "result.json", (1.0, 1.0))
+    assert found.position(1) == "Job 2 of 5."
+    result(tmp_path / "1", 1).write()
+    assert found.position(2) == "Job 3 of 5, about 1 min 30 s left."
+    result(tmp_path / "3", 3).write()  # by a launcher that runs two at once
+    assert found.position(4) == "Job 5 of 5, about 30 s left."
+    assert [duration(s) for s in (0.2, 59.6, 3600, 7500)] == ["1 s", "1 min", "1 h", "2 h 5 min"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The report on a sweep as one file of HTML: answer, table, configs and environment.
+"""The report on a sweep as one file of HTML: answer, tables, plot, configs and environment.
 
 The content policy of the page forbids the network, and every script but the one that sorts and filters the table.
 Without scripts the page is complete. What runs recorded stays text. Jinja2 is imported when a page is made.
@@ -28,8 +28,8 @@ from stagereg.sweep.result import CONFIG
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def compare_page(comparison: Comparison) -> str:
-    """Return the page of a sweep: the answer, the table, and of each row its config and command."""
+def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
+    """Return the page of a sweep: the answer, the tables, the SVG, and of each row its config and command."""
     import jinja2
     from markupsafe import Markup
 
@@ -64,6 +64,8 @@ def compare_page(comparison: Comparison) -> str:
         comparison=comparison,
         rows=[(row, each, _details(row)) for row, each in zip(comparison.ranked, table.rows, strict=True)],
         remarks=tables_of.remarks(comparison, comparison.ranked),
+        options=tables_of.option_table(comparison),
+        picture=base64.b64encode(picture).decode(),
         environment=_facts([{**job.environment, **job.versions} for job in jobs]),
     )
 

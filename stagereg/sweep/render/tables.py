@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from stagereg.sweep.cell import Cell
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, metric
 from stagereg.sweep.number_text import column_texts, counted, parameter_text, shown
+from stagereg.sweep.render.options import options_of
 
 # Columns of numbers that are not figures of runs.
 RATIO = Metric("vs_best", "vs best", "", "", "Its median by the ranking metric, divided by the best row's.")
@@ -28,8 +30,9 @@ RUNS = Metric("runs", "runs", "", "", "How often it was started; or how many of 
 MARKS = {"best": "*", "tie": "~"}  # suffix of the number of a cell with that verdict
 AGAIN = "the same again"  # name of the A/A row
 ALL_TIE = "all tie"  # in the head of a column that does not tell rows apart
-MOST_ROWS = 15  # on the terminal
+MOST_ROWS = 15  # on the terminal and in the plot
 _LEGEND = {"best": "* best of its column", "tie": "~ ties with the best"}
+RANGES = {False: "least to greatest run", True: "middle half of the runs"}  # by whether there are more than five
 _AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above it. The two differ by noise; it is not ranked."
 _TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 FOLDED = 24  # characters of a line of a parameter's text, and of the head of a metric
@@ -46,6 +49,10 @@ class Shown:
     text: str  # the median
     range: str  # low and high end of its runs; empty if these digits show no difference
     verdict: str  # `"best"`, `"tie"` or empty; always empty in a column that does not tell rows apart
+
+    @property
+    def one_line(self) -> str:
+        return f"{self.text} ({self.range})" if self.range else self.text
 
 
 Value = str | float | int | Shown | None
@@ -133,7 +140,7 @@ def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
     if legend := "; ".join(_legend(comparison, rows)):
         lines.append(f"{legend}.")
     lines += [_AGAIN] if any(row.again for row in rows) else []
-    lines += [f"{row_name(row)}: {row.note}." for row in rows if row.note]
+    lines += [f"{row_name(row)}: {line}." for row in rows for line in (row.note, *_far_off(comparison, row)) if line]
     return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
 
 
@@ -143,10 +150,18 @@ def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[s
     marked = {one.name for one in comparison.metrics if tells_apart(comparison, one.name)}
     verdicts = {cell.verdict for name, cell in cells if name in marked}
     yield from (text for name, text in _LEGEND.items() if name in verdicts)
-    many = {len(cell.values) > 5 for _, cell in cells if cell.low < cell.high}
-    if many:
-        more = ", of more than 5 runs the middle half" if len(many) > 1 else ""
-        yield f"a{_TO}b {'middle half of the runs' if many == {True} else 'least to greatest run'}{more}"
+    sizes = sorted({len(cell.values) > 5 for _, cell in cells if cell.low < cell.high})
+    if sizes:
+        more = ", of more than 5 runs the middle half" if len(sizes) > 1 else ""
+        yield f"a{_TO}b {RANGES[sizes[0]]}{more}"
+
+
+def _far_off(comparison: Comparison, row: ComparisonRow) -> Iterator[str]:
+    for one in comparison.metrics:
+        if (cell := row.cells.get(one.name)) and (jobs := cell.outliers):
+            are, noun = ("is", "job") if len(jobs) == 1 else ("are", "jobs")
+            far_off = f"{counted(len(jobs), 'run')} of {len(cell.values)} {are} far off in {one.head}"
+            yield f"{far_off}: {noun} {', '.join(jobs)}"
 
 
 def row_name(row: ComparisonRow) -> str:
@@ -166,6 +181,30 @@ def shortened(text: str, longest: int) -> str:
 def first_line(error: str) -> str:
     """Return the first line of an error that is not empty."""
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
+
+
+def option_table(comparison: Comparison) -> Table | None:
+    """Return the ranking metric by each value of each option of a grid; ``None`` if that shows nothing."""
+    options = options_of(comparison)
+    texts = iter(column_texts([median for one in options for median in one.medians.values()]))
+    rows: list[tuple[Value, ...]] = []
+    notes = ["Medians over all combinations of the other options, without a test of chance."]
+    for one in options:
+        for at, (value, median) in enumerate(one.medians.items()):
+            best = next(iter(one.medians.values()))
+            worse = median / best - 1 if best > 0 else math.nan
+            against = "best" if not worse else f"{worse:+.0%}".replace("%", " %") if math.isfinite(worse) else None
+            given = "not given" if value is None else parameter_text(value)
+            rows.append(("" if at else one.name, given, next(texts), against, one.runs[value]))
+        if one.counting < one.others or not one.medians:
+            notes.append(
+                f"{one.name} is not balanced: of {counted(one.others, 'combination')} of the other options, "
+                f"{one.counting if one.medians else 0} ran with every value of it and count here."
+            )
+    if not rows:
+        return None
+    heads = ("option", "value", comparison.ranking.head, "against best", "runs")
+    return Table("By option", heads, tuple(rows), " ".join(notes))
 
 
 def terminal(comparison: Comparison) -> None:
@@ -192,6 +231,10 @@ def terminal(comparison: Comparison) -> None:
         _paragraph(f"Not shown, for lack of space: {', '.join(left_out)}; compare.csv has all.")
     for line in remarks(comparison, rows):
         _paragraph(line)
+    if options := option_table(comparison):
+        output.echo()
+        output.table(options.title, list(map(str, options.columns)), [list(map(_folded, row)) for row in options.rows])
+        _paragraph(options.caption)
     for warning in comparison.warnings:
         _paragraph(f"Beware: {warning}", "yellow", indent="")
     output.echo()

@@ -18,6 +18,7 @@ from stagereg.sweep.comparison import Comparison, compare
 from ...support.browser import A4_LANDSCAPE, Opened, launched
 from ...support.samples import compared, failed, jobs, row_of, write_hydra
 
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a"/></svg>'
 EVIL = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 2'>"
 COLUMNS = ("stall_ms", "lost_percent", "samples_per_s", "staged_gib_per_s", "write_gib_per_s", "peak_host_gib")
 FIRST = "document.querySelector('#table-0 tbody th a').textContent"
@@ -86,17 +87,18 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opener]:
 
 @pytest.fixture(scope="module")
 def usual(comparison: Comparison) -> str:
-    return page.compare_page(comparison)
+    return page.compare_page(comparison, SVG)
 
 
 @pytest.fixture(scope="module")
 def many() -> str:
-    return page.compare_page(grid(61))
+    return page.compare_page(grid(61), SVG)
 
 
 def test_answer_and_table_come_first(opened: Opener, usual: str, comparison: Comparison) -> None:
     one = opened(usual)
     view, found = one.view, answer(comparison)
+    assert view.locator("figure img").evaluate("(one) => one.naturalWidth") > 0, "its plot is inside"
     assert view.locator("h1").inner_text() == found.headline
     for sentence in found.evidence:
         assert sentence in view.locator(".lede").inner_text().replace("\N{NO-BREAK SPACE}", " ")
@@ -120,11 +122,11 @@ def test_texts_of_a_run_are_escaped(opened: Opener, tmp_path: Path) -> None:
     job = replace(rows[0].jobs[0], environment={EVIL: EVIL}, command=EVIL)
     evil = replace(compared(rows, warnings=[EVIL]), directory=Path(EVIL))
     evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]))
-    text = page.compare_page(evil)
+    text = page.compare_page(evil, SVG)
     assert EVIL not in text
     assert text.count("<script") == 1, "its own"
     one = opened(text)
-    assert one.view.locator("img").count() == 0
+    assert one.view.locator("img").count() == 1
     one.view.locator("summary").first.click()
     assert f"name: {EVIL}\n" in one.view.locator("details pre").all_text_contents()
     one.view.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=y onerror=\"window.owned = 3\">')")
@@ -160,12 +162,14 @@ def test_what_differs_between_runs_is_listed_but_for_the_load() -> None:
 )
 def test_it_is_readable_on_every_screen(opened: Opener, case: str, width: int, scheme: str) -> None:
     made = CASES[case]()
-    one = opened(page.compare_page(made), width, color_scheme=scheme)
+    one = opened(page.compare_page(made, SVG), width, color_scheme=scheme)
     assert one.widest() <= width, "only its boxes scroll"
     ground = one.view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(json.loads(f"[{ground[4:-1]}]")) < 60) == (scheme == "dark")
     assert one.faint("body *") == {}
     assert one.view.locator("#table-0 tbody tr").count() == len(made.rows)
+    filtered = one.view.locator("img").evaluate("(one) => getComputedStyle(one).filter")
+    assert (filtered != "none") == (scheme == "dark")
     if made.best is not None:
         head, ranking = one.box("#table-0 tbody th"), one.box("#table-0 tbody td.measured")
         assert head["x"] + head["width"] <= ranking["x"] + 1
@@ -182,7 +186,7 @@ def test_it_is_readable_on_every_screen(opened: Opener, case: str, width: int, s
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "61" else SLOW) for case in CASES])
 def test_on_paper_nothing_is_cut_or_missing(opened: Opener, tmp_path: Path, case: str) -> None:
     made = CASES[case]()
-    one = opened(page.compare_page(made), A4_LANDSCAPE, color_scheme="dark")
+    one = opened(page.compare_page(made, SVG), A4_LANDSCAPE, color_scheme="dark")
     one.view.emulate_media(media="print", color_scheme="dark")
     assert one.view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert one.faint("main *") == {}
@@ -279,3 +283,21 @@ def test_a_row_leads_to_its_details_and_back(opened: Opener, usual: str) -> None
         detail.locator("pre").first.wait_for()
         detail.get_by_text("Back to the table").click()
         assert view.locator("tr:target").get_attribute("id") == f"row-{at + 1}"
+
+
+def test_each_option_has_a_line_for_each_value(opened: Opener) -> None:
+    def runs(stall: float) -> list[dict[str, float]]:
+        return [{"stall_ms": stall}] * 2
+
+    rows = {
+        f"stager={a} join.mode={b}": runs(x * y)
+        for a, x in (("p", 1.0), ("q", 3.0))
+        for b, y in (("r", 4.0), ("s", 2.0))
+    }
+    view = opened(page.compare_page(compare(jobs(rows)))).view
+    assert [text.split("\t") for text in view.locator("#options tbody tr").all_inner_texts()] == [
+        ["stager", "p", "3", "best", "4"],
+        ["", "q", "9", "+200 %", "4"],
+        ["join.mode", "s", "4", "best", "4"],
+        ["", "r", "8", "+100 %", "4"],
+    ]

@@ -21,7 +21,7 @@ from stagereg.sweep.answer import answer
 from stagereg.sweep.comparison import Comparison, compare
 from stagereg.sweep.metric import METRICS, metric
 
-from ...support.samples import compared, jobs, row_of
+from ...support.samples import compared, failed, jobs, row_of
 
 TO = "\N{EN DASH}"
 LOSSES = (2.0, 2.74, 55.8)
@@ -165,6 +165,13 @@ def test_a_parameter_may_be_named_as_a_column(capsys: pytest.CaptureFixture[str]
     assert ">y</td>" in page.compare_page(made)
 
 
+def test_runs_that_are_far_off_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    stalls = [5.0, 5.01, 5.02, 9.0, 5.03, 5.0]
+    made = compare(jobs({"a=1": [{"stall_ms": stall} for stall in stalls], "a=2": [{"stall_ms": 7.0}] * 6}))
+    text = " ".join("\n".join(printed(made, capsys)).split())
+    assert "a=1: 1 run of 6 is far off in stall ms: job 6." in text
+
+
 @pytest.mark.parametrize(
     ("runs", "legend"),
     [
@@ -251,4 +258,59 @@ def test_numbers_have_as_few_digits_as_that_takes(values: tuple[float, ...], exp
 def test_a_range_is_from_where_to_where_the_runs_lie(values: tuple[float, ...], expected: str) -> None:
     (cell,) = tables.shown_cells(compared([row_of({}, {"stall_ms": values})]), metric("stall_ms"))
     assert cell is not None
-    assert (f"{cell.text} ({cell.range})" if cell.range else cell.text) == expected
+    assert cell.one_line == expected
+
+
+def grid(stalls: dict[str, list[float]]) -> Comparison:
+    return compare(jobs({name: [{"stall_ms": stall} for stall in each] for name, each in stalls.items()}))
+
+
+class TestByOption:
+    def test_each_combination_counts_once_by_its_median(self) -> None:
+        made = grid({"a=1 b=x": [1.0] * 5, "a=2 b=x": [3.0], "a=1 b=y": [11.0], "a=2 b=y": [9.0] * 5})
+        table = tables.option_table(made)
+        assert table is not None
+        assert table.rows == (
+            ("a", "1", "6", "best", 6),
+            ("", "2", "6", "best", 6),
+            ("b", "x", "2", "best", 6),
+            ("", "y", "10", "+400 %", 6),
+        )
+        assert "not balanced" not in table.caption
+
+    def test_a_value_that_ran_with_the_slow_ones_alone_is_not_blamed(self) -> None:
+        made = grid({"a=1 b=x": [1.0], "a=2 b=x": [1.0], "a=2 b=y": [99.0], "a=3 b=y": [99.0], "a=3 b=x": [1.0]})
+        table = tables.option_table(made)
+        assert table is not None
+        assert [row[:4] for row in table.rows][:3] == [
+            ("a", "1", "1", "best"),
+            ("", "2", "1", "best"),
+            ("", "3", "1", "best"),
+        ]
+        assert (
+            "a is not balanced: of 2 combinations of the other options, 1 ran with every value of it and count here."
+            in table.caption
+        )
+        assert tables.option_table(grid({"a=1 b=x": [1.0], "a=2 b=y": [2.0]})) is None
+
+    def test_only_completed_finite_runs_that_are_ranked_count(self) -> None:
+        many = jobs(
+            {f"a={a} b={b}": [{"stall_ms": a * b}, {"stall_ms": math.nan}] for a in (1.0, 2.0) for b in (3.0, 5.0)},
+            again=[{"stall_ms": 1e9}],
+        )
+        many += [failed(Path("sweep/98"), 98, many[0].overrides, figures={"stall_ms": 1e9})]
+        many += [failed(Path("sweep/99"), 99, ("a=7.0", "b=3.0"))]
+        table = tables.option_table(compare(many))
+        assert table is not None
+        assert [row[:5] for row in table.rows if row[1] in ("3.0", "5.0")] == [
+            ("b", "3.0", "4.50", "best", 2),
+            ("", "5.0", "7.50", "+67 %", 2),
+        ]
+
+    def test_one_option_has_no_table(self) -> None:
+        assert tables.option_table(grid({"a=1": [1.0], "a=2": [2.0]})) is None
+
+    def test_the_terminal_has_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        lines = printed(grid({f"a={a} b={b}": [a * b] for a in (1.0, 2.0) for b in (3.0, 5.0)}), capsys)
+        assert "By option" in lines
+        assert any(line.split() == ["a", "1.0", "4.00", "best", "2"] for line in lines)
