@@ -482,6 +482,7 @@ KNOWN = {
         "integrations/named",
         "sweep/callback",
         "sweep/interleaved",
+        "sweep/render/__init__",
     ],
     "write_text": ["bench/command", "bench/measure", "commands/checking", "commands/child", "commands/scaffold"],
 }
