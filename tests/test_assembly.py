@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import stagereg
 from stagereg import assembly
 from stagereg.errors import ConfigError
+from stagereg.testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -45,3 +47,21 @@ def test_without_any_extension_a_checkpointer_saves_and_resumes(
     with stagereg.Checkpointer(str(tmp_path)) as checkpointer:
         assert checkpointer.restore(resumed) == 4
     assert resumed["x"].tolist() == [4, 5, 6]
+
+
+def differing(rank: int, world_size: int, root: str) -> list[str]:
+    texts = []
+    for options in (
+        {"preemption": stagereg.Preemption(datetime.timedelta(seconds=20 + rank))},
+        {"replicas": stagereg.Replicas(verify_every=rank)},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            stagereg.Checkpointer(root, **options)  # type: ignore[arg-type]
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_options_of_extensions_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    for grace, verify in run_ranks(differing, 2, args=(str(tmp_path),)):
+        assert "grace_period=...) is not the same on all ranks: rank 0 has 0:00:20, rank 1 has 0:00:21" in grace
+        assert "verify_every=...) is not the same on all ranks: rank 0 has 0, rank 1 has 1" in verify
