@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from stagereg.checkpoint.store.failpoints import failpoint
-from stagereg.errors import ConfigError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.buckets.retry import http_error_of, retrying
 
 _READ_BYTES = 1 << 16
@@ -64,12 +64,25 @@ class ObjectStore:
             try:
                 entries = self._fresh.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
+                self._expect_bucket(path, url)
                 return {}
             found = {entry["name"].rstrip("/").removeprefix(path).lstrip("/"): entry for entry in entries}
             found.pop("", None)  # ``url`` itself
             return {name: None if each["type"] == "directory" else int(each["size"]) for name, each in found.items()}
 
         return retrying("listing", url, act)
+
+    def _expect_bucket(self, path: str, url: str) -> None:
+        """Raise if the bucket does not exist: a run with a mistyped URL would start from scratch."""
+        bucket = path.partition("/")[0]
+        with contextlib.suppress(PermissionError):  # a key may be allowed to list the prefix only
+            if self.protocol in _FLAT - {"memory"}:
+                try:
+                    self.fs.info(bucket)
+                except FileNotFoundError as error:
+                    raise CheckpointError(
+                        f"The bucket {bucket} of {url} does not exist. Create the bucket, or correct the URL."
+                    ) from error
 
     def size(self, url: str) -> int | None:
         """Return the size of an object, None if there is none. Asks for its name, so no late listing hides it."""

@@ -38,6 +38,12 @@ _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, Timeou
 
 _log = logging.getLogger(__name__)
 
+_READS = ("listing", "looking at", "reading")
+_REFUSED = (
+    "; the store refuses the credentials of this process: set or renew them, set the clock of this machine, or grant "
+    "the right to list and read"
+)
+
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
     """Return the result of ``act`` within ``seconds``, or raise ``TimeoutError``; ``give_back`` gets a late one."""
@@ -79,7 +85,8 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
                 a_stores = isinstance(error, OSError) or passing or http_error_of(error)[1] is not None
                 if not a_stores and not _is_denied(error):
                     raise  # a mistake in a program
-                raise _as_os_error(error, f"{doing}, tried {trial} times" if trial > 1 else doing, url) from error
+                told = f"{doing}, tried {trial} times" if trial > 1 else doing
+                raise _as_os_error(error, told + _REFUSED * (doing in _READS and _is_denied(error)), url) from error
             if trial == 1:
                 _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
         time.sleep(pause)

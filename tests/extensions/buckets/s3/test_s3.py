@@ -66,6 +66,21 @@ def test_a_url_holds_checkpoints_as_a_directory_does(store: Store) -> None:
         expect_restored(store, step, resume=resume)
 
 
+def test_a_bucket_that_does_not_exist_is_named_before_a_run_starts_from_scratch(store: Store) -> None:
+    message = "The bucket rnus of s3://rnus/gpt does not exist. Create the bucket, or correct the URL."
+    with Checkpointer("s3://rnus/gpt") as checkpointer, pytest.raises(CheckpointError, match=re.escape(message)):
+        checkpointer.restore(state(0))
+    with Checkpointer(store.url) as checkpointer:
+        assert checkpointer.restore(state(0)) is None
+
+
+def test_a_restore_without_credentials_says_what_to_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.server.fail({"times": 99, "do": "refuse", "status": 403, "code": "AccessDenied"})
+    with Checkpointer(store.url) as checkpointer, pytest.raises(CheckpointError, match="refuses the credentials"):
+        checkpointer.restore(state(0))
+    store.server.fail()
+
+
 def test_nothing_outside_of_the_url_is_listed_written_or_deleted(store: Store) -> None:
     others = ["gpt/first-again/step-00000001.aaaaaaaaaaaa/x", "gpt/step-00000001.aaaaaaaaaaaa/x", "gpt/firs", "x"]
     for key in others:
