@@ -13,7 +13,10 @@ from .test_imports import PACKAGE, trees
 ROOT = PACKAGE.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 CODE = [found.strip() for found in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S))]
-OF_OTHERS = {"latest", "load_state_dict", "name", "stagereg", "every=auto", "make test-core", "stagereg.commands"}
+OF_OTHERS = {
+    *("latest", "load_state_dict", "name", "stagereg", "every=auto", "make test-core", "stagereg.commands"),
+    'ARGS="--without tiers"',
+}
 """What is no name of the source: files of a checkpoint, methods of torch, and what a user types."""
 
 
