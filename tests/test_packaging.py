@@ -35,6 +35,15 @@ def main(cfg):
 main()
 """
 
+SWEPT = """
+import hydra
+@hydra.main(config_path="conf", config_name="swept")
+def main(cfg):
+    print("HYDRA", hydra.__version__)
+    return float(cfg.a)
+main()
+"""
+
 CONFIG = "defaults: [stagereg, _self_]\nhydra: {output_subdir: null, run: {dir: out}}\n"
 
 
@@ -128,6 +137,33 @@ def test_programs_run_and_one_without_the_import_has_the_options(
     code = "import importlib.util as u; print([n for n in ('conf', 'tests', 'examples', 'stagereg') if u.find_spec(n)])"
     (app / "conf").rename(app / "of_app")
     assert run(python, "-c", code, cwd=app) == "['stagereg']\n"
+
+
+@pytest.mark.parametrize("hydra", ["1.3", "1.4"])
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        ("defaults: [stagereg, sweep: compare, _self_]", ("sweep.metric=loss",)),
+        ("defaults: [stagereg, _self_]", ("hydra/callbacks=compare",)),
+        ("{}", ("hydra/callbacks=compare", "hydra/sweeper=interleaved")),
+    ],
+    ids=["sweep", "callback", "sweeper"],
+)
+def test_the_options_of_sweeps_are_found_by_their_names(
+    hydra: str, config: str, given: tuple[str, ...], installed: Path, app: Path
+) -> None:
+    variables = {}
+    if hydra == "1.4":
+        if not (found := list(Path(sys.prefix, "hydra-1.4", "lib").glob("python*/site-packages"))):
+            pytest.skip("make makes the environment of Hydra 1.4")
+        variables["PYTHONPATH"] = str(found[0])  # before the Hydra that the environment borrows
+    (app / "conf" / "swept.yaml").write_text(f"{config}\n")
+    (app / "swept.py").write_text(SWEPT)
+    out = run(installed, "swept.py", "-m", *given, "+a=1,2", "hydra.sweep.dir=out", cwd=app, **variables)
+    assert f"HYDRA {hydra}." in out
+    assert "Job 2 of 2" in out, "by the sweeper of stagereg"
+    assert "2 rows, ranked by " in out
+    assert {"sweep.json", "compare.csv", "report.html"} <= {path.name for path in (app / "out").iterdir()}
 
 
 @pytest.mark.slow
