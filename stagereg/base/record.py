@@ -257,7 +257,7 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_numb
 
 def _in_one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return f"left by sys.exit({error.code!r})" + (f": {error}" if isinstance(error, Stopped) else "")
+        return f"called sys.exit({error.code!r})" + (f": {error}" if isinstance(error, Stopped) else "")
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # of a class whose text fails

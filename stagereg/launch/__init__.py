@@ -1,1 +1,1 @@
-"""The program and its ranks: starting them, several machines, preemption, and how a run ends."""
+"""Start the program and its ranks, on one or several machines, and end the run."""

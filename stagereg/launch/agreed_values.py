@@ -1,8 +1,8 @@
-"""The values that resolvers of the program give to a config, such as ``${run_id:}``: the same on all ranks.
+"""Give all ranks the same values of the program's own resolvers, such as ``${run_id:}``.
 
-Each rank composes the config for itself, so a resolver that draws a number gives each rank another one. The launcher,
-or rank 0 under ``torchrun``, resolves these values once, and all ranks take them. A value that depends on the number of
-the rank cannot be resolved there, so each rank keeps its own.
+Each rank composes the config itself, so a resolver that draws a random number returns a different one on each rank. The
+launcher, or rank 0 under ``torchrun``, resolves these values once, and all ranks use them. Each rank resolves a value
+that depends on its rank number itself.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 VALUES = "STAGEREG_VALUES"
-"""The environment variable by which a launcher passes :func:`resolved` values to its ranks, hidden from other users."""
-_CALL = re.compile(r"\$\{\s*(?!oc\.|hydra:|now:)[^\W\d][\w.]*\s*:")  # Hydra's and OmegaConf's own agree already
+"""Environment variable in which a launcher passes :func:`resolved` values to its ranks, hidden from other users."""
+_CALL = re.compile(r"\$\{\s*(?!oc\.|hydra:|now:)[^\W\d][\w.]*\s*:")  # resolvers of Hydra and OmegaConf agree already
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _NO_RANK = "<no rank>"
-_LONGEST = 4096  # characters of a value; an environment variable has room for 128 KiB
+_LONGEST = 4096  # characters of a value; an environment variable holds up to 128 KiB
 
 
 def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
-    """Return the path and the JSON text of each value that a resolver of the program gives without being a rank."""
+    """Return the path and the JSON text of each value that a resolver of the program returns outside a rank."""
     from hydra.core.utils import env_override
 
     if not (paths := _paths(cfg)):
@@ -34,7 +34,7 @@ def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
 
 
 def take(cfg: Any, values: list[tuple[list[str | int], str]]) -> list[str]:
-    """Write :func:`resolved` values into the config; return the keys whose resolver gives another value here."""
+    """Write :func:`resolved` values into the config; return the keys whose resolver returns a different value here."""
     from omegaconf import read_write
 
     paths, differing = _paths(cfg), []
@@ -65,7 +65,7 @@ def _paths(cfg: Any) -> list[list[str | int]]:
 
 
 def _text(cfg: Any, path: list[str | int]) -> str | None:
-    """The value at a path as JSON; ``None`` if it has none here, or JSON would change it."""
+    """Return the value at a path as JSON; ``None`` if the value cannot be resolved, or JSON would change it."""
     from omegaconf import OmegaConf
 
     try:

@@ -1,7 +1,7 @@
-"""The command line of this program, and the one of its ranks that is made from it.
+"""The command line of this program, and the command line of its ranks.
 
-Ranks run the same script in the same interpreter with the overrides of one job. What only the launcher uses, such as
-Hydra's launcher and sweeper, is left out; the run directory is the launcher's.
+Ranks run the same script in the same interpreter with the overrides of one job. Options of the launcher alone, such as
+Hydra's launcher and sweeper, are left out. Ranks use the launcher's run directory.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from stagereg.base.overrides import quoted, raw
 
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
-"""Keys and groups below ``hydra`` that ranks do not get."""
+"""Keys and groups under ``hydra`` that are not passed to ranks."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """How this program was started: ``start`` up to its script or module, and Hydra's own ``flags``."""
+    """The command that started this program: ``start``, up to its script or module, and Hydra's own ``flags``."""
 
     start: tuple[str, ...]
     flags: tuple[str, ...]
 
     @classmethod
     def of_this_process(cls) -> CommandLine:
-        """Read it off the interpreter; to be called before anything changes ``sys.argv``."""
+        """Return the command line of this process. Must be called before ``sys.argv`` changes."""
         arguments = sys.argv[1:]
         split = len(sys.orig_argv) - len(arguments)
         if sys.orig_argv[split:] == arguments:
@@ -42,7 +42,7 @@ class CommandLine:
         return cls(tuple(start), tuple(flags))
 
     def for_ranks(self, hydra: Any) -> list[str]:
-        """The command of the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
+        """Return the command for the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
         from omegaconf import OmegaConf
 
         hydras = [each for each in raw(hydra.overrides.hydra) if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
@@ -51,13 +51,13 @@ class CommandLine:
             for key in ("id", "num")
             if not OmegaConf.is_missing(hydra.job, key)
         ]
-        if job:  # of a sweep
+        if job:  # the job belongs to a sweep
             job.append(f"hydra.sweep.dir={quoted(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir)))}")
         return [*self.start, *self.flags, *raw(hydra.overrides.task), *hydras, "hydra.mode=RUN", *job]
 
 
 def number(cfg: Any, key: str, default: float) -> Any:
-    """Return a number of the launcher's from a config, parsed if it is a text, as ``${oc.env:N}`` gives."""
+    """Return a number from a config, such as ``nproc``; parse a string, which ``${oc.env:N}`` resolves to."""
     from omegaconf import OmegaConf
 
     value = OmegaConf.select(cfg, key, default=default)
@@ -68,8 +68,8 @@ def number(cfg: Any, key: str, default: float) -> Any:
 
 
 def parsed(arguments: list[str]) -> Any:
-    """What Hydra's parser makes of these arguments."""
-    # Hydra offers its parser nowhere else, and one of ours would miss the flags of its other releases.
+    """Return the arguments as parsed by Hydra."""
+    # Hydra has no public parser, and a parser here would miss the flags of other Hydra releases.
     from hydra._internal.utils import get_args_parser
 
     known, _ = get_args_parser().parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""What a run prints when a signal has ended it in order."""
+"""The last line of a run that exits in order after a signal."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from stagereg.base.output import warn
 from stagereg.errors import Preempted, Stopped
 
 KEEPS_CODE = "STAGEREG_KEEPS_CODE"
-"""The environment variable with the process number of the ``stagereg run`` that has started a rank."""
+"""Environment variable with the process ID of the ``stagereg run`` that started a rank."""
 
 
 def print_exit(error: Preempted | Stopped) -> None:
-    """Print how a run has ended, and the command that resumes."""
+    """Print why a run exits, and the command that resumes it."""
     text = str(error)
     if isinstance(error, Preempted):
         command = command_to_resume(error.directory)
         if ".dir=" in command:
             text = f"preempted by {error.received.name}: step {error.step} is saved"
-        text += f"; {command} resumes from there{torchrun_note()}"
+        text += f". To resume, run {command}.{torchrun_note()}"
     warn(text)
 
 
 def torchrun_note() -> str:
-    """Return what a run that has saved and exits says of ``torchrun``; empty below any other launcher."""
+    """Return a sentence on the exit code of ``torchrun`` after a preemption; empty under any other launcher."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or KEEPS_CODE in os.environ:
         return ""
-    return "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
+    return " torchrun prints a traceback and exits with code 1; to exit with code 75, use `stagereg run` instead."

@@ -1,9 +1,9 @@
 """The protocols by which extensions plug into the launcher and into a rank.
 
-An extension offers them in its module ``launching``: ``launcher()`` returns a new :class:`LaunchExtension`, ``rank()``
-a new :class:`RankExtension`; either may be left out. They are called in one order, by the names of the extensions. What
-:meth:`LaunchExtension.check` and :meth:`RankExtension.around` raise ends the run. What any other method raises is
-logged, as if the method had returned nothing.
+An extension implements them in its module ``launching``: ``launcher()`` returns a new :class:`LaunchExtension`,
+``rank()`` a new :class:`RankExtension`. Both functions are optional. Extensions are called in the order of their names.
+An exception in :meth:`LaunchExtension.check` or :meth:`RankExtension.around` ends the run. An exception in any other
+method is logged, and counts as ``None``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _E = TypeVar("_E")
 _T = TypeVar("_T")
 
 _ACTS_ON = {"restarts": ("0", "recovery"), "heartbeat_timeout": ("10s", "recovery")}
-"""Options of a run that an extension acts on: the default, which needs no extension, and the name of the extension."""
+"""Options that an extension implements: the default, which needs no extension, and the name of the extension."""
 
 
 class Start(NamedTuple):
-    """What a rank is to run, as :class:`subprocess.Popen` takes it."""
+    """The command of a rank with its working directory and environment, for :class:`subprocess.Popen`."""
 
     command: list[str]
     folder: str
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
 
 class Process(Protocol):
-    """The process of a rank, as :class:`subprocess.Popen` has it."""
+    """The process of a rank; the methods are those of :class:`subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -55,85 +55,85 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks of a run, as the launcher has it."""
+    """One start of all ranks of a run. The launcher holds it."""
 
-    number: int  # how often the run was started before
-    task: SchedulerTask  # whose ranks this launcher has started
-    start: Start  # of each rank, without the variables of one rank
-    store: RunStore  # of this attempt
+    number: int  # previous starts of the run
+    task: SchedulerTask  # the task of this launcher, which starts the ranks of one machine
+    start: Start  # the command of the ranks, without the variables of one rank
+    store: RunStore  # the rendezvous store, with the keys of this attempt
     tasks: Any  # torch's store, with keys that the launchers of all tasks share
-    progress: Callable[[], Progress]  # reads how far the run has come
+    progress: Callable[[], Progress]  # reads the progress of the run
 
 
 @dataclass
 class End:
-    """How an attempt has ended on the ranks of this launcher."""
+    """The end of an attempt on the ranks of this launcher."""
 
     attempt: Attempt
-    codes: dict[int, int]  # exit codes that are not 0, by rank
-    noticed: float  # when the first of them was seen, in unix seconds
-    forwarded: signal.Signals | None = None  # the signal that the launcher has forwarded
-    stopped: signal.Signals | None = None  # the signal for which the launcher has ended the ranks
-    started: bool = True  # whether a rank had been started when ``stopped`` came
-    errors: dict[int, str] = field(default_factory=dict)  # what the ranks have reported, by rank
-    result: Any = None  # what rank 0 has returned
-    skipped: str = ""  # that the next start skips the newest checkpoint, if so
+    codes: dict[int, int]  # nonzero exit codes, by rank
+    noticed: float  # Unix time at which the launcher saw the first nonzero exit code
+    forwarded: signal.Signals | None = None  # the signal that the launcher forwarded
+    stopped: signal.Signals | None = None  # the signal after which the launcher terminated the ranks
+    started: bool = True  # whether a rank had been started when ``stopped`` arrived
+    errors: dict[int, str] = field(default_factory=dict)  # errors that ranks reported, by rank
+    result: Any = None  # the return value of rank 0
+    skipped: str = ""  # a sentence if the next start skips the newest checkpoint, otherwise empty
 
     @property
     def received(self) -> signal.Signals | None:
-        """The signal that has ended the run, if one has."""
+        """The signal that ended the run; ``None`` if no signal did."""
         exited = (each for each in SIGNALS if 128 + each in self.codes.values())
         return self.stopped or self.forwarded or next(exited, None)
 
     @property
     def preempted(self) -> bool:
-        """Whether the ranks have saved and exited on a signal."""
+        """Whether the ranks saved and exited after a signal."""
         return not self.errors and self.stopped is None and RESUME_CODE in self.codes.values()
 
     @property
     def failed(self) -> bool:
-        """Whether the attempt ended by a failure, and not by a signal."""
+        """Whether the attempt failed. An attempt that a signal ended has not failed."""
         return self.received is None and not self.preempted
 
     def __str__(self) -> str:
         texts = {
-            rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            rank: f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
             for rank, code in self.codes.items()
-            if not self.errors or code < 0  # an error says more than the code that came of it
+            if not self.errors or code < 0  # a reported error explains its exit code
         } | self.errors
         return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
 
 
 class Again(NamedTuple):
-    """The run is to be started again."""
+    """The launcher starts the run again."""
 
-    why: str  # what the launcher prints below the failure
-    overrides: tuple[str, ...] = ()  # of the ranks from now on, unless the command has them
+    why: str  # text that the launcher prints after the failure
+    overrides: tuple[str, ...] = ()  # overrides that the command of the ranks gets from now on
 
 
 class Refusal(NamedTuple):
-    """The run ends with its failure."""
+    """The run fails."""
 
-    why: str  # what the launcher prints below the failure
+    why: str  # text that the launcher prints after the failure
 
 
 class Exit(NamedTuple):
-    """The run ends in order."""
+    """The run exits with ``code``, without a failure."""
 
     code: int
-    why: str  # what the launcher prints
+    why: str  # text that the launcher prints
 
 
 class LaunchExtension:
-    """Accompanies one launcher, in its process, on its main thread. Each method does nothing here."""
+    """The hooks of an extension in the launcher, called on its main thread. The defaults do nothing."""
 
     def check(self, cfg: Any) -> bool:
-        """Take the options of the run; return whether the run needs a launcher even for one rank.
+        """Check the options of the run; return whether the run needs a launcher even for one rank.
 
-        Called first, while nothing has started. If no launcher is needed, no other method is called.
+        Called first, before any rank is started. If no launcher is needed, no other method is called.
 
         Raises:
-            StageregError: an option is invalid.
+            StageregError: An option is invalid.
         """
         return False
 
@@ -142,39 +142,39 @@ class LaunchExtension:
         return {}
 
     def start(self, rank: int, start: Start) -> Process | None:
-        """Start a rank; return ``None`` for a fresh interpreter, unless another extension starts the rank."""
+        """Start a rank. If every extension returns ``None``, the launcher starts the rank in a fresh interpreter."""
         return None
 
     def poll(self, attempt: Attempt) -> None:
-        """Do what is to be done while the ranks run. Called several times a second; must not wait."""
+        """Run periodic work while the ranks run. Called several times a second; must not block."""
 
     def ending(self, end: End) -> bool:
-        """Return whether the ranks that still run get no time to report. Called when a rank has failed, or all ended.
+        """Return whether the launcher terminates running ranks at once, without time to report errors.
 
-        ``end`` has no errors yet.
+        Called when a rank has failed or all ranks have exited. ``end.errors`` is still empty.
         """
         return False
 
     def after(self, end: End) -> Again | Refusal | Exit | None:
-        """Return what happens after an attempt that has not succeeded. The first answer counts, in each task.
+        """Decide how the run continues after a failed or signalled attempt. In each task, the first decision counts.
 
-        All ranks of this task have ended.
+        All ranks of this task have exited.
         """
         return None
 
     def close(self) -> None:
-        """Free what the extension has started. All ranks have ended. Called once."""
+        """Release the resources of the extension. Called once, after all ranks have exited."""
 
 
 class Cause(NamedTuple):
-    """What has failed elsewhere, so that this rank fails."""
+    """The failure of other ranks that makes this rank fail."""
 
     text: str  # sentences
-    seen: bool  # whether the launcher of the failed ranks sees the same
+    seen: bool  # whether the launcher of the failed ranks detects the same failure
 
 
 class ThisRank(Protocol):
-    """This process as a rank, as an extension has it (:class:`stagereg.launch.rank.Rank`)."""
+    """The interface of this process's rank for extensions (:class:`stagereg.launch.rank.Rank`)."""
 
     @property
     def rank(self) -> int: ...
@@ -183,65 +183,65 @@ class ThisRank(Protocol):
     def world_size(self) -> int: ...
 
     @property
-    def launched(self) -> bool: ...  # by the launcher of `stagereg.main`
+    def launched(self) -> bool: ...  # whether the launcher of `stagereg.main` started this rank
 
     @property
-    def store(self) -> RunStore: ...  # of this attempt
+    def store(self) -> RunStore: ...  # the rendezvous store, with the keys of this attempt
 
     def note(self, why: str) -> None:
-        """Have extensions know why this attempt fails. Any thread."""
+        """Report to all extensions why this attempt fails. Thread-safe."""
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save, and end this rank: its training thread may hang on a failed rank. On an extension's thread.
+        """Save, then exit this rank, whose training thread may hang on a failed rank. Called on an extension's thread.
 
-        A rank that ends within ``mercy_s`` seconds reports what it has seen.
+        A rank that exits by itself within ``mercy_s`` seconds reports its own error.
         """
 
 
 class RankExtension:
-    """Accompanies one rank, in its process. Each method does nothing here. No method is collective."""
+    """The hooks of an extension in one rank, called in its process. The defaults do nothing. No hook is collective."""
 
     def began(self) -> None:
-        """Prepare a process that runs the program, the launcher or a rank. Main thread, before all else. Idempotent."""
+        """Prepare the process of the launcher or of a rank. Called first, on the main thread. Idempotent."""
 
     def marked(self, moment: str) -> None:
-        """Note that this process has ``imported``, ``connected``, ``composed`` or ``grouped``. Main thread."""
+        """Record that this process has ``imported``, ``connected``, ``composed`` or ``grouped``. Main thread."""
 
     def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
-        """Return what surrounds the process group and the job of this rank. Training thread.
+        """Return a context manager around the process group and the job of this rank. Training thread.
 
-        The ranks know their run, and have no process group yet. Not called in a process that is the only rank without
-        a launcher.
+        The run has begun on the ranks; they have no process group yet. Not called in a process that is the only rank
+        without a launcher.
         """
         return nullcontext()
 
     def recording(self, directory: str, attempt: str, rank: int) -> None:
-        """Prepare for the record of this rank that is about to begin, in a directory. Training thread."""
+        """Prepare for the record that this rank is about to begin in ``directory``. Training thread."""
 
     def noted(self, rank: ThisRank, why: str) -> None:
-        """Note why this attempt fails, as this rank reports it. Any thread; the store of the run may be gone."""
+        """Record the reason that this rank reports for the failed attempt. Any thread; the store may be unreachable."""
 
     def failed_ranks(self) -> Collection[int]:
-        """Return the ranks that are known to have failed. Any thread; must not wait."""
+        """Return the ranks that have failed, as far as this rank has detected. Any thread; must not block."""
         return ()
 
     def ending(self, error: Exception) -> None:
-        """Wait, for a bounded time, for what needs the process group. ``error`` came of another rank's failure.
+        """Wait, for a bounded time, for work that needs the process group. Training thread.
 
-        Training thread.
+        Another rank's failure caused ``error``.
         """
 
     def cause(self) -> Cause | None:
-        """Return what has failed on other ranks; may wait for some seconds until that is known. Any thread."""
+        """Return the failure of other ranks; may wait for some seconds until it is detected. Any thread."""
         return None
 
     def leave(self) -> None:
-        """Note that this process is about to exit, which is no failure. Training thread. Idempotent."""
+        """Record that this process exits in order and has not failed. Training thread. Idempotent."""
 
 
 @functools.cache
 def rank_extensions() -> tuple[RankExtension, ...]:
-    """Return the extensions of this process, which is one rank at most."""
+    """Return the extensions of this process, which is at most one rank."""
     return tuple(each.rank() for each in providers("launching") if hasattr(each, "rank"))
 
 
@@ -251,22 +251,22 @@ def launch_extensions() -> tuple[LaunchExtension, ...]:
 
 
 def answers(extensions: Iterable[_E], ask: Callable[[_E], _T | None]) -> list[_T]:
-    """Return what extensions return, without those that return ``None``; what one raises is logged."""
+    """Return the results of ``ask`` that are not ``None``; exceptions of an extension are logged."""
     return [answer for each in extensions if (answer := _answer(each, ask)) is not None]
 
 
 def first(extensions: Iterable[_E], ask: Callable[[_E], _T | None]) -> _T | None:
-    """Return the first answer that is not ``None``, and ask no further; what one raises is logged."""
+    """Return the first result of ``ask`` that is not ``None``; exceptions of an extension are logged."""
     return next((answer for each in extensions if (answer := _answer(each, ask)) is not None), None)
 
 
 def begin() -> None:
-    """Have the extensions know that this process begins. On the main thread. Idempotent."""
+    """Notify the extensions that this process begins. Main thread. Idempotent."""
     answers(rank_extensions(), lambda each: each.began())
 
 
 def mark(moment: str) -> None:
-    """Have the extensions know that this process has come so far."""
+    """Notify the extensions that this process has reached ``moment`` (:meth:`RankExtension.marked`)."""
     answers(rank_extensions(), lambda each: each.marked(moment))
 
 

@@ -1,4 +1,4 @@
-"""What the job of a rank runs in: the rendezvous store, the process group, and the record."""
+"""The environment of a rank's job: the rendezvous store, the process group, and the record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(rank: int, world_size: int) -> Any:
-    """Connect to the store of the run; rank 0 opens it, unless the launcher has, on loopback where that is enough."""
+    """Connect to the rendezvous store. Rank 0 opens it unless the launcher has; one machine uses loopback."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
@@ -32,18 +32,18 @@ def open_store(rank: int, world_size: int) -> Any:
         os.environ["MASTER_ADDR"] = host = loopback()
         if rank == 0:
             port = int(os.environ["MASTER_PORT"])
-            with contextlib.suppress(OSError):  # torch says why, or has this process's store there
+            with contextlib.suppress(OSError):  # torch reports the reason, or its store uses that port already
                 own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
                 return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
     return next(iter(rendezvous("env://")))[0]
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:
-    """Return the name of this attempt, the same on all its ranks and of no earlier one on ``store``.
+    """Return a name of this attempt that all its ranks share and no earlier attempt on ``store`` has.
 
-    Elastic's restart count is not a name: an agent that follows the restart of another agent does not count it. So each
-    process draws a number, and rank 0's is the name. Rank 0 answers every number drawn until all ranks have read an
-    answer; an answer to a process of an earlier attempt is read by none.
+    Elastic's restart count is not unique: an agent that follows the restart of another agent does not count it. So each
+    process draws a number, and rank 0's number is the name. Rank 0 answers every drawn number until all ranks have read
+    an answer. No process reads an answer for an earlier attempt.
     """
     mine = store.add("drawn", 1)
     if rank > 0:
@@ -58,7 +58,7 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
             store.set(f"answer/{number}", str(mine))
         answered = drawn
         if time.monotonic() > deadline:
-            raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
+            raise LaunchError(f"only {received + 1} of {world_size} ranks started in {GATHER_S} s: see the other logs")
         time.sleep(0.01)
     return str(mine)
 
@@ -66,9 +66,9 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
 def run_recorded(
     task: Callable[[Any], Any], cfg: Any, attempt: str = "", extensions: Sequence[RankExtension] | None = None
 ) -> Any:
-    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact.
+    """Run the job and record it in the directory of Hydra's job, with the name of the accelerator.
 
-    ``attempt`` is as ``run`` of :func:`stagereg.base.record.recording`. ``extensions`` are those of this process.
+    ``attempt`` is the argument ``run`` of :func:`stagereg.base.record.recording`.
     """
     import torch
     import torch.distributed as dist
@@ -89,19 +89,19 @@ def run_recorded(
 
 @contextlib.contextmanager
 def process_group(store: Any, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[None]:
-    """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one."""
+    """Initialise the process group for the job: gloo for CPU tensors, plus the accelerator's own backend."""
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():  # by what has started the rank
+    if dist.is_initialized():  # the caller of the job did so
         yield
         return
     if is_one_machine() and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens at the address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is the address of the host's name
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        # NCCL refuses a group in which ranks share a device.
+        # NCCL rejects a group in which ranks share a device.
         enough = local_world_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -114,9 +114,9 @@ def process_group(store: Any, rank: int, world_size: int, local_rank: int, local
 
 
 def for_json(value: Any) -> Any:
-    """The value as JSON has it, tensors of one number as that number; ``None`` if JSON cannot have it."""
+    """Return the value in JSON types, with a one-element tensor as a number; ``None`` if JSON cannot represent it."""
     try:
         return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        log.warning("the %s that rank 0 returned cannot be sent as JSON, so the job returns None", type(value).__name__)
+        log.warning("Rank 0 returned a %s, which JSON cannot represent: the job returns None.", type(value).__name__)
         return None

@@ -1,9 +1,9 @@
-"""The launcher: starts local ranks of this program's own command line, and waits for their end.
+"""The launcher starts local ranks with the command line of this program, and waits until they exit.
 
 Each rank is a fresh interpreter that composes the same config again, so the typed config is never pickled. The launcher
-makes the run directory and ``.hydra``, and has the store at which the ranks meet (:mod:`stagereg.launch.run_store`). Of
-several tasks of a scheduler's job, each starts its part of the ranks, and the first one has the store. What happens
-after a failure is up to extensions (:class:`.LaunchExtension`).
+creates the run directory and ``.hydra``, and opens the rendezvous store (:mod:`stagereg.launch.run_store`). If a job of
+a scheduler has several tasks, each task starts the ranks of its machine, and the first task opens the store. Extensions
+decide how the run continues after a failure (:class:`.LaunchExtension`).
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from stagereg.launch.rank import ATTEMPT, LAUNCHER, SECRET
 from stagereg.launch.run_store import NEXT_START, TIME_TO_END, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
-_LEAVE_S = 60.0  # seconds that a task waits for the others to end, since one of them has the store
-_MORE_S = 5.0  # seconds that ranks have to report and end after one has died
+_LEAVE_S = 60.0  # seconds that a task waits for the other tasks to end, since one of them holds the store
+_MORE_S = 5.0  # seconds in which running ranks report errors and exit after a rank was killed
 _RANKS_PER_CORE = 4
 
 
 class RanksFailedError(LaunchError):
-    """Ranks of a job failed; the message has each cause once, with its rank."""
+    """Ranks of a job failed. The message lists each cause once, with its rank."""
 
 
 def checked_nproc(value: Any) -> int:
-    """The number of local ranks, or ``LaunchError`` while nothing has started yet."""
+    """Return ``value`` if it is a valid number of local ranks; otherwise raise ``LaunchError``."""
     cores = os.cpu_count() or 1
     most = cores * _RANKS_PER_CORE
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        limits = f"it has {cores} cores, so use nproc={cores}, or nproc={most} at the very most"
-        raise LaunchError(f"nproc={value} is no number of ranks that this machine can run: {limits}")
+        limits = f"this machine has {cores} cores. Use nproc={cores}"
+        raise LaunchError(f"nproc must be a whole number in 1..{most}, not {value}: {limits}.")
     return value
 
 
 def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: Sequence[LaunchExtension]) -> Any:
-    """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have ended.
+    """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have exited.
 
-    In a scheduler's job with several tasks these are the ranks of this task, and only the first one returns a value. A
-    signal that stopped the run, or that all ranks have saved for and exited, is a ``SystemExit``. ``extensions`` have
-    checked the config; one of them may have a run that fails started again.
+    In a scheduler's job with several tasks, these are the ranks of this task, and only the first task returns a value.
+    Raises ``SystemExit`` after a signal that stopped the run or made all ranks save and exit. ``extensions`` have
+    checked the config, and may start a failed run again.
     """
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     overrides = resume_overrides(hydra, cfg)
@@ -84,11 +84,11 @@ class _Run:
     task: SchedulerTask
     start: Start
     directory: str
-    overrides: list[str]  # as `resume_overrides`
-    number = 0  # of the next attempt
+    overrides: list[str]  # the result of `resume_overrides`
+    number = 0  # the number of the next attempt
 
     def attempt(self) -> End:
-        """Start the ranks; return how they have ended, once they all have."""
+        """Start the ranks, wait until all have exited, and return how the attempt ended."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         local, task, extensions = self.local, self.task, self.local.extensions
@@ -108,8 +108,8 @@ class _Run:
         codes = local.wait(lambda: answers(extensions, lambda each: each.poll(attempt)))
         end = End(attempt, codes, time.time(), local.forwarded, local.stopped, not local.ran_none)
         if end.stopped is not None:
-            # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print
-            # a traceback from the middle of an import, so it is terminated instead.
+            # A rank in its job runs its ``finally`` blocks after SIGINT. A rank that still imports modules would only
+            # print a traceback, so the launcher sends SIGTERM instead.
             in_job = all(run.get(f"in job/{rank}") for rank in ranks)
             end.codes, end.skipped = local.end(end.stopped if in_job else signal.SIGTERM), run.get(NEXT_START) or ""
             return end
@@ -117,14 +117,14 @@ class _Run:
         if min(codes.values(), default=0) < 0 and not at_once:
             local.wait_for_rest((run.get(TIME_TO_END) or 0.0) + _MORE_S)
         local.end(signal.SIGTERM)
-        with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+        with contextlib.suppress(RuntimeError):  # raised by the store if its machine has failed
             _read_reports(end)
             meet(self.store, task, f"ended {number}", _LEAVE_S)
         return end
 
 
 def _read_reports(end: End) -> None:
-    """Read what the ranks have reported; what came of another rank's end counts where no code tells of that."""
+    """Read the reports of the ranks. Consequences of another rank's exit count only if no exit code shows the cause."""
     run = end.attempt.store
     end.errors, end.result, end.skipped = run.errors(), run.get("result"), run.get(NEXT_START) or ""
     if not end.codes:
@@ -138,7 +138,7 @@ def _read_reports(end: End) -> None:
 
 
 def _end(end: End, why: str, code: int | None) -> NoReturn:
-    """End the run as the attempt has ended, or with an exit ``code`` and ``why`` if that is given."""
+    """End the run: with exit ``code`` after printing ``why``, or in the way the attempt ended if ``code`` is None."""
     newest = end.attempt.progress().describe(end.skipped)
     if code is not None:
         warn(f"{why}{newest}")
@@ -149,14 +149,14 @@ def _end(end: End, why: str, code: int | None) -> NoReturn:
         raise RanksFailedError(f"{end}{why}{newest}")
     if end.stopped is None and end.errors:
         warn(f"{end}{newest}")
-    # If rank 0 was killed, it waited in a collective, and could not print this itself.
+    # If rank 0 was killed, it was blocked in a collective and could not print this itself.
     killed = end.stopped is not None and end.codes.get(0, 0) < 0
     warn(f"stopped by {end.received.name}{newest if killed else ''}")
     raise SystemExit(128 + end.received)
 
 
 def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
-    """The environment of this task's ranks: each takes one core, as processes share the cores."""
+    """Return the environment of this task's ranks. Each rank uses one core, since processes share the cores."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if task.is_one_machine and sys.platform == "linux" else {}
     secret = {SECRET: secrets.token_hex(32)} if task.count == 1 and not os.environ.get(SECRET) else {}
     return {

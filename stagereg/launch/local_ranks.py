@@ -1,4 +1,4 @@
-"""The processes of the ranks that a launcher has started on this machine, and the signals that it gets for them."""
+"""The processes of the ranks that a launcher starts on this machine, and the signals that it forwards to them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from stagereg.base.signals import SAME_SIGNAL_S, SIGNALS
 from stagereg.errors import RESUME_CODE
 from stagereg.launch.extension import LaunchExtension, Process, Start, answers, first
 
-_KILL_S = 3.0  # seconds ranks have to end after a signal, before they are killed
+_KILL_S = 3.0  # seconds between a signal to the ranks and SIGKILL
 
 
 class LocalRanks:
-    """The ranks of this task, and the signals that this process gets, for the time of a ``with`` block.
+    """The ranks of this task, and the signals that this process receives, within a ``with`` block.
 
-    SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, others end. Where the same signal comes
-    again later, and where it is any other one, the ranks are to be ended (``stopped``).
+    SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, other ranks terminate. If the same
+    signal arrives again later, or any other signal arrives, the launcher terminates the ranks (``stopped``).
     """
 
     def __init__(self, extensions: Sequence[LaunchExtension] = ()) -> None:
-        self.extensions = extensions  # one of them may start a rank; all are closed at the end
+        self.extensions = extensions  # may start ranks; closed at the end
         self.forwarded: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
-        self.ran_none = False  # when the signal came for which they are stopped
+        self.ran_none = False  # whether no rank was running when the signal ``stopped`` arrived
         self._forwarded_at = 0.0
         self._processes: dict[int, Process] = {}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> LocalRanks:
-        first_step.take_step()  # from now on this process does as its ranks do
-        if threading.current_thread() is threading.main_thread():  # no other can handle signals
+        first_step.take_step()  # from now on signals go to the ranks
+        if threading.current_thread() is threading.main_thread():  # only this thread can handle signals
             for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
                 handler = signal.getsignal(number)
-                if handler is signal.SIG_IGN:  # by nohup, or a script that has this program in the background
+                if handler is signal.SIG_IGN:  # set by nohup, or by a script that runs this program in the background
                     continue
-                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # else a launcher's
+                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # otherwise a launcher handles SIGUSR1
                     self._handlers[number] = signal.signal(number, self._receive)
         return self
 
@@ -54,18 +54,18 @@ class LocalRanks:
             signal.signal(number, handler)
 
     def start(self, rank: int, start: Start) -> None:
-        """Start a rank, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
+        """Start a rank in a new session, so that Ctrl-C in a terminal does not reach it."""
         command, folder, variables = start
         process = first(self.extensions, lambda each: each.start(rank, start))
         process = process or subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
         self._processes[rank] = process
-        if self.forwarded is not None:  # meanwhile
+        if self.forwarded is not None:  # the signal arrived while the process started
             process.send_signal(self.forwarded)
 
     def wait(self, poll: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Wait until all have ended, one has failed, or a signal is to end them; return exit codes that are not 0.
+        """Wait until all ranks exit, a rank fails, or a signal stops the run; return the nonzero exit codes by rank.
 
-        ``poll`` is called a few times a second meanwhile.
+        Calls ``poll`` about 20 times a second.
         """
         while True:
             codes = self._codes()
@@ -76,15 +76,15 @@ class LocalRanks:
             time.sleep(0.05)
 
     def wait_for_rest(self, limit_s: float) -> None:
-        """Wait at most ``limit_s`` seconds, until all ranks have ended or a signal is to end them."""
+        """Wait until all ranks exit or a signal stops the run, at most ``limit_s`` seconds."""
         deadline = time.monotonic() + limit_s
         while None in self._codes().values() and self.stopped is None and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def end(self, number: signal.Signals) -> dict[int, int]:
-        """End those that still run: with their children they get this signal, and are killed seconds later.
+        """Send a signal to running ranks and their children, and SIGKILL to those that run for 3 more seconds.
 
-        Returns the exit codes of all. A signal that comes before the next start stops the run.
+        Returns the exit codes of all ranks. A signal that arrives before the next start stops the run.
         """
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:

@@ -1,8 +1,8 @@
 """``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
 
 ``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``). Under
-``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or without ``nproc``, this process is the only
-rank. Each job of a sweep gets fresh ranks.
+``torchrun``, this process is already a rank (``rank``). With ``nproc=1``, or without ``nproc``, this process is the
+only rank. Each job of a sweep runs on fresh ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import SECRET, Rank, alone, is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 
-_FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch for errors that are raised, not printed
+_FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's environment variable that makes errors propagate instead of being printed
 _INITIALISED = (
-    "the program calls init_process_group, and stagereg.main has done that already: with gloo for CPU tensors, and the "
-    "accelerator's own backend beside it. Leave the call out, and destroy_process_group and set_device with it."
+    "the program calls init_process_group, but stagereg.main has already initialised the process group: gloo for CPU "
+    "tensors, plus the accelerator's own backend. Remove the calls of init_process_group, destroy_process_group and "
+    "set_device."
 )
-
 _SECOND_CALL = (
-    "only the first call of a function of stagereg.main in a script can start ranks, as each rank runs the script from "
-    "its start to the end of that call. Put the second call into a script of its own, or call both functions in one: "
+    "only the first call of a function of stagereg.main in a script can start ranks, because each rank runs the script "
+    "up to the end of that call. Move the second call to another script, or call both functions in one: "
     "`def run(cfg): train(cfg); evaluate(cfg)` under stagereg.main."
 )
 _called: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The scripts, as the module ``__main__``, that have called a function of :func:`main`."""
+"""The scripts (modules ``__main__``) that have called a function decorated by :func:`main`."""
 
 
 def main(
@@ -51,29 +51,29 @@ def main(
     """Decorate a training function ``train(cfg)`` so that calling ``train()`` runs the program.
 
     Every rank calls the function with the same composed config, inside an initialised process group: gloo for CPU
-    tensors, the accelerator's own beside it where there is one. ``nproc`` of the config says how many local ranks to
-    start; under ``torchrun`` the ranks given are used. Modules named by ``plugins``, in a config or on the command
-    line, are imported before options are chosen (:mod:`stagereg.config.plugins`). What rank 0 returns is the job's
-    return value, for sweepers and callbacks; from several ranks it comes as JSON. Meanwhile each rank records what
-    checkpointers, joins and :func:`stagereg.log` emit, in the job's output directory. ``train(cfg)`` runs the function
-    in this process, with no command line and no recording, and returns its value.
+    tensors, plus the accelerator's own backend if there is an accelerator. The option ``nproc`` sets the number of
+    local ranks; under ``torchrun``, its ranks are used. The modules that the option ``plugins`` lists are imported
+    before Hydra resolves config groups (:mod:`stagereg.config.plugins`). Rank 0's return value is the job's return
+    value, for sweepers and callbacks; with several ranks it is sent as JSON. Each rank records the events of
+    checkpointers, joins and :func:`stagereg.log` in the job's output directory. ``train(cfg)`` runs the function in
+    this process, without a command line and without a record, and returns its value.
 
-    All ranks get the same overrides, and the time of one clock in ``${now:...}``. The values of the program's own
-    resolvers are resolved once, by the launcher or by rank 0 under ``torchrun``; a warning names each key whose
-    resolver gives another value on some rank. Each rank itself resolves values of its environment
-    (``${oc.env:RANK}``), values that depend on the number of a rank, and objects that JSON cannot hold.
+    All ranks get the same overrides, and the same time in ``${now:...}``. The launcher, or rank 0 under ``torchrun``,
+    resolves the values of the program's own resolvers once for all ranks. A warning names each key whose resolver
+    returns a different value on some rank. Each rank itself resolves values of its environment (``${oc.env:RANK}``),
+    values that depend on the rank, and objects that JSON cannot represent.
 
-    A rank that the launcher has started ends when the function returns, so the script after the first call runs in the
-    launcher only. A later call in the same script cannot start ranks.
+    A rank that the launcher started exits when the function returns, so only the launcher runs the rest of the script.
+    A later call in the same script cannot start ranks.
 
     Args:
-        config_path: folder of the configs, relative to the script, as in ``hydra.main``.
+        config_path: directory of the configs, relative to the script, as in ``hydra.main``.
         config_name: name of the primary config.
         version_base: as in ``hydra.main``.
 
     Raises:
-        SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM; 75
-            if SIGTERM or SIGUSR1 came, and the run has saved its last step or had not taken a step.
+        SystemExit: With code 1 after an error, which has been printed to stderr; 130 after SIGINT; 143 after SIGTERM;
+            75 if SIGTERM or SIGUSR1 arrived and the run saved its last step or had not taken a step.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -97,10 +97,10 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _import_plugins()
         if rank is not None:
             _follow(rank)
-        elif parsed(sys.argv[1:]).multirun:  # the tasks of a scheduler's job inherit it, and tell it to no store
+        elif parsed(sys.argv[1:]).multirun:  # tasks of a scheduler's job inherit the secret; no store has it
             os.environ.setdefault(SECRET, secrets.token_hex(32))
         _run_hydra(job, arguments)
-        if rank is not None and rank.launched:  # the rest of the script is the launcher's
+        if rank is not None and rank.launched:  # only the launcher runs the rest of the script
             sys.exit()
     except KeyboardInterrupt:
         if is_rank():
@@ -113,54 +113,54 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _print(error)
         sys.exit(1)
     finally:
-        first_step.take_step()  # the program continues, or ends, as any other
+        first_step.take_step()  # restores the default behaviour on signals
 
 
 def _import_plugins() -> None:
-    """Import what the command line names; those that configs name are imported while Hydra composes."""
+    """Import the plugins that the command line names. Hydra's composition imports the plugins that configs name."""
     import stagereg.config.plugins as plugins
 
     known = parsed(sys.argv[1:])
     try:
         plugins.from_overrides(os.environ.get("COMP_LINE", "").split() if known.shell_completion else known.overrides)
     except plugins.PluginError:
-        if not known.shell_completion:  # else a name that is still being typed
+        if not known.shell_completion:  # during completion, the user is still typing the name
             raise
 
 
 def _follow(rank: Rank) -> None:
-    """Make this rank's command line the one of its run."""
+    """Add the overrides of the run to this rank's command line."""
     known = parsed(sys.argv[1:])
     if known.multirun or "hydra.mode=MULTIRUN" in known.overrides:
         raise LaunchError(_how_to_sweep(rank))
     if known.help or known.hydra_help or known.cfg or known.info or known.shell_completion:
-        if rank.rank > 0:  # Hydra shows something and leaves, once
+        if rank.rank > 0:  # only rank 0 prints the text and exits
             shutdown.exit_now(0)
         return
     sys.argv = [*sys.argv, *rank.overrides()]
 
 
 def _how_to_sweep(rank: Rank) -> str:
-    """What to run in place of ``torchrun ... train.py -m``."""
+    """Return an error message with the command to run instead of ``torchrun ... train.py -m``."""
     nodes = rank.world_size // rank.local_world_size
-    where = f", and over {nodes} machines each job has to be a scheduler's own" if nodes > 1 else ""
+    where = f"; on {nodes} machines, each job of the sweep must be a job of the scheduler" if nodes > 1 else ""
     slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes} " if nodes > 1 else ""
     command = f"python {sys.argv[0]} -m nproc={rank.local_world_size} {slurm}..."
-    return f"a sweep needs fresh ranks for each job, torchrun starts them only once{where}: run `{command}`, once"
+    return f"a sweep needs fresh ranks for each job, but torchrun starts ranks once{where}. Run `{command}` once."
 
 
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
-    """Run the job as ``hydra.main`` does; errors of the project are raised, all others printed by Hydra."""
+    """Run the job with ``hydra.main``. Raise errors of this project; Hydra prints all other errors."""
     import hydra
 
-    # Hydra prints its errors without its own frames nowhere else; rewriting that would take a hundred lines.
+    # Only this private function of Hydra prints errors without Hydra's frames.
     from hydra._internal.utils import run_and_report
     from hydra.core.utils import env_override
 
     from stagereg.config.suggestions import explain
 
     if arguments["version_base"] == "1.3" and not hydra.__version__.startswith("1.3."):
-        del arguments["version_base"]  # the default, which later releases warn of where it is named
+        del arguments["version_base"]  # later releases warn about this default if it is passed
     try:
         with env_override({_FULL_ERROR: "1"}):
             hydra.main(**arguments)(job)()
@@ -177,7 +177,7 @@ def _raise(error: Exception) -> None:
 
 
 def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Run the task once the plugins that its config names are imported, also where no option has asked for them."""
+    """Import all plugins that the config names, then run the task."""
     from stagereg.config.plugins import from_config
     from stagereg.config.resolved_tree import SWITCHES
 
@@ -188,19 +188,19 @@ def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
         if "initialize the default process group twice" in str(error):
             raise LaunchError(_INITIALISED) from error
         raise
-    except AttributeError as error:  # OmegaConf's derives from it
+    except AttributeError as error:  # base class of OmegaConf's error
         group = getattr(error, "key", None)
         if group in SWITCHES and group not in cfg:
-            begin = "begin the config with defaults: [stagereg, _self_]"
-            raise LaunchError(f"the config has no {group}: {begin}; or {SWITCHES[group]}") from error
+            begin = "Begin the config with `defaults: [stagereg, _self_]`"
+            raise LaunchError(f"the config has no key {group!r}. {begin}; or {SWITCHES[group]}") from error
         raise
 
 
 class _Job:
-    """What Hydra calls with the composed config; picklable, so that launchers can call it in other processes."""
+    """The function that Hydra calls with the composed config; picklable, for launchers that use other processes."""
 
     def __init__(self, task: Callable[[Any], Any], command: CommandLine, rank: Rank | None) -> None:
-        # Hydra finds the script, and with it the config folder, through the function it unwraps from this.
+        # Hydra finds the script and the config directory through the wrapped function.
         functools.update_wrapper(self, task)
         self._task = functools.partial(_with_plugins, task)
         self._command = command
@@ -237,7 +237,7 @@ class _Job:
                 if one_of_several:
                     raise
                 _print(error)
-                # Hydra adds its own lines to any exception of a job, but not to this one.
+                # Hydra adds lines of its own to every exception of a job except SystemExit.
                 raise SystemExit(1) from None
 
     def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:

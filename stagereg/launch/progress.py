@@ -1,4 +1,4 @@
-"""How far a run has come, as its ranks have recorded it: what a launcher prints of a run that ends, and resumes."""
+"""The recorded progress of a run, which a launcher prints when a run ends, with the command that resumes it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stagereg.base.recorded import last_event
 
 
 class Progress(NamedTuple):
-    """How far a run has come, as its ranks have recorded it."""
+    """The recorded progress of a run."""
 
-    step: int | None = None  # the last step of the attempt; `None` before the first one
+    step: int | None = None  # the last step of the attempt; `None` before the first step
     stored: dict[str, Any] | None = None  # the event of the newest checkpoint in checkpoint storage
-    near: dict[str, Any] | None = None  # the same, in a tier
-    resumed: dict[str, Any] | None = None  # `step` and `dir` of the checkpoint there that the run resumed from last
+    near: dict[str, Any] | None = None  # the event of the newest checkpoint in a tier
+    resumed: dict[str, Any] | None = None  # `step`, `dir` of the stored checkpoint from which the run resumed last
 
     @property
     def newest(self) -> int | None:
@@ -26,22 +26,22 @@ class Progress(NamedTuple):
 
     @classmethod
     def of(cls, directory: str, attempt: str) -> Progress:
-        """Read the progress of an attempt: its last step, and the newest checkpoint of all attempts of its run."""
+        """Return the last step of an attempt, and the newest checkpoint of all attempts of its run."""
         newest: dict[bytes, dict[str, Any]] = {}
-        paths = Path(directory).glob(record.FILES)  # if rank 0 has failed, another rank may have saved last
+        paths = Path(directory).glob(record.FILES)  # after a failure of rank 0, another rank may have saved last
         for path, kind in itertools.product(paths, (b"step", b"write", b"tier", b"begin", b"restart")):
             event = last_event(path, kind, attempt if kind == b"step" else record.run_of(attempt))
             if event is not None and event["t"] >= newest.get(kind, event)["t"]:
                 newest[kind] = event
-        begun = newest.get(b"restart") or newest.get(b"begin", {})  # a run begins once
+        begun = newest.get(b"restart") or newest.get(b"begin", {})  # a run has one event "begin"
         own = begun.get("source") and begun["source"].rpartition("/")[0] == begun.get("dir")
         resumed = {"step": begun["restored"], "dir": begun["dir"]} if own else None
         return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"), resumed)
 
     def describe(self, skipped: str = "") -> str:
-        """Return a line on the newest checkpoint, and how to resume from it; empty if there is none.
+        """Return a line with the newest checkpoint and the command that resumes from it; empty without a checkpoint.
 
-        ``skipped`` says that the next start skips that checkpoint, if so.
+        ``skipped`` is a sentence if the next start skips that checkpoint, otherwise empty.
         """
         stored, near = self.stored or self.resumed, self.near
         if stored is None and near is None:
@@ -50,5 +50,5 @@ class Progress(NamedTuple):
         if near is not None and (stored is None or near["step"] > stored["step"]):
             found.append(f"step {near['step']} is in {near['dir']}")
         command = command_to_resume("" if stored is None else stored["dir"])
-        text = "; ".join([*found, *([] if skipped else [f"{command} resumes from there"])])
-        return f"\n{text[0].upper()}{text[1:]}. {skipped}".rstrip()
+        text = "; ".join(found)
+        return f"\n{text[0].upper()}{text[1:]}. {skipped or f'To resume, run {command}.'}"

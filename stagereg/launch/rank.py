@@ -1,8 +1,8 @@
-"""One rank of a run: its part in the process group, the job, and how it ends.
+"""One rank of a run: it joins the process group, runs the job, and reports why it exits.
 
-A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, whoever has
-started it. All ranks of a run share one directory, one ``.hydra`` and one log, which rank 0 writes, and one clock. When
-ranks fail, the cause is printed once, and errors that follow from it are not.
+A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, under any
+launcher. All ranks of a run share one directory, one ``.hydra`` and one log, which rank 0 writes, and one clock. When
+ranks fail, the cause is printed once; errors that it causes on other ranks are not printed.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from stagereg.launch.job import for_json, name_attempt, open_store, process_grou
 from stagereg.launch.run_store import RunStore
 
 LAUNCHER = "STAGEREG_LAUNCHER"
-"""The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
-ATTEMPT = "STAGEREG_ATTEMPT"  # the environment variable with how often it has started the run again
+"""Environment variable with the process ID of the ``stagereg.main`` that started a rank."""
+ATTEMPT = "STAGEREG_ATTEMPT"  # environment variable with the number of restarts of the run
 SECRET = "STAGEREG_SECRET"
-"""The environment variable with the secret of a run: the same text on all its ranks, or on none."""
-_LINGER_S = 3.0  # seconds a failed rank waits for the others to reach their end too, before its own end takes them down
-_EXIT_S = 10.0  # likewise a rank that exits because the run was signalled: the others exit too
-_TOGETHER_S = 60.0  # likewise where the error has reached all ranks on purpose: others may still be saving
+"""Environment variable with the secret of a run: all ranks have the same text, or no rank has one."""
+_LINGER_S = 3.0  # seconds that a failed rank waits for the others to finish, since its exit terminates them
+_EXIT_S = 10.0  # seconds that a rank waits for the others before it exits after a signal to the run
+_TOGETHER_S = 60.0  # seconds that a rank waits for the others after a join threw on all ranks: others may be saving
 _DIFFERS = (
-    "comes from a resolver that gives each process another value, so all ranks use the value that was resolved first. "
-    "For a value of each rank's own, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
+    "is set by a resolver that returns a different value in each process, so all ranks use the first resolved value. "
+    "For a value per rank, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
 )
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process as one of ``world_size`` ranks, connected to the others through ``store``."""
+    """One of ``world_size`` ranks, which runs in this process and is connected to the others through ``store``."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    launched: bool  # whether `stagereg.main` has started the rank
+    launched: bool  # whether `stagereg.main` started the rank
     store: RunStore
     extensions: Sequence[RankExtension] = field(default_factory=rank_extensions)
 
     @classmethod
     def current(cls) -> Rank | None:
-        """This process's rank, or ``None`` if it is none. Waits for the other ranks."""
+        """Return this process's rank, or ``None`` if this process is not a rank. Waits for the other ranks."""
         mark("imported")
         if not is_rank():
             return None
@@ -87,20 +87,20 @@ class Rank:
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
     def overrides(self) -> list[str]:
-        """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
+        """Return the overrides of the run for this rank. Waits for rank 0 if rank 0 chooses the directory."""
         follow: list[str] = []
         if self.rank > 0 or self.store.begun():
             follow.append(f"hydra.run.dir={quoted(self.store.run()['dir'])}")
-        if self.launched or self.rank > 0:  # else this process writes .hydra, and runs the callbacks
+        if self.launched or self.rank > 0:  # otherwise this process writes .hydra and runs the callbacks
             follow += ["hydra.output_subdir=null", "hydra.callbacks=???"]
         if self.rank > 0:
             follow += ["++hydra.job_logging.root=null", "++hydra.hydra_logging.root=null"]  # rank 0 alone logs
         return follow
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
-        """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
+        """Run the job in the process group; return its value. Exits the process if the task fails."""
         self._agree_on_run(cfg)
-        # Before there is a process group, of which a resolver could ask for the number of the rank.
+        # Resolved before the process group exists, so that no resolver can read the rank from the group.
         values = json.loads(os.environ[VALUES]) if self.launched else resolved(cfg)
         try:
             with contextlib.ExitStack() as around:
@@ -116,18 +116,18 @@ class Rank:
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
-                    # Before the group closes, so that a cause is known before a consequence can come of it.
+                    # Reported before the group closes, since closing causes errors on other ranks.
                     self._report_cause(error)
                     if is_consequence(error):
                         answers(self.extensions, lambda each, error=error: each.ending(error))  # type: ignore[misc]
                     raise
                 except SystemExit as error:
                     if error.code:
-                        self._report_cause(LaunchError(f"left by sys.exit({error.code!r})"))
+                        self._report_cause(LaunchError(f"called sys.exit({error.code!r})"))
                     raise
                 finally:
                     self.store.set_ended()
-                # A group that one rank closes while another still connects to it, fails there.
+                # If one rank closes the group while another rank still connects, the other rank fails.
                 self.store.await_ended(math.inf, self._expect_no_failure)
         except Exception as error:
             self.fail(error)
@@ -136,28 +136,28 @@ class Rank:
         return value
 
     def fail(self, error: Exception) -> NoReturn:
-        """End this rank because of an error: report it, if it is a cause, once all ranks had the time to."""
+        """Exit this rank after an error. Report the error only if no other rank caused it."""
         try:
             self._report_cause(error)
             self.store.set_ended()
             limit_s = _TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S
             self.store.await_ended(limit_s, self.failed_ranks)
             if self.store.get("cause is known") is None:
-                cause = self.cause()  # on all ranks, since the first to exit has the others ended
+                cause = self.cause()  # called on all ranks, since the first exit terminates the others
                 if self.store.is_first("a consequence"):
                     self._report(error, cause)
-        except Exception:  # of the store; others may have reported a cause before it went
-            if self.local_world_size < self.world_size and is_consequence(error):  # the store may be on a lost machine
+        except Exception:  # raised by the store; other ranks may have reported a cause before it failed
+            if self.local_world_size < self.world_size and is_consequence(error):  # the store's machine may have failed
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 lost = self.cause().text
-                gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone"
-                text = f"{gone}{lost and '; '}{lost.rstrip('.')}. If a rank there reported a cause, that is it."
-                self._print(f"{text} Seen here:\n{format_error(error)}")
+                gone = f"rank 0's torchrun or machine failed: the rendezvous store at {host} is unreachable"
+                text = f"{gone}{lost and '; '}{lost.rstrip('.')}. See the errors of the ranks on that machine."
+                self._print(f"{text} Error on this rank:\n{format_error(error)}")
         answers(self.extensions, lambda each: each.leave())
         shutdown.exit_now(1)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save, and end this rank unless it has ended; see :class:`.ThisRank`."""
+        """Save, then exit this rank unless its job has ended; see :class:`.ThisRank`."""
         save()
         if not self.store.ended.wait(mercy_s):
             self._report_failure(cause(), mercy_s)
@@ -168,38 +168,38 @@ class Rank:
             try:
                 if self.store.is_first("a loss"):
                     self._report(None, cause)
-            except RuntimeError:  # of the store, which is gone
+            except RuntimeError:  # raised by the store if its machine has failed
                 self._print(cause.text)
 
-        reporting = threading.Thread(target=report, daemon=True)  # where the store is lost too, it may hang
+        reporting = threading.Thread(target=report, daemon=True)  # hangs if the store has failed too
         reporting.start()
         reporting.join(limit_s)
         if reporting.is_alive():
             self._print(cause.text)
 
     def failed_ranks(self) -> set[int]:
-        """Return the ranks that are known to have failed. Thread-safe."""
+        """Return the ranks that extensions have detected as failed. Thread-safe."""
         return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
 
     def cause(self) -> Cause:
-        """Return what has failed on other ranks, with an empty text if that is not known. May wait for some seconds.
+        """Return the failure of other ranks; its text is empty if it is unknown. May wait for some seconds.
 
-        Without an extension that knows, the launcher's exit codes have the cause, if it has started all ranks.
+        If no extension returns a cause, the exit codes in the launcher show it, provided it started all ranks.
         """
         return first(self.extensions, lambda each: each.cause()) or Cause("", True)
 
     def note(self, why: str) -> None:
-        """Have extensions know why this attempt fails. Any thread."""
+        """Report to all extensions why this attempt fails. Thread-safe."""
         answers(self.extensions, lambda each: each.noted(self, why))
 
     def _expect_no_failure(self) -> tuple[int, ...]:
-        """Return no ranks. Raises: ``LaunchError`` if ranks have failed."""
+        """Return an empty tuple; raise ``LaunchError`` if ranks have failed."""
         if self.failed_ranks():
             raise LaunchError(self.cause().text)
         return ()
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
-        """End this rank because the run was signalled: with the others, so that none takes its end for a failure."""
+        """Exit this rank after a signal to the run, together with the others, so that no rank reports a failure."""
         with contextlib.suppress(Exception):
             if self.rank == 0:
                 print_exit(error)
@@ -208,7 +208,7 @@ class Rank:
         raise error from None
 
     def _agree_on_run(self, cfg: Any) -> None:
-        """Publish the run on rank 0, and have ``${now:...}`` give the same time on all ranks."""
+        """Publish the run on rank 0, and make ``${now:...}`` resolve to the same time on all ranks."""
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
@@ -218,13 +218,13 @@ class Rank:
         run = self.store.run()
         publish_run(run["dir"], run["resume"])
         started = datetime.fromtimestamp(run["time"])
-        # OmegaConf 2.4 warns of the long name; until 2.3 the short one was for resolvers of an older sort.
+        # OmegaConf 2.4 deprecates register_new_resolver; until 2.3, register_resolver took legacy resolvers.
         short: Any = OmegaConf.register_resolver
         register = short if "use_cache" in inspect.signature(short).parameters else OmegaConf.register_new_resolver
         register("now", lambda pattern: started.strftime(pattern), use_cache=True, replace=True)
 
     def _agree_on_values(self, cfg: Any, values: Any) -> None:
-        """Take the values that rank 0 has, once for all ranks; print the key of each that differs."""
+        """Broadcast rank 0's resolved values and use them. Warn once about each key that differs. Collective."""
         import torch.distributed as dist
 
         sent = [values]
@@ -242,14 +242,13 @@ class Rank:
                 self._report(error)
 
     def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
-        """Report an error of this rank, and before it the ``cause`` on other ranks that the error came of, if any."""
+        """Report an error of this rank, after the failure of other ranks that is its ``cause``, if any."""
         texts = [*([cause.text] if cause else []), *([format_error(error)] if error else [])]
-        text = " Seen here:\n".join(filter(None, texts))
+        text = " Error on this rank:\n".join(filter(None, texts))
         self.note(text)
         if self.launched:
-            seen = (
-                cause is not None and cause.seen and self.local_world_size == self.world_size
-            )  # by the launcher of all ranks
+            # If the launcher of all ranks detects the same failure, it prints that failure instead.
+            seen = cause is not None and cause.seen and self.local_world_size == self.world_size
             self.store.add_error(text, "consequences" if seen else "errors")
         else:
             self._print(text)
@@ -259,12 +258,12 @@ class Rank:
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank."""
+    """Return whether this process was started as a rank."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Run the job in this process, as the only rank; a process group that is already there is used and kept."""
+    """Run the job in this process, as the only rank. An existing process group is used and stays open."""
     import torch.distributed as dist
     from hydra.core.utils import env_override
 

@@ -1,7 +1,7 @@
-"""What the ranks of a run, and the launcher if there is one, write for each other into torch's store.
+"""The keys in the rendezvous store by which the ranks of a run and their launcher communicate.
 
-``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with a
-prefix of its own, so that no rank reads a key of a process that has died.
+``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with its
+own key prefix, so that no rank reads a key of a process that has died.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 import stagereg.base.record as record
 from stagereg.errors import LaunchError
 
-GATHER_S = 600  # seconds in which the ranks of a run may start one after another
-STEPPED = "stepped"  # the key that a rank sets when it takes its first step
-NEXT_START = "next start"  # the key of what rank 0 publishes of the next start, if that skips the newest checkpoint
-TIME_TO_END = "time to end"  # the key of the seconds that ranks may take to end once one has died
+GATHER_S = 600  # seconds between the starts of the first and the last rank of a run, at most
+STEPPED = "stepped"  # key that a rank sets when it takes its first step
+NEXT_START = "next start"  # key of rank 0's sentence if the next start skips the newest checkpoint
+TIME_TO_END = "time to end"  # key of the seconds in which ranks must exit after a rank was killed
 
 
 class RunStore:
-    """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
+    """The rendezvous store of a run, for one rank in one attempt. The launcher acts as its first rank.
 
-    ``store`` is torch's, and nothing else uses it; it may fail with its machine. ``of_attempt`` is the part of it with
-    the keys of this attempt, and ``group`` the part for the process group. ``ended`` is set once this rank has come to
-    the end of its job.
+    ``store`` is torch's store, without other users; it fails if its machine fails. ``of_attempt`` holds the keys of
+    this attempt, and ``group`` the keys of the process group. ``ended`` is set when this rank's job has ended.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
@@ -41,7 +40,7 @@ class RunStore:
         self.ended = threading.Event()
 
     def begin(self, directory: str, resume: list[str]) -> None:
-        """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
+        """Publish the result of :meth:`run`, unless an earlier attempt has. Called on rank 0, or in the launcher."""
         if not self.begun():
             about = {"dir": directory, "resume": resume, "time": time.time(), "name": record.new_run()}
             self._all_attempts.set("run", json.dumps(about))
@@ -50,7 +49,7 @@ class RunStore:
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """The run's directory ``dir``, its ``time``, the overrides to ``resume`` it, and the name of this ``attempt``.
+        """Return the run's directory ``dir``, its ``time``, the overrides to ``resume``, and the name of ``attempt``.
 
         Waits until the run has begun.
         """
@@ -59,24 +58,24 @@ class RunStore:
         return {**about, "attempt": record.attempt_of(about["name"], self.attempt)}
 
     def set(self, key: str, value: Any) -> None:
-        """Report ``value``, which JSON has, under a name."""
+        """Publish a JSON value under ``key``."""
         self.of_attempt.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """What was reported under this name; ``None`` if nothing was."""
+        """Return the value that was published under ``key``, otherwise ``None``."""
         return json.loads(self.of_attempt.get(key)) if self.of_attempt.check([key]) else None
 
     def add_error(self, text: str, kind: str = "errors") -> None:
-        """Report an error of this rank to the launcher, or what came of another rank's end (``"consequences"``)."""
+        """Report an error of this rank; ``kind="consequences"`` if another rank's exit caused it."""
         self.of_attempt.append(kind, json.dumps([self._rank, text]) + "\n")
 
     def errors(self, kind: str = "errors") -> dict[int, str]:
-        """What was reported of this kind, by rank."""
+        """Return the reported errors of this kind, by rank."""
         lines = self.of_attempt.get(kind).splitlines() if self.of_attempt.check([kind]) else []
         return dict(sorted(json.loads(line) for line in lines))
 
     def is_first(self, text: str) -> bool:
-        """Return True for the first rank that reports this text, and False for all later ones."""
+        """Return True for the first call with this text on any rank, and False for later calls."""
         return bool(self.of_attempt.add(f"reported/{text}", 1) == 1)
 
     def set_ended(self) -> None:
@@ -84,7 +83,7 @@ class RunStore:
         self.of_attempt.set(f"ended/{self._rank}", "")
 
     def await_ended(self, limit_s: float, failed: Callable[[], Collection[int]]) -> None:
-        """Wait until all ranks have ended except those that have ``failed``, at most ``limit_s`` seconds."""
+        """Wait until all ranks except ``failed()`` have ended their jobs, at most ``limit_s`` seconds."""
         deadline = time.monotonic() + limit_s
         while True:
             lost = failed()
@@ -94,11 +93,11 @@ class RunStore:
             time.sleep(0.02)
 
     def leave(self, key: str, value: Any) -> None:
-        """Leave a value, which JSON has, for the next attempt."""
+        """Publish a JSON value for the next attempt."""
         self._all_attempts.set(key, json.dumps(value))
 
     def take(self, key: str) -> Any:
-        """Take a value that an earlier attempt has left; ``None`` if there is none."""
+        """Return and delete a value that an earlier attempt published, otherwise return ``None``."""
         if not self._all_attempts.check([key]):
             return None
         value = json.loads(self._all_attempts.get(key))
@@ -110,9 +109,9 @@ def await_key(store: Any, key: str, failure: str) -> None:
     """Wait for a key of a store.
 
     Raises:
-        LaunchError: it does not come in :data:`GATHER_S` seconds; ``failure`` says what that means.
+        LaunchError: The key is not set within :data:`GATHER_S` seconds; the message begins with ``failure``.
     """
     try:
         store.wait([key], timedelta(seconds=GATHER_S))
     except RuntimeError as error:
-        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error
+        raise LaunchError(f"{failure} within {GATHER_S} s, or its machine failed: {error}") from error

@@ -211,7 +211,7 @@ class ContainedTask:
             if left.code in _STOPPED:
                 raise
             if left.code:
-                raise LaunchError(f"left by sys.exit({left.code!r})") from None
+                raise LaunchError(f"called sys.exit({left.code!r})") from None
             return None
         finally:
             os.chdir(before)  # Hydra finds the directory of the next job from here

@@ -73,8 +73,8 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
     [
         (ValueError("no cheese\nat line 3"), "failed", "ValueError: no cheese"),
         (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
-        (SystemExit(3), "failed", "left by sys.exit(3)"),
-        (SystemExit("no cheese"), "failed", "left by sys.exit('no cheese')"),
+        (SystemExit(3), "failed", "called sys.exit(3)"),
+        (SystemExit("no cheese"), "failed", "called sys.exit('no cheese')"),
         (SystemExit(0), "completed", None),
         (SystemExit(), "completed", None),
     ],

@@ -63,8 +63,8 @@ EXPECTED = [
     _LOST + "it was stopped",
     _LOST + f"nothing was heard of it for {NOTICE_S} s",
     _LOST + r"its heartbeat process at \S+ cannot be reached",
-    r"rank \d+: died of SIGKILL",
-    r"lost rank 0's torchrun or machine: the store of this run",
+    r"rank \d+: killed by SIGKILL",
+    r"rank 0's torchrun or machine failed: the rendezvous store at",
     "its process was killed",  # as the record shows, where all were
     r"Connection (closed|reset) by peer",  # as the record shows, where nobody could say more
 ]

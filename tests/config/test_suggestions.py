@@ -132,7 +132,7 @@ def test_a_program_that_initialises_the_group_is_an_error() -> None:
     def train(cfg: Any) -> None:
         torch.distributed.init_process_group("gloo")
 
-    with pytest.raises(LaunchError, match=r"calls init_process_group, and stagereg\.main has done that already"):
+    with pytest.raises(LaunchError, match=r"calls init_process_group, but stagereg\.main has already initialised"):
         train(OmegaConf.create({}))
 
 

@@ -99,8 +99,8 @@ not call restore(), which is for all ranks"""
 MADE_ALONE = "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
 INTERRUPT = """\
 stopped by SIGINT
-The newest checkpoint is step 20, in RUN/checkpoints; the same command with checkpoint.dir=RUN/checkpoints \
-resumes from there."""
+The newest checkpoint is step 20, in RUN/checkpoints. To resume, run the same command with \
+checkpoint.dir=RUN/checkpoints."""
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ NO_JOIN = "to train without a join write join.enable=false: the join then does n
 NO_SAVE = "to save nothing write checkpoint.enable=false: the checkpointer then does nothing"
 NO_PARTS = "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"
 GONE = "checkpoint cannot be resolved: Interpolation key"
-BARE = "the config has no join: begin the config with defaults: [stagereg, _self_]; or"
+BARE = "the config has no key 'join'. Begin the config with `defaults: [stagereg, _self_]`; or"
 SWITCHED = {
     "join=null": f"stagereg: {NO_JOIN}",
     "checkpoint=null": f"stagereg: {NO_SAVE}",

@@ -48,7 +48,7 @@ def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     assert [job["status"] for job in jobs] == ["failed"] * 4 + ["completed"] * 4
     assert jobs[0]["error"].splitlines()[0] == "KeyError: 'no cheese <b>today</b>'"
     assert "Traceback" in jobs[0]["error"]
-    assert (jobs[2]["error"], jobs[4]["error"]) == ("left by sys.exit(3)", None)
+    assert (jobs[2]["error"], jobs[4]["error"]) == ("called sys.exit(3)", None)
     assert ended.returncode == 1
     assert "Not decided: b=1 leads with 1." in ended.stdout, ended.stdout + ended.stderr
     out = app.folder / "out"
@@ -98,9 +98,9 @@ def test_ranks_that_die_raise_or_leave_are_rows(tmp_path: Path) -> None:
     assert ended.returncode == 1
     jobs = app.results()
     assert [job["status"] for job in jobs] == ["failed", "failed", "failed", "completed"]
-    assert jobs[0]["error"].splitlines()[0] == "rank 1: died of SIGKILL"
+    assert jobs[0]["error"].splitlines()[0] == "rank 1: killed by SIGKILL"
     assert jobs[1]["error"].splitlines()[0].endswith(": KeyError: 'no cheese <b>today</b>'")
-    assert jobs[2]["error"].splitlines()[0].endswith("left by sys.exit(3)")
+    assert jobs[2]["error"].splitlines()[0].endswith("called sys.exit(3)")
     assert jobs[3]["figures"]["stall_ms"] > 0
     assert jobs[3]["figures"]["checkpoints"] == 2
     assert "Nothing to compare: " in ended.stdout

@@ -20,7 +20,7 @@ def test_a_launcher_elsewhere_changes_nothing_of_the_end(name: str, app: App) ->
     assert ended.returncode == 1
     jobs = app.results()
     assert [job["status"] for job in jobs] == ["completed", "failed", "failed"], ended.stdout + ended.stderr
-    assert jobs[2]["error"] == "left by sys.exit(3)"
+    assert jobs[2]["error"] == "called sys.exit(3)"
     assert jobs[0]["command"].endswith("app.py a=fine b=2")
     assert "Nothing to compare: " in ended.stdout
     kept = (app.folder / "out" / "0" / "result.json").read_bytes()

@@ -123,7 +123,7 @@ class TestWithoutResult:
         for name, error, status in [
             ("b", "ValueError: no", "failed"),
             ("c", "KeyboardInterrupt: ", "unfinished"),
-            ("d", "left by sys.exit(143)", "unfinished"),
+            ("d", "called sys.exit(143)", "unfinished"),
         ]:
             write_run(tmp_path / name, Sample(killed=True))
             rank_file(tmp_path / name, 1).unlink()

@@ -145,7 +145,7 @@ def mtbf_s(expected_s: float, in_tier: bool) -> float:
 def _sentence(why: str) -> str:
     """The first line of what is reported of a failure, with the error of a traceback that begins there."""
     lines = why.strip().splitlines() or [""]
-    return lines[0].removesuffix(" Seen here:").replace("Traceback (most recent call last):", lines[-1])
+    return lines[0].removesuffix(" Error on this rank:").replace("Traceback (most recent call last):", lines[-1])
 
 
 def process_start(process: str) -> float:

@@ -116,9 +116,10 @@ class PreemptionConsensus(CheckpointExtension):
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
-            other = failure is None and resume not in (None, "auto", "latest")  # the same command would not go on
-            how = f"; to resume from there, start the run with {option('checkpoint.resume', 'auto')}" * other
-            _log.warning("stagereg: %s%s%s", exception, how, torchrun_note() if failure is None else "")
+            other = failure is None and resume not in (None, "auto", "latest")  # the same command would not resume
+            how = f" To resume, start the run with {option('checkpoint.resume', 'auto')}." * other
+            how += torchrun_note() if failure is None else ""
+            _log.warning("stagereg: %s.%s", str(exception).rstrip("."), how)
         raise exception from failure
 
     def follow(self, over: bool) -> None:

@@ -79,15 +79,15 @@ def test_a_first_start_begins_with_the_launcher(tmp_path: Path) -> None:
 
 def test_what_the_launcher_saw_counts_from_the_last_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    seen = {"why": "rank 1: died of SIGKILL", "noticed": NOW - 14, "ended": NOW - 13, "restart": 4}
+    seen = {"why": "rank 1: killed by SIGKILL", "noticed": NOW - 14, "ended": NOW - 13, "restart": 4}
     killed_at(tmp_path, step=12, seconds_ago=15)
     found = start(tmp_path, 11, seen, (10, "/x/step-10", "tier"))
-    assert (found["event"], found["number"], found["why"]) == ("restart", 4, "rank 1: died of SIGKILL")
+    assert (found["event"], found["number"], found["why"]) == ("restart", 4, "rank 1: killed by SIGKILL")
     assert [*found["phases"]] == [name for name in phases.PHASES if name not in ("connected", "composed")]
     assert [*found["phases"].values()] == [1, 1, 3, 3, 4, 3, 0]
     assert (found["source"], found["origin"], found["again"]) == ("/x/step-10", "tier", 2)
     assert found["since"] + sum(found["phases"].values()) == NOW
-    assert "restart 4, 15.00 s from the last step to the first one after it. rank 1: died of SIGKILL" in caplog.text
+    assert "restart 4, 15.00 s from the last step to the first one after it. rank 1: killed by SIGKILL" in caplog.text
     assert "\n  restored       3.00 s  from /x/step-10\n" in caplog.text
     assert "\n  first step     0.00 s  step 11; 2 done again" in caplog.text
     assert len(caplog.text.splitlines()) <= 1 + len(phases.PHASES)
@@ -113,7 +113,7 @@ def test_a_restore_is_noted_with_its_step_and_where_the_checkpoint_came_from(
     ("why", "shown"),
     [
         (
-            "lost rank 1 (process 7): killed. Seen here:\nTraceback (most recent call last):\n  x\nOSError: y",
+            "lost rank 1 (process 7): killed. Error on this rank:\nTraceback (most recent call last):\n  x\nOSError: y",
             "lost rank 1 (process 7): killed.",
         ),
         ("rank 1: Traceback (most recent call last):\n  File x\nKeyError: 'y'\n", "rank 1: KeyError: 'y'"),
@@ -187,10 +187,10 @@ def test_the_first_to_fail_notes_why_and_one_attempt_takes_it() -> None:
 
     first, second, third = ranks("1"), ranks("2"), ranks("3")
     assert taken(first[0]) is None
-    note_failure(first[1], "lost rank 0.\nSeen here: an error")
+    note_failure(first[1], "lost rank 0.\nError on this rank: an error")
     note_failure(first[0], "a consequence")
     assert taken(second[1]) is None
-    assert taken(second[0]) == {"why": "lost rank 0.\nSeen here: an error", "noticed": NOW}
+    assert taken(second[0]) == {"why": "lost rank 0.\nError on this rank: an error", "noticed": NOW}
     assert taken(third[0]) is None
     note_failure(second[1], "again")
     assert taken(third[0]) == {"why": "again", "noticed": NOW}

@@ -469,5 +469,5 @@ def test_a_preempted_run_names_the_option_unless_the_same_command_resumes(
         signal.raise_signal(signal.SIGTERM)
         checkpointer.maybe_save(2, state)
     [text] = [each.getMessage() for each in caplog.records if "preempted" in each.getMessage()]
-    how = '; to resume from there, start the run with resume="auto"'
-    assert text.endswith(f"step 2 is saved in {tmp_path}/run{how * told}")
+    how = ' To resume, start the run with resume="auto".'
+    assert text.endswith(f"step 2 is saved in {tmp_path}/run.{how * told}")

@@ -33,7 +33,7 @@ from stagereg.sweep.result import JobResult
 from ...support.programs import LIMIT_S, SAVING, STAGEREG_RUN, TORCHRUN, Program, comes_true
 
 STEPS = 700
-OF_TORCHRUN = "; torchrun shows a traceback and ends with 1 all the same, `stagereg run` in its place with 75"
+OF_TORCHRUN = " torchrun prints a traceback and exits with code 1; to exit with code 75, use `stagereg run` instead."
 
 GRACE = "checkpoint.preemption.grace_period=5s"
 CONFIG = f"""{SAVING}
@@ -62,7 +62,7 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
     assert ended.returncode == 75, ended.stderr
     lines = re.findall("^preempted.*", ended.stderr, re.MULTILINE)
     (line,) = lines
-    goes_on = r"step (\d+) is saved; the same command with checkpoint\.dir=(\S+) resumes from there"
+    goes_on = r"step (\d+) is saved\. To resume, run the same command with checkpoint\.dir=(\S+)\."
     step, directory = re.fullmatch(f"preempted by SIGTERM: {goes_on}", line).groups()
     assert int(step) == latest(program) >= 30
     assert Path(directory, "latest").exists()
@@ -95,8 +95,10 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     ended = program.run(*arguments, start=start)
     is_torchrun = start is not None and start[:3] == TORCHRUN[:3]  # which has codes of its own
     assert ended.returncode == (1 if is_torchrun else 75), ended.stderr
-    assert len(re.findall("^preempted by .* is saved in .*; the same command goes on", ended.stderr, re.MULTILINE)) == 1
-    assert ended.stderr.count(f" resumes from there{OF_TORCHRUN}\n") == is_torchrun
+    assert (
+        len(re.findall(r"^preempted by .* is saved in .*\. To resume, run the same", ended.stderr, re.MULTILINE)) == 1
+    )
+    assert ended.stderr.count(f"{OF_TORCHRUN}\n") == is_torchrun
     saved = latest(program)
     assert 30 <= saved < STEPS
     if is_torchrun:
@@ -116,9 +118,7 @@ def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
 def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> None:
     ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "hydra.sweep.dir=sweep")
     assert ended.returncode == 75, ended.stderr
-    line = (
-        f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints; the same command resumes from there$"
-    )
+    line = f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints. To resume, run the same command.$"
     assert len(re.findall(line, ended.stderr, re.MULTILINE)) == 1
     assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]
 
@@ -158,25 +158,25 @@ HYDRA = {
 @pytest.mark.parametrize(
     ("error", "changes", "message"),
     [
-        (Preempted(7, "/kept", signal.SIGTERM), {}, "step 7 is saved in /kept; the same command resumes from there"),
-        (Preempted(7, "s3://a/b", signal.SIGUSR1), {}, "saved in s3://a/b; the same command resumes from there"),
-        (HERE, {}, "with checkpoint.dir=/out/run/c resumes from there"),
-        (HERE, {"run": {"dir": "/out/run"}}, "in /out/run/c; the same command resumes from there"),
+        (Preempted(7, "/kept", signal.SIGTERM), {}, "step 7 is saved in /kept. To resume, run the same command."),
+        (Preempted(7, "s3://a/b", signal.SIGUSR1), {}, "saved in s3://a/b. To resume, run the same command."),
+        (HERE, {}, "with checkpoint.dir=/out/run/c."),
+        (HERE, {"run": {"dir": "/out/run"}}, "in /out/run/c. To resume, run the same command."),
         (
             HERE,
             {"resume": "never"},
-            "; the same command with checkpoint.resume=auto checkpoint.dir=/out/run/c resumes from there",
+            ". To resume, run the same command with checkpoint.resume=auto checkpoint.dir=/out/run/c.",
         ),
         (
             HERE,
             {"run": {"dir": "/out/run"}, "resume": "/kept/step-00000004"},
-            "in /out/run/c; the same command with checkpoint.resume=auto resumes from there",
+            "in /out/run/c. To resume, run the same command with checkpoint.resume=auto.",
         ),
-        (HERE, {"mode": RunMode.MULTIRUN}, "step 7 is saved in /out/run/c; the same command resumes from there"),
+        (HERE, {"mode": RunMode.MULTIRUN}, "step 7 is saved in /out/run/c. To resume, run the same command."),
         (
             HERE,
             {"mode": RunMode.MULTIRUN, "sweep": {"dir": "a/${now:b}"}},
-            "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b resumes from there",
+            "step 7 is saved. To resume, run the same command with hydra.sweep.dir=/home/a/b.",
         ),
         (Stopped(signal.SIGTERM, "the disk is full"), {}, "stopped by SIGTERM: the disk is full"),
     ],
@@ -203,10 +203,10 @@ def test_below_torchrun_the_last_line_says_what_that_makes_of_it(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of torchrun, or of stagereg run, which is one")
     print_exit(HERE)
-    assert capsys.readouterr().err.endswith(f" resumes from there{OF_TORCHRUN}\n")
+    assert capsys.readouterr().err.endswith(f"{OF_TORCHRUN}\n")
     monkeypatch.setenv(KEEPS_CODE, "1")
     print_exit(HERE)
-    assert capsys.readouterr().err.endswith(" resumes from there\n")
+    assert capsys.readouterr().err.endswith(" To resume, run the same command.\n")
 
 
 def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
