@@ -23,7 +23,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu slurm dist check format clean
+.PHONY: train plot test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -66,6 +66,10 @@ bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-str
 bench-integrations: $(FRAMEWORKS)/.ready  ## what a checkpoint costs, saved by each trainer itself and through stagereg
 	PYTHONPATH=. $(FRAMEWORKS)/bin/python tests/benchmarks/integrations.py $(ARGS)
 
+plot: $(VENV)/.ready  ## the plot of the README, measured again: docs/images/stall.json and stall.svg
+	$(BIN)/stagereg bench stall --torch-threads 1 --rounds 30 --json docs/images/stall.json
+	$(BIN)/python docs/stall_plot.py docs/images/stall.json > docs/images/stall.svg
+
 fuzz: $(VENV)/.ready  ## 35,000 mutations of what comes from elsewhere, each read by all that reads it; findings to fuzz-report
 	$(BIN)/python tests/benchmarks/fuzz.py $(ARGS)
 
@@ -84,7 +88,7 @@ slurm: $(VENV)/.ready  ## the scripts of docs/clusters.md on a Slurm cluster in 
 dist: $(VENV)/.ready  ## the wheel and the source distribution, checked, and tried in an environment without the checkout
 	$(BIN)/python -m nox --session release
 
-check: $(VENV)/.ready  ## lint, format and types
+check: $(VENV)/.ready  ## lint, format, types, and the wording of messages and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
