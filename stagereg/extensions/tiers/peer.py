@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -16,7 +17,8 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
-_AHEAD = 2  # requests: the other side has the next one when it has sent a block
+_STREAMS = 3  # connections, which carry the blocks of one part at the same time
+_AHEAD = 2  # requests on a connection: the other side has the next one when it has sent a block
 _ANSWER_S = 30.0  # seconds that an answer may take which waits for the other machine's disk
 
 
@@ -33,13 +35,13 @@ class Peer:
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._address, self._secret = address, secret
         self._lock = threading.Lock()
-        self._link: wire.Connection | None = None
+        self._links: dict[int, wire.Connection] = {}
         self._busy = self._closed = False
 
     def part(self, save: SaveId, rank: int) -> Part | None:
         """Return the part of a rank in a save, if it is complete there. Raises: ``ValueError``: it is corrupt."""
-        with self._connected() as link:
-            text = _ask(link, {"do": "part", "save": save, "rank": rank}).get("part")
+        with self._ending():
+            text = _ask(self._link(0), {"do": "part", "save": save, "rank": rank}).get("part")
             return None if text is None else Part.loads(text)
 
     def get(
@@ -51,24 +53,32 @@ class Peer:
         known: PartFile,
         take: Callable[[int, memoryview], object],
     ) -> None:
-        """Get blocks of a file of a part; ``take`` is called with each that is right.
+        """Get blocks of a file of a part; ``take`` is called with each that is right, on any thread.
 
         Raises:
             CorruptCheckpointError: another one is not what was staged.
         """
-        asked, bad = 0, list[int]()
-        with self._connected() as link:
+        with self._ending():
             memory = _memory([len(known.block(number)) for number in numbers])
-            for at, (number, block) in enumerate(zip(numbers, memory, strict=True)):
-                while asked < min(at + _AHEAD, len(numbers)):
-                    link.send({"do": "get", "save": save, "rank": rank, "file": name, "block": numbers[asked]})
-                    asked += 1
-                if _answer(link).get("nbytes") != len(block):
-                    raise CorruptCheckpointError(f"{name} has another size there")
-                if link.receive_block(block) == known.blocks[number]:
-                    take(number, block)
-                else:
-                    bad.append(number)
+            rest, bad = iter([*zip(numbers, memory, strict=True)]), list[int]()
+
+            def run(stream: int) -> None:
+                link, asked = self._link(stream), deque[tuple[int, memoryview]]()
+                while True:
+                    while len(asked) < _AHEAD and (more := next(rest, None)):
+                        link.send({"do": "get", "save": save, "rank": rank, "file": name, "block": more[0]})
+                        asked.append(more)
+                    if not asked:
+                        return
+                    number, block = asked.popleft()
+                    if _answer(link).get("nbytes") != len(block):
+                        raise CorruptCheckpointError(f"{name} has another size there")
+                    if link.receive_block(block) == known.blocks[number]:
+                        take(number, block)
+                    else:
+                        bad.append(number)
+
+            _on_streams(len(numbers), run)
         if bad:
             raise CorruptCheckpointError(f"block {min(bad)} of {name} is not what was staged")
 
@@ -78,55 +88,99 @@ class Peer:
         Raises:
             CheckpointError: there is no room for it, for one, or it was corrupted on its way.
         """
-        with self._connected() as link:
-            if _ask(link, {"do": "put", "part": part.dumps()}).get("have"):
+        with self._ending():
+            control = self._link(0)
+            answer = _ask(control, {"do": "put", "part": part.dumps()})
+            if answer.get("have"):
                 return
-            blocks = [(name, number) for name, file in part.files.items() for number in range(len(file.blocks))]
-            for at, (name, number) in enumerate(blocks):
-                if link.is_readable(0):  # the other side sends nothing before the end, but what went wrong
-                    raise CheckpointError(str(link.receive().get("error"))[:1000])
-                span = part.files[name].block(number)
-                descriptor = open_regular(f"{directory}/{name}", owner=os.geteuid())
+            sending = _Sending(part, directory)
+
+            def run(stream: int) -> None:
                 try:
-                    link.send({"do": "block", "file": name, "block": number}, more=True)
-                    link.send_file(descriptor, span.start, len(span))
-                finally:
-                    os.close(descriptor)
-                if at == len(blocks) // 2:
-                    failpoint("sending")
-            _ask(link, {"do": "finish"})
+                    link = self._link(stream)
+                    if stream:
+                        _ask(link, {"do": "stream", "token": answer.get("token")})
+                    sending.run(link)
+                except BaseException:
+                    sending.blocks.clear()  # the other streams send no more
+                    raise
+
+            _on_streams(len(sending.blocks), run)
+            _ask(control, {"do": "finish"})
 
     def close(self) -> None:
         """End it; what another thread does with it fails. Idempotent."""
         with self._lock:
             self._closed = True
-            if self._link is not None:
+            for link in self._links.values():
                 if self._busy:
-                    self._link.end()  # the thread that uses it closes it
+                    link.end()  # the thread that uses it closes it
                 else:
-                    self._link.close()
+                    link.close()
+
+    def _link(self, number: int) -> wire.Connection:
+        with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("this connection was closed")
+            if (found := self._links.get(number)) is not None:
+                return found
+        made = wire.connect(self._address, self._secret)
+        with self._lock:
+            self._links[number] = made
+            if self._closed:
+                made.end()
+        return made
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[wire.Connection]:
-        """Yield the connection. After an error nobody knows what is still on its way: the next call makes another."""
+    def _ending(self) -> Iterator[None]:
+        """Close the connections after an error, since bytes may still be on their way: the next call makes others."""
         self._busy, good = True, False
         try:
-            yield self._connection()
+            yield
             good = True
         finally:
             with self._lock:
                 self._busy = False
-                if self._link is not None and (self._closed or not good):
-                    self._link.close()
-                    self._link = None
+                if self._closed or not good:
+                    for link in self._links.values():
+                        link.close()
+                    self._links.clear()
 
-    def _connection(self) -> wire.Connection:
-        link = self._link or wire.connect(self._address, self._secret)
-        with self._lock:
-            self._link = link
-            if self._closed:
-                raise ConnectionAbortedError("this connection was closed")
-        return link
+
+class _Sending:
+    """The blocks of a part that are to be sent. The next free connection sends the next block."""
+
+    def __init__(self, part: Part, directory: str) -> None:
+        self._part, self._directory = part, directory
+        self.blocks = deque((name, number) for name, file in part.files.items() for number in range(len(file.blocks)))
+        self._lock, self._until_half = threading.Lock(), (len(self.blocks) + 1) // 2
+
+    def run(self, link: wire.Connection) -> None:
+        """Send blocks on one connection until there are no more."""
+        while (block := self._next()) is not None:
+            self._send(link, *block)
+            with self._lock:
+                self._until_half -= 1
+                half = self._until_half == 0
+            if half:
+                failpoint("sending")
+        _ask(link, {"do": "end"})
+
+    def _next(self) -> tuple[str, int] | None:
+        with contextlib.suppress(IndexError):
+            return self.blocks.popleft()
+        return None
+
+    def _send(self, link: wire.Connection, name: str, number: int) -> None:
+        if link.is_readable(0):  # the other side sends nothing before the end, except an error
+            raise CheckpointError(str(link.receive().get("error"))[:1000])
+        span = self._part.files[name].block(number)
+        descriptor = open_regular(f"{self._directory}/{name}", owner=os.geteuid())
+        try:
+            link.send({"do": "block", "file": name, "block": number}, more=True)
+            link.send_file(descriptor, span.start, len(span))
+        finally:
+            os.close(descriptor)
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:
@@ -138,6 +192,30 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
         memory.madvise(MADV_HUGEPAGE)
     ends = [*accumulate(sizes)]
     return [memoryview(memory)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
+    """Call ``run`` with the number of each connection, at the same time, for so many blocks. Raises the first error."""
+    count = max(1, min(_STREAMS, blocks // 2))
+    errors: list[BaseException] = []
+
+    def note_error(stream: int) -> None:
+        try:
+            run(stream)
+        except BaseException as error:
+            errors.append(error)
+
+    others = [
+        threading.Thread(target=note_error, args=[stream], name="stagereg-tier-stream", daemon=True)
+        for stream in range(1, count)
+    ]
+    for thread in others:
+        thread.start()
+    note_error(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:

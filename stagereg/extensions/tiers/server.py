@@ -1,8 +1,9 @@
 """What a process does for other machines with the parts on its own: it takes theirs in, and hands out blocks.
 
 A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
-whose blocks then come on the connection, each after a message that says which it is; ``finish`` is answered when the
-part is complete. A block goes nowhere before its CRC-32 is right. :mod:`.peer` is the other side.
+whose blocks then come on this connection and on others that name the put (``stream``), each after a message that names
+the block. The server answers ``end`` when all blocks of a connection have arrived, and ``finish`` when the part is
+complete. It writes a block only if the CRC-32 is right. :mod:`.peer` is the other side.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PartServer:
     def __init__(self, folder: MachineFolder, secret: bytes, durable: bool, room: Callable[[int], str]) -> None:
         self.folder, self.durable, self._secret, self._room = folder, durable, secret, room
         self._lock = threading.Lock()
-        self._coming: set[IncomingPart] = set()
+        self._coming: dict[str, IncomingPart] = {}
         self._sockets: dict[socket.socket, threading.Thread] = {}
         self._strangers = threading.Semaphore(_STRANGERS)
         self._closed, self._warned = False, False
@@ -76,7 +77,7 @@ class PartServer:
             thread.join(max(0.0, ends - time.monotonic()))
         self._listener.close()
         with self._lock:
-            for incoming in self._coming:
+            for incoming in self._coming.values():
                 incoming.discard()
 
     def begin(self, part: Part) -> IncomingPart:
@@ -85,16 +86,23 @@ class PartServer:
             if self._closed:
                 raise CheckpointError("this process is ending")
             incoming = IncomingPart(part, self.folder, self.durable)
-            if why := self._room(incoming.left + sum(each.left for each in self._coming)):
+            if why := self._room(incoming.left + sum(each.left for each in self._coming.values())):
                 incoming.discard()
                 raise CheckpointError(f"no room: {why}")
-            self._coming.add(incoming)
+            self._coming[incoming.token] = incoming
             return incoming
+
+    def find(self, token: str) -> IncomingPart:
+        """Return the incoming part of a token. Raises: ``CheckpointError`` if there is none."""
+        with self._lock:
+            if token not in self._coming:
+                raise CheckpointError("no part comes under this token any more")
+            return self._coming[token]
 
     def forget(self, incoming: IncomingPart) -> None:
         """It is complete, or given up: delete what is no part."""
         with self._lock:
-            self._coming.discard(incoming)
+            self._coming.pop(incoming.token, None)
         incoming.discard()
 
     def _listen(self) -> None:
@@ -141,17 +149,22 @@ class PartServer:
 class IncomingPart:
     """A part on its way in: hidden files, which become a part when every block has come and is right.
 
-    Each sender has a hidden folder of its own, so that two, or a dead one, never meet.
+    Each sender has a hidden folder of its own, so that two, or a dead one, never meet. Thread-safe.
 
     ``durable``: whether it is flushed before it is complete. Any method may raise ``OSError``, as of a full disk.
 
     Attributes:
+        token: identifies the part; only its sender has it.
         left: bytes that are yet to come.
+        touched: when bytes arrived last, of ``time.monotonic``.
     """
 
     def __init__(self, part: Part, folder: MachineFolder, durable: bool) -> None:
         self.part, self._folder, self._durable = part, folder, durable
-        self._hidden = f"{folder.directory(part.save)}/.{secrets.token_hex(16)}.tmp"
+        self.token, self.touched = secrets.token_hex(16), time.monotonic()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # the system lets one thread write a file at a time, and has others spin
+        self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
         folder.make(part.save)
         os.mkdir(self._hidden, 0o700)
         self._missing = {(name, number) for name, file in part.files.items() for number in range(len(file.blocks))}
@@ -165,18 +178,22 @@ class IncomingPart:
         at, begin = 0, self.part.files[name].block(number).start
         descriptor = os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            while at < len(block):
-                at += os.pwrite(descriptor, block[at:], begin + at)
+            with self._turn:
+                while at < len(block):
+                    at += os.pwrite(descriptor, block[at:], begin + at)
             if self._durable:  # at once, so that the page cache stays as training needs it
                 os.fdatasync(descriptor)
                 os.posix_fadvise(descriptor, begin, len(block), os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-        if (name, number) in self._missing:
+        with self._lock:
+            if (name, number) not in self._missing:
+                return
             self._missing.remove((name, number))
             self.left -= len(block)
-            if len(self._missing) == self._half:
-                failpoint("receiving")
+            half = len(self._missing) == self._half
+        if half:
+            failpoint("receiving")
 
     def complete(self) -> None:
         """Make it a part of this machine. Raises: ``CheckpointError`` if not all of it has come."""
@@ -204,12 +221,15 @@ class _Session:
         self._server, self._folder, self._connection = server, server.folder, connection
         self._known: Part | None = None  # that was asked for last
         self._incoming: IncomingPart | None = None
+        self._owns = False  # whether the part ends with this connection
         self._block: mmap | None = None  # past the heap of this thread, which would keep it
         self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
             "part": self._part,
             "get": self._get,
             "put": self._put,
+            "stream": self._stream,
             "block": self._take_block,
+            "end": self._end,
             "finish": self._finish,
         }
 
@@ -217,8 +237,7 @@ class _Session:
         """Serve until the other side ends. Raises: ``OSError``."""
         try:
             while True:
-                if not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
-                    raise TimeoutError(f"nothing more has come for {wire.PROGRESS_S:g} s")
+                self._wait()
                 request = self._connection.receive()
                 try:
                     if (answer := self._requests[request.get("do")](request)) is not None:
@@ -231,8 +250,14 @@ class _Session:
                         return self._drain()
         finally:
             self._block = None
-            if self._incoming is not None:
+            if self._incoming is not None and self._owns:
                 self._server.forget(self._incoming)
+
+    def _wait(self) -> None:
+        """Wait for the next request; in a put, as long as bytes arrive on any of its connections."""
+        while not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
+            if self._incoming is not None and time.monotonic() - self._incoming.touched >= wire.PROGRESS_S:
+                raise TimeoutError(f"nothing more has come for {wire.PROGRESS_S:g} s")
 
     def _drain(self) -> None:
         """Read on until the other side has heard the error and ends; else the system might drop it on its way."""
@@ -273,7 +298,11 @@ class _Session:
             if held != part:
                 raise CheckpointError("another part of that rank and save is here")
             return {"have": True}
-        self._incoming = self._server.begin(part)
+        self._incoming, self._owns = self._server.begin(part), True
+        return {"token": self._incoming.token}
+
+    def _stream(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._incoming, self._owns = self._server.find(request["token"]), False
         return {}
 
     def _coming(self) -> IncomingPart:
@@ -287,9 +316,18 @@ class _Session:
         span = file.block(number)
         self._block = self._block or private_memory(BLOCK_BYTES)
         block = memoryview(self._block)[: len(span)]
-        if self._connection.receive_block(block) != file.blocks[number]:
+
+        def touch() -> None:
+            incoming.touched = time.monotonic()
+
+        if self._connection.receive_block(block, touch) != file.blocks[number]:
             raise CheckpointError(f"block {number} of {name} arrived corrupt")
         incoming.write(name, number, block)
+
+    def _end(self, _: dict[str, Any]) -> dict[str, Any]:
+        if not self._owns:
+            self._incoming = None
+        return {}
 
     def _finish(self, _: dict[str, Any]) -> dict[str, Any]:
         incoming = self._coming()

@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stagereg.base.address import close_in_forks
@@ -94,13 +94,14 @@ class Connection:
                 raise ConnectionResetError("the other side has closed the connection")
             memory = memory[count:]
 
-    def receive_block(self, memory: memoryview) -> int:
-        """Fill ``memory`` and return the CRC-32 of it."""
+    def receive_block(self, memory: memoryview, touch: Callable[[], object] = int) -> int:
+        """Fill ``memory`` and return the CRC-32 of it. Call ``touch`` after each piece."""
         crc = 0
         while memory:
             piece, memory = memory[:_PIECE_BYTES], memory[_PIECE_BYTES:]
             self.receive_into(piece)
             crc = crc32(piece, crc)
+            touch()
         return crc
 
     def is_readable(self, seconds: float | None) -> bool:

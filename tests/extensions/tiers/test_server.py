@@ -122,11 +122,14 @@ def test_a_part_arrives_whole_and_comes_back_checked(here: MachineFolder, tmp_pa
 sizes = st.integers(0, 3).flatmap(lambda n: st.integers(-2, 2).map(lambda more: max(0, n * BLOCK_BYTES + more)))
 
 
-@given(found=st.lists(sizes, max_size=4))
+@given(found=st.lists(sizes, max_size=4), streams=st.integers(1, 4))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_sizes_arrive(here: MachineFolder, there: MachineFolder, peer: Peer, found: list[int]) -> None:
+def test_any_sizes_arrive_over_any_number_of_streams(
+    here: MachineFolder, there: MachineFolder, peer: Peer, found: list[int], streams: int
+) -> None:
     part = write_part(here, {f"f{n}": nbytes for n, nbytes in enumerate(found)})
-    peer.put(part, here.directory(part.save))
+    with mock.patch.object(peer_module, "_STREAMS", streams):
+        peer.put(part, here.directory(part.save))
     for n, nbytes in enumerate(found):
         assert Path(there.directory(part.save), f"f{n}").read_bytes() == data_of(nbytes)
     assert there.find(part.save, 0) is not None
@@ -327,23 +330,27 @@ def test_a_sender_that_stops_in_the_middle_leaves_nothing(
             sender.communicate(timeout=BOUND_S)
 
 
-def test_a_put_lasts_while_something_comes(
+def test_a_put_lasts_while_something_comes_on_one_of_its_streams(
     here: MachineFolder, there: MachineFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "PROGRESS_S", 2.0)
     part = write_part(here, {f"f{n}": 1000 + n for n in range(5)})
     with serving(there) as server:
-        link = wire.connect(server.address, SECRET)
-        link.send({"do": "put", "part": part.dumps()})
-        assert link.receive() == {}
+        control, stream = (wire.connect(server.address, SECRET) for _ in range(2))
+        control.send({"do": "put", "part": part.dumps()})
+        stream.send({"do": "stream", **control.receive()})
+        assert stream.receive() == {}
         for name, file in part.files.items():
             time.sleep(0.7)
-            link.send({"do": "block", "file": name, "block": 0})
+            stream.send({"do": "block", "file": name, "block": 0})
             with Path(here.directory(part.save), name).open("rb") as opened:
-                link.send_file(opened.fileno(), 0, file.nbytes)
-        link.send({"do": "finish"})
-        assert link.receive() == {"have": True}
-        link.close()
+                stream.send_file(opened.fileno(), 0, file.nbytes)
+        stream.send({"do": "end"})
+        assert stream.receive() == {}
+        control.send({"do": "finish"})
+        assert control.receive() == {"have": True}
+        control.close()
+        stream.close()
     assert there.find(part.save, 0) is not None
 
 
@@ -366,9 +373,10 @@ def test_a_receiver_that_freezes_ends_the_transfer(here: MachineFolder, monkeypa
         opened, _ = listener.accept()
         kept.append(link := wire.accept(opened, SECRET))
         link.receive()
-        link.send({})
+        link.send({"token": "x"})
 
     threading.Thread(target=freeze, daemon=True).start()
+    monkeypatch.setattr(peer_module, "_STREAMS", 1)
     with listener, connected(listener.getsockname()) as peer, pytest.raises(TimeoutError):
         peer.put(part, here.directory(part.save))
 
@@ -428,6 +436,10 @@ def test_blocks_that_nobody_announced_end_the_connection(server: PartServer) -> 
         with pytest.raises(ConnectionError):
             link.receive()
         link.close()
+    link = wire.connect(server.address, SECRET)
+    link.send({"do": "stream", "token": "0" * 32})
+    assert "no part comes" in link.receive()["error"]
+    link.close()
 
 
 def test_a_part_is_not_complete_before_every_block_has_come(
@@ -436,7 +448,7 @@ def test_a_part_is_not_complete_before_every_block_has_come(
     part = write_part(here, SEVERAL)
     link = wire.connect(server.address, SECRET)
     link.send({"do": "put", "part": part.dumps()})
-    assert link.receive() == {}
+    assert link.receive()["token"]
     link.send({"do": "finish"})
     assert "7 blocks have not come" in link.receive()["error"]
     link.close()
