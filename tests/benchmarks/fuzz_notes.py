@@ -299,8 +299,8 @@ class Wire(Kind):
                     if not _line(caller).startswith(b"."):
                         raise Wrong("an honest rank is not let in")
                     _send(caller, b"bye\n")
-                    if b"lost" in _rest(caller) and not proven:
-                        raise Wrong("a stranger has had a rank declared lost")
+                    if b"failed" in _rest(caller) and not proven:
+                        raise Wrong("a stranger has had a rank declared failed")
 
     def _hub_rank(self, rng: Random) -> None:
         self._hub_stranger(rng, proven=True)
@@ -361,6 +361,7 @@ class Wire(Kind):
             {"do": "put", "part": new.dumps()},
         ]
         asks += [
+            {"do": "stream", "token": "0" * 12},
             {"do": "block", "file": "y", "block": 0},
             {"do": "end"},
             {"do": "finish"},
@@ -416,7 +417,7 @@ class Wire(Kind):
             if early < 0.4:
                 _send(caller, mutate_bytes(rng, answer)[0])
                 return
-            answers: list[dict[str, Any]] = [{"part": part.dumps()}, {"nbytes": len(self.content)}, {}]
+            answers: list[dict[str, Any]] = [{"part": part.dumps()}, {"nbytes": len(self.content)}, {"token": "ab"}]
             answers += [{"have": True}, {"error": "no room"}, {}]
             caller.sendall(answer)
             _send(caller, _framed(rng, _mutated(rng, rng.choice(answers)), True) + mutate_bytes(rng, self.content)[0])

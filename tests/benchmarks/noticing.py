@@ -100,6 +100,7 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int,
         stack.enter_context(responding(save))
         both = stack.enter_context(Checkpointer(folder / "with", **options))
         assert save.monitor is not None
+        assert save.monitor._process is not None
         pulse = save.monitor._process.pid
         turns = [Noticing(row, training, pulse, {CHECKPOINTER: without, BOTH: both}) for row in rows]
         found = {one.row: one for one in interleave(turns, rounds)}

@@ -1,4 +1,4 @@
-"""Detects which other ranks have failed: starts the :mod:`.heartbeat` process of this rank, and listens to it."""
+"""Detects which other ranks have failed: keeps the :mod:`.heartbeat` process of this rank alive, and listens to it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stagereg.base.address import listen, own_address
 from stagereg.base.crash_report import signal_name
-from stagereg.extensions.recovery.heartbeat import Config, printable
+from stagereg.extensions.recovery.heartbeat import RETURN_S, Config, printable, proof
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT = Path(__file__).with_name("heartbeat.py")
 _NAMED = 400  # characters of a message that name ranks, at most
+_MOST_STARTS = 5  # starts of a heartbeat process that dies again and again
+_LASTS_S = 60.0  # seconds after which the starts are counted from 1 again
+_PAUSE_S = 0.1  # seconds before the second restart, doubled before each later one: in all less than RETURN_S
 
 
 class FailureMonitor:
     """The failure monitor of one rank, which detects a failure in ``timeout_s`` seconds. All ranks construct theirs.
 
     ``secret`` is that of the run. ``meet`` publishes where rank 0's heartbeat process is; given ``None``, it returns
-    that. A thread calls ``on_failure`` with a sentence on each failure. If the heartbeat process dies, the other ranks
-    take this rank for failed, so that thread kills this process.
+    that. A thread calls ``on_failure`` with a sentence on each failure, and starts another heartbeat process if one
+    dies before this rank.
 
     Attributes:
         failed: by rank: its process, and how it has failed.
@@ -48,44 +51,41 @@ class FailureMonitor:
         self.failed: dict[int, str] = {}
         self._changed = threading.Condition()
         self._on_failure = on_failure
-        self._is_in = self._closed = False  # the hub knows this rank; it has ended in order
         name, hub = f"process {os.getpid()} on {socket.gethostname()}", None
-        with contextlib.ExitStack() as opened:
-            port: list[int] = []
-            if rank == 0:
-                own = own_address()
-                listener = opened.enter_context(listen(own))
-                meet([own, listener.getsockname()[1], name])
-                port = [listener.fileno()]
-            else:
-                host, number, its = meet(None)  # through a store to which any process may write
-                hub = [host, number, printable(its)]
-            self._config = Config(rank, name, timeout_s, secret, hub, world_size)
-            # A session of its own: what ends the rank by a signal to its group does not end what has to report it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_HEARTBEAT), *map(str, (os.getpid(), *port))],
-                pass_fds=port,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        self._send(self._config._asdict())
-        threading.Thread(target=self._listen, name="stagereg-monitor", daemon=True).start()
+        self._listener: socket.socket | None = None
+        if rank == 0:  # the rank holds the port, so that the next heartbeat process has it too
+            own = own_address()
+            self._listener = listen(own)
+            meet([own, self._listener.getsockname()[1], name])
+        else:
+            host, port, its = meet(None)  # through a store to which any process may write
+            hub = [host, port, printable(its)]
+        self._config = Config(rank, name, timeout_s, secret, hub, world_size)
+        self._connected: dict[int, str] = {}  # on rank 0: the processes of the other ranks that have come, and not left
+        self._given_s, self._shortened, self._closed = 0.0, False, False
+        self._is_ready = False  # the hub knows this rank, or there is no hub
+        self._process: subprocess.Popen[bytes] | None = None
+        threading.Thread(target=self._keep, name="stagereg-monitor", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_in or self.failed)
+            self._changed.wait_for(lambda: self._is_ready or self.failed)
 
     def close(self) -> None:
         """This rank ends in order, which is not a failure. Idempotent."""
-        self._closed = True
-        self._send("bye")
+        with self._changed:
+            self._closed = True
+            self._send("bye")
 
     def give_time(self, seconds: float) -> None:
         """Give this rank so much more time before it is killed, if it does not hear of rank 0."""
-        self._send(seconds)
+        with self._changed:
+            self._given_s += seconds
+            self._send(seconds)
 
     def shorten_timeout(self) -> None:
         """Shorten the failure detection timeout, on all ranks: this one is to exit. Idempotent."""
-        self._send("shorten")
+        with self._changed:
+            self._shortened = True
+            self._send("shorten")
 
     def sentence(self, seconds: float = 0.0) -> str:
         """Return a sentence on the ranks that have failed, or fail within that time; else nothing."""
@@ -94,27 +94,94 @@ class FailureMonitor:
             text = "; ".join(f"rank {rank} {why}" for rank, why in sorted(self.failed.items()))
         return f"lost {textwrap.shorten(text, _NAMED, placeholder=' and more')}." if text else ""
 
-    def _send(self, value: Any) -> None:
-        assert self._process.stdin is not None
-        with self._changed, contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(value).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if not line.endswith(b"\n"):
-                break
-            told = json.loads(line)
-            with self._changed:
-                self._is_in = self._is_in or "port" in told
-                for rank, (name, why) in told.get("failed", {}).items():
-                    self.failed[int(rank)] = f"({name}): {why}"
-                self._changed.notify_all()
-            if "failed" in told:
-                self._on_failure(self.sentence())
-        code = self._process.wait()
+    def _keep(self) -> None:
+        """Start a heartbeat process, and another one whenever it dies, until this rank ends or none lasts."""
+        starts, ended, rank = 0, "", self._config.rank
+        while starts < _MOST_STARTS and not self._closed:
+            if starts > 1:
+                time.sleep(_PAUSE_S * 2 ** (starts - 2))
+            starts, began = starts + 1, time.monotonic()
+            try:
+                process = self._start()
+            except OSError as error:  # no memory for one more process
+                ended = f"could not be started: {error}"
+                continue
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.endswith(b"\n"):
+                    self._note(json.loads(line))
+            if process.wait() == 0:
+                return
+            code = process.returncode
+            ended = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            starts = starts if time.monotonic() - began < _LASTS_S else 1
+            if not self._closed and starts < _MOST_STARTS:
+                _log.warning("stagereg: The heartbeat process of rank %d %s, and is started again.", rank, ended)
         if not self._closed:
-            how = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-            _log.error("stagereg: The heartbeat process of rank %d %s, so this rank ends.", self._config.rank, how)
-            os.kill(os.getpid(), signal.SIGKILL)
+            without = "The run continues, but rank failures are no longer detected quickly."
+            _log.warning("stagereg: The heartbeat process of rank %d %s, %d times. %s", rank, ended, starts, without)
+        self._set_ready()
+        self._do_without()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start a heartbeat process, and send it what the previous one received. Raises: ``OSError``."""
+        port = [] if self._listener is None else [self._listener.fileno()]
+        with self._changed:
+            # A session of its own: what ends the rank by a signal to its group does not end what has to report it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_HEARTBEAT), *map(str, (os.getpid(), *port))],
+                pass_fds=port,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            awaited = {rank: name for rank, name in self._connected.items() if rank not in self.failed}
+            about = (self._config._asdict(), awaited, self._given_s)
+            for value in (*about, *["shorten"] * self._shortened, *["bye"] * self._closed):
+                if value:
+                    self._send(value)
+            return self._process
+
+    def _do_without(self) -> None:
+        """Tell the other heartbeat processes that this rank has none any more, so that none waits for it."""
+        rank, name, secret, hub = self._config.rank, self._config.name, self._config.secret, self._config.hub
+        if hub is not None:
+            with contextlib.suppress(OSError), socket.create_connection((hub[0], hub[1]), RETURN_S) as line:
+                challenge = line.makefile("rb").readline(100).decode(errors="replace").rstrip("\n")
+                line.sendall(f"{rank} {proof(secret, challenge, rank)} {name}\nbye\n".encode())
+                line.makefile("rb").read(1000)
+            return
+        assert self._listener is not None
+        self._listener.setblocking(True)
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+                with caller:
+                    caller.sendall(f"off {proof(secret, '', 'off')}\n".encode())
+            except OSError:
+                time.sleep(_PAUSE_S)
+
+    def _send(self, value: Any) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(json.dumps(value).encode() + b"\n")
+                self._process.stdin.flush()
+
+    def _set_ready(self) -> None:
+        with self._changed:
+            self._is_ready = True
+            self._changed.notify_all()
+
+    def _note(self, told: dict[str, Any]) -> None:
+        if "port" in told or "off" in told:
+            self._set_ready()
+        if "off" in told:
+            _log.warning("stagereg: Rank 0 has no heartbeat process: rank failures are no longer detected quickly.")
+        if "came" in told:
+            self._connected[told["came"]] = told["name"]
+        self._connected.pop(told.get("left", -1), None)
+        for rank, (name, why) in told.get("failed", {}).items():
+            with self._changed:
+                self.failed[int(rank)] = f"({name}): {why}"
+                self._changed.notify_all()
+            self._on_failure(self.sentence())

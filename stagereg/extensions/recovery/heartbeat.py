@@ -5,19 +5,25 @@ may hold for longer than any timeout, and since a rank that is cut off may not e
 library alone, and runs as a file, ``python -I -S heartbeat.py``, so that it starts in milliseconds.
 
 All heartbeat processes are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``timeout_s``. A
-rank has failed if its connection ends without ``bye``, or if it was stopped or silent for ``timeout_s``. The hub tells
-all of each failure. A heartbeat process that hears nothing of the hub for so long is cut off, or the hub's machine is
-gone: it cannot know which. If its rank has not ended ``timeout_s`` later, it kills the rank. A rank that a debugger
-holds has not failed. If one rank is asked to end by a signal, all ranks are about to, and none waits for longer than
-:data:`SHORT_TIMEOUT_S` for another that is silent or stopped. A rank and its heartbeat process end together:
-:mod:`.failure_monitor` kills a rank whose heartbeat process has died.
+rank has failed at once if its process has ended, and after ``timeout_s`` if it was stopped or silent. The hub tells all
+of each failure. A heartbeat process that hears nothing of the hub for so long is cut off, or the hub's machine is gone:
+it cannot know which. If its rank has not ended ``timeout_s`` later, it kills the rank. A rank that a debugger holds has
+not failed. If one rank is asked to end by a signal, all ranks are about to, and none waits for longer than
+:data:`SHORT_TIMEOUT_S` for another that is silent or stopped.
+
+If a heartbeat process dies before its rank, :mod:`.failure_monitor` starts another one. Rank 0 holds the port of the
+hub and passes it on as an inherited socket, so the others connect to the same port again, and a closed port means that
+rank 0 has ended. If a connection ends without ``bye``, the hub waits for the rank: on one machine as long as the
+process of the rank lives, for ``timeout_s`` at most, and on several machines for :data:`RETURN_S`.
 
 Anybody may connect to the hub. It sends a challenge, and reads one short line, ``RANK PROOF NAME``, of which it parses
 nothing before the proof is right. The rank in its turn heeds nothing before the hub has proved itself.
 
-The rank sends lines of JSON: first its :class:`Config`, then seconds that it needs more before it is killed,
-``"shorten"`` when it has got a signal, and ``"bye"`` when it ends in order. It receives ``{"port": N}`` once its
-heartbeat process is connected, the port on the hub, and ``{"failed": {RANK: [NAME, WHY]}}``.
+The rank sends lines of JSON: first its :class:`Config`, ``{RANK: NAME}`` of the ranks that an earlier hub had, seconds
+that it needs more before it is killed, ``"shorten"`` when it has got a signal, and ``"bye"`` when it ends in order. It
+receives ``{"port": N}`` once its heartbeat process is connected, the port on the hub, ``{"failed": {RANK: [NAME,
+WHY]}}``, ``{"came": RANK, "name": NAME}`` and ``{"left": RANK}`` on the hub, and ``{"off": true}`` if rank 0 has no
+heartbeat process any more.
 """
 
 from __future__ import annotations
@@ -26,8 +32,10 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
+import re
 import resource
 import secrets
 import selectors
@@ -38,6 +46,7 @@ import time
 from typing import Any, NamedTuple
 
 SHORT_TIMEOUT_S = 4.0  # seconds until a failure is detected at most, once a rank has been asked to end
+RETURN_S = 3.0  # seconds in which a heartbeat process that was started again connects to the hub
 ENDED = "its process has ended"
 _STOPPED = "it was stopped (SIGSTOP, or a suspended job)"
 _SILENT = "nothing was heard of it for {:g} s: frozen, or its machine is gone or cut off"
@@ -53,8 +62,8 @@ _STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds that each has; and if others wait 
 _PAUSE_S = 0.5  # seconds without accepting, once no file can be opened
 _AGAIN_S = 0.2  # seconds between attempts to reach the hub
 _WELCOME_S = 20.0  # seconds in which the hub lets a rank in: strangers may be before it
-_LEAVE_S = 3.0  # seconds in which a rank that ends is still to be let in
 _TEXT_LENGTH = 300  # characters of a name or a reason: terminals show them
+_PROCESS = re.compile(r"process (\d{1,10}) on ")
 
 
 class Config(NamedTuple):
@@ -96,6 +105,15 @@ class Line:
         return None if not data or len(self._came) > most else [line.decode(errors="replace") for line in lines]
 
 
+class Awaited(NamedTuple):
+    """A rank whose connection has ended, and which may connect again."""
+
+    name: str
+    since: float
+    limit_s: float
+    why: str  # the rank has failed if it does not
+
+
 class Heartbeat:
     """The heartbeat of one rank, whose process is ``parent``. The hub listens on ``listener``, or on a new port."""
 
@@ -107,10 +125,12 @@ class Heartbeat:
         self._lines: dict[int, Line] = {}  # to other heartbeat processes, by descriptor
         self._strangers: dict[int, Line] = {}  # connections without a proof
         self._ranks: dict[int, Line] = {}  # proven connections, by rank
+        self._awaited: dict[int, Awaited] = {}  # by rank
         self._failed: dict[int, tuple[str, str]] = {}
         self._leaves = False  # whether the rank has sent that it ends
         self._ends_by: float | None = None
-        self._hub_left = False  # whether rank 0 has ended in order
+        self._is_off = False  # rank 0 has no heartbeat process any more, or has ended in order
+        self._was_welcome = False
         self._away_since, self._again_at = time.monotonic(), 0.0  # since when the hub has not let this one in
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
@@ -121,7 +141,9 @@ class Heartbeat:
         if config.hub is None:
             self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
             self._listener.setblocking(False)
-            rank.send(json.dumps({"port": self._listener.getsockname()[1]}))
+            host, port = self._listener.getsockname()[:2]
+            self._is_alone = ipaddress.ip_address(host.partition("%")[0]).is_loopback  # all ranks are on this machine
+            rank.send(json.dumps({"port": port}))
 
     def run(self) -> None:
         """Beat until the rank has ended, or has sent that it does."""
@@ -132,12 +154,10 @@ class Heartbeat:
                 self._serve(key.fileobj)
             now = time.monotonic()
             if now - last > 3 * self._beat_s:  # this process was not running, and heard nothing in that time
-                self._away_since = now
-                for line in self._lines.values():
-                    line.heard = now
+                self._forgive(now)
             if self._leaves or os.getppid() != self._parent:
-                self._ends_by = self._ends_by or now + _LEAVE_S
-                if self._is_in() or now > self._ends_by:
+                self._ends_by = self._ends_by or now + RETURN_S
+                if self._is_settled() or now > self._ends_by:
                     return self._end()
             if now - last >= self._beat_s:
                 last = now
@@ -153,12 +173,22 @@ class Heartbeat:
             elif self._accepts and not wants:
                 self._selector.unregister(self._listener)
             self._accepts = wants
-        elif not (self._lines or self._is_in()) and now >= self._again_at:
+        elif not (self._lines or self._is_off or 0 in self._failed) and now >= self._again_at:
             self._connect(now)
 
-    def _is_in(self) -> bool:
-        """Whether the hub knows this rank, or is no more."""
-        return self._listener is not None or 0 in self._ranks or self._hub_left or 0 in self._failed
+    def _is_welcome(self) -> bool:
+        return self._listener is not None or 0 in self._ranks
+
+    def _is_settled(self) -> bool:
+        """Whether this process can end: ranks that connect to the hub later would take the end for a failure."""
+        alone = self._is_off or 0 in self._failed
+        return alone or (self._is_welcome() and not (self._leaves and self._awaited))
+
+    def _forgive(self, now: float) -> None:
+        for line in self._lines.values():
+            line.heard = now
+        self._awaited = {rank: each._replace(since=now) for rank, each in self._awaited.items()}
+        self._away_since = now
 
     def _beat(self, now: float) -> None:
         stopped = _state(self._parent) == "T"
@@ -176,14 +206,25 @@ class Heartbeat:
             if now - line.heard > self._timeout_s:
                 self._report(line.rank, line.name, _SILENT.format(self._timeout_s))
                 self._close(line)
+        for rank, (name, since, limit_s, why) in [*self._awaited.items()]:
+            if self._has_ended(name):
+                self._report(rank, name, ENDED)
+            elif now - since > min(limit_s, self._timeout_s):
+                self._report(rank, name, why)
         limit_s = max(self._timeout_s, _WELCOME_S)
-        if not self._is_in() and now - self._away_since > limit_s:
+        if not (self._is_welcome() or self._is_off) and now - self._away_since > limit_s:
             self._report(0, self.config.hub[2] if self.config.hub else "", _SHUT_OUT.format(limit_s))
         if self._kill_at is not None and now > self._kill_at + self._given_s and os.getppid() == self._parent:
             os.kill(self._parent, signal.SIGKILL)
 
+    def _has_ended(self, name: str) -> bool:
+        """Whether the process of a rank has ended, which only ranks of the same machine can see."""
+        process = _PROCESS.match(name)
+        return self._is_alone and process is not None and _state(int(process[1])) in ("", "Z", "X")
+
     def _report(self, rank: int, name: str, why: str) -> None:
         """Report the failure of a rank to this rank, and to all ranks that are connected."""
+        self._awaited.pop(rank, None)
         if rank in self._failed:
             return
         self._failed[rank] = name, why
@@ -220,6 +261,9 @@ class Heartbeat:
             self._leaves = True
         elif value == "shorten":
             self._shorten_timeout()
+        elif isinstance(value, dict):
+            now, why = time.monotonic(), _SILENT.format(self._timeout_s)
+            self._awaited = {int(rank): Awaited(name, now, self._timeout_s, why) for rank, name in value.items()}
         else:
             self._given_s += value
 
@@ -236,7 +280,8 @@ class Heartbeat:
                 break
             line.heard = time.monotonic()
             if text == "bye":
-                self._hub_left = self._listener is None
+                self._is_off = self._listener is None
+                self._rank.send(json.dumps({"left": line.rank}))
                 self._close(line)
                 break
             if text == "shorten":
@@ -256,9 +301,15 @@ class Heartbeat:
                 return False
             self._admit(line, *found)
             line.send(f".{proof(config.secret, line.challenge, 'hub')}")
+            self._rank.send(json.dumps({"came": line.rank, "name": line.name}))
             if self._failed:
                 line.send(json.dumps({"failed": self._failed}))
             return True
+        if not line.challenge and text.startswith("off "):
+            self._is_off = hmac.compare_digest(text[4:].encode(), proof(config.secret, "", "off").encode())
+            if self._is_off:
+                self._rank.send(json.dumps({"off": True}))
+            return False
         if not line.challenge:
             line.challenge = text
             line.send(f"{config.rank} {proof(config.secret, text, config.rank)} {config.name}")
@@ -266,12 +317,14 @@ class Heartbeat:
         if not hmac.compare_digest(text.encode(), f".{proof(config.secret, line.challenge, 'hub')}".encode()):
             return False
         self._admit(line, 0, line.name)
+        self._was_welcome = True
         self._rank.send(json.dumps({"port": None}))
         return True
 
     def _admit(self, line: Line, rank: int, name: str) -> None:
         line.rank, line.name, line.heard = rank, name, time.monotonic()
         self._strangers.pop(line.reads, None)
+        self._awaited.pop(rank, None)
         self._ranks[rank] = line
 
     def _accept(self) -> None:
@@ -296,8 +349,10 @@ class Heartbeat:
             limit_s = max(_AGAIN_S, self._away_since + self._timeout_s - now)
             self._add(socket.create_connection((host, port), limit_s)).name = name
         except OSError as error:
-            if isinstance(error, ConnectionRefusedError) or time.monotonic() - self._away_since > self._timeout_s:
-                self._report(0, name, f"its heartbeat process at {host}:{port} cannot be reached: {error}")
+            refused = isinstance(error, ConnectionRefusedError)
+            if refused or time.monotonic() - self._away_since > self._timeout_s:
+                gone = f"its heartbeat process at {host}:{port} cannot be reached: {error}"
+                self._report(0, name, ENDED if refused and self._was_welcome else gone)
 
     def _add(self, connected: socket.socket) -> Line:
         connected.setblocking(False)
@@ -316,17 +371,23 @@ class Heartbeat:
             line.opened.close()
 
     def _drop(self, line: Line) -> None:
-        """Close a connection that has ended without ``bye``: its rank has failed."""
+        """Close a connection that has ended without ``bye``: wait for the rank, or connect to the hub again."""
         self._close(line)
-        if line.rank >= 0:
-            self._report(line.rank, line.name, ENDED)
+        if line.rank < 0:
+            return
+        now = time.monotonic()
+        if self._listener is None:
+            self._away_since, self._again_at = now, 0.0
+        elif line.rank not in self._failed:
+            lives = self._is_alone and _PROCESS.match(line.name) and not self._has_ended(line.name)
+            limit_s, why = (self._timeout_s, _SILENT.format(self._timeout_s)) if lives else (RETURN_S, ENDED)
+            self._awaited[line.rank] = Awaited(line.name, now, limit_s, why)
 
     def _end(self) -> None:
-        if self._leaves:
-            for line in self._ranks.values():
-                line.send("bye")
-        else:
+        if not self._leaves:
             self._report(self.config.rank, self.config.name, ENDED)
+        for line in self._ranks.values():
+            line.send("bye" if self._leaves else json.dumps({"failed": self._failed}))
 
 
 def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[int, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -60,12 +61,13 @@ class Ranks:
 
     def __init__(self, root: Path) -> None:
         self.root, self.processes = root, list[subprocess.Popen[bytes]]()
+        self.master = "127.0.0.1"  # so all ranks are on this machine
 
     def start(self, *whats: str) -> None:
         for rank, what in enumerate(whats):
             with (self.root / f"out{rank}").open("wb") as out:
                 command = [sys.executable, "-c", RANK, str(rank), str(self.root), what]
-                how = {"cwd": self.root, "env": {**os.environ, "MASTER_ADDR": "127.0.0.1"}}
+                how = {"cwd": self.root, "env": {**os.environ, "MASTER_ADDR": self.master}}
                 self.processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, **how))
         assert comes_true(lambda: all("UP" in self.said(rank) for rank in range(len(whats))), BOUND_S)
 
@@ -170,14 +172,70 @@ def test_a_rank_that_a_debugger_holds_has_not_failed(ranks: Ranks) -> None:
         debugger.wait()
 
 
-@pytest.mark.parametrize("whose", [0, 1])
-def test_a_rank_whose_heartbeat_process_is_killed_ends_with_it_and_is_named(ranks: Ranks, whose: int) -> None:
-    """The others take it for failed, so it must not go on."""
-    ranks.start("", "", "")
-    [heartbeat] = children_of(ranks.processes[whose].pid)
+def kill_heartbeat(process: subprocess.Popen[bytes]) -> None:
+    [heartbeat] = children_of(process.pid)
     os.kill(heartbeat, signal.SIGKILL)
-    assert ranks.processes[whose].wait(BOUND_S) == -signal.SIGKILL
-    assert f"The heartbeat process of rank {whose} died of SIGKILL, so this rank ends." in ranks.said(whose)
-    for rank in {0, 1, 2} - {whose}:
-        assert comes_true(lambda rank=rank: f"lost rank {whose}" in ranks.said(rank), BOUND_S)
+    assert comes_true(lambda: children_of(process.pid) not in ([], [heartbeat]), BOUND_S), "it is not started again"
+
+
+@pytest.mark.parametrize("master", ["127.0.0.1", ""], ids=["one machine", "several"])
+@pytest.mark.parametrize("whose", [[0], [1], [0, 1, 2]], ids=["of the hub", "of another", "of all"])
+def test_a_heartbeat_process_that_is_killed_costs_no_rank_and_is_started_again(
+    ranks: Ranks, whose: list[int], master: str
+) -> None:
+    ranks.master = master
+    ranks.start("", "", "")
+    for rank in whose:
+        kill_heartbeat(ranks.processes[rank])
+    time.sleep(2 * TIMEOUT_S)  # in which a silent rank would fail
+    assert not any("lost" in ranks.said(rank) for rank in range(3)), [ranks.said(rank) for rank in range(3)]
+    ranks.processes[2].kill()
+    for rank in (0, 1):
+        assert comes_true(lambda rank=rank: "lost rank 2" in ranks.said(rank), BOUND_S)
         assert "its process has ended" in ranks.said(rank)
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_rank_that_ends_while_a_heartbeat_process_is_away_is_named(ranks: Ranks, ends: int) -> None:
+    """The next hub is given the ranks of the previous hub, and a closed port means that rank 0 has ended."""
+    ranks.start("", "", "")
+    [hub] = children_of(ranks.processes[0].pid)
+    os.kill(ranks.processes[0].pid, signal.SIGSTOP)  # so that it starts no heartbeat process now
+    os.kill(hub, signal.SIGKILL)
+    ranks.processes[ends].kill()
+    if ends != 0:
+        os.kill(ranks.processes[0].pid, signal.SIGCONT)
+    for rank in {0, 2} - {ends}:
+        assert comes_true(lambda rank=rank: f"lost rank {ends}" in ranks.said(rank), BOUND_S)
+    assert "its process has ended" in ranks.said(2)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_the_run_continues_without_a_heartbeat_process_that_is_killed_again_and_again(ranks: Ranks, whose: int) -> None:
+    ranks.start("", "", "")
+
+    def continues_without() -> bool:
+        for heartbeat in children_of(ranks.processes[whose].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(heartbeat, signal.SIGKILL)
+        return "The run continues, but rank failures are no longer detected quickly." in ranks.said(whose)
+
+    assert comes_true(continues_without, BOUND_S)
+    assert ranks.said(whose).count("is started again") == 4
+    time.sleep(2 * TIMEOUT_S)
+    assert not any("lost" in ranks.said(rank) for rank in range(3)), [ranks.said(rank) for rank in range(3)]
+    assert all(each.poll() is None for each in ranks.processes)
+    if whose == 0:
+        assert all("Rank 0 has no heartbeat process" in ranks.said(rank) for rank in (1, 2))
+    else:
+        ranks.processes[2].kill()
+        assert comes_true(lambda: "lost rank 2" in ranks.said(0), BOUND_S), "the others go on as before"
+
+
+def test_a_rank_that_ends_in_order_after_its_heartbeat_process_was_killed_has_not_failed(ranks: Ranks) -> None:
+    ranks.start("", "ends", "")
+    [heartbeat] = children_of(ranks.processes[1].pid)
+    os.kill(heartbeat, signal.SIGKILL)
+    assert ranks.processes[1].wait(BOUND_S) == 0
+    time.sleep(2 * TIMEOUT_S)
+    assert not any("lost" in ranks.said(rank) for rank in (0, 2)), [ranks.said(rank) for rank in range(3)]
