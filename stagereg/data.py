@@ -1,9 +1,9 @@
-"""The position in the data: what is one, and a sampler whose position any number of ranks continues.
+"""Data positions: which values are positions, and a sampler whose position any number of ranks can continue.
 
-The order of an epoch follows from the seed and the epoch alone. Rank ``r`` of ``n`` gets every ``n``-th sample of it,
-from the ``r``-th on, so the samples that a rank has consumed are one number. Another number of ranks is dealt the rest
-of the order. The state has these numbers, for each time that the epoch was dealt. Iterable datasets have no order that
-could be dealt again: they keep a position of their own (:func:`is_position`), for as many ranks.
+The order of an epoch depends only on the seed and the epoch. Rank ``r`` of ``n`` gets every ``n``-th sample of this
+order, starting at the ``r``-th, so one number describes the samples that a rank has consumed. Another world size is
+dealt the rest of the order. The state has these numbers for each time that the epoch was dealt. Iterable datasets have
+no order that can be dealt again: they store their own position (:func:`is_position`), for the same world size.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position"
 
 _log = logging.getLogger(__name__)
 
-_ORDER = ("length", "seed", "shuffle")  # what the order of an epoch follows from, beside its number
+_ORDER = ("length", "seed", "shuffle")  # determine the order of an epoch, together with its number
 T = TypeVar("T")
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value has ``state_dict`` and ``load_state_dict``; a class has not, its objects do."""
+    """Return whether a value has ``state_dict`` and ``load_state_dict``; classes do not qualify, only objects."""
     try:
         has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    except Exception:  # an object that makes attributes of its content, as a config does
+    except Exception:  # objects that generate attributes from their content, such as configs
         return False
     return has_both and not isinstance(value, type)
 
 
 def is_position(value: Any) -> bool:
-    """Whether a value is a position in data, of which each rank has its own: a data loader, a sampler, a dataset.
+    """Return whether a value is a position in data, one per rank: a data loader, sampler or dataset.
 
-    It has a state, can be iterated over, and is neither a module nor an optimizer nor, by its method ``step``, a
+    Such a value has a state, is iterable, and is neither a module nor an optimizer nor, judging by a method ``step``, a
     container of schedulers.
     """
     trains = isinstance(value, (nn.Module, Optimizer)) or hasattr(type(value), "step")
@@ -52,44 +52,45 @@ def is_position(value: Any) -> bool:
 
 @runtime_checkable
 class LoadsEveryRank(Protocol):
-    """A position in data that another number of ranks can continue. An optional member of what has a state."""
+    """A position in data that another world size can continue. An optional member of stateful values."""
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
-        """Take what all ranks have saved, in place of ``load_state_dict``.
+        """Load the states of all ranks that saved, instead of ``load_state_dict``.
 
         Args:
-            states: what ``state_dict`` returned on each of the ranks that saved, by rank.
-            own: which of them is this rank's; ``None`` if another number of ranks saved them.
+            states: the results of ``state_dict`` on the ranks that saved, by rank.
+            own: the index of this rank's state; ``None`` if another world size saved.
         """
 
 
-# Samplers whose position some loop has counted; global, as a checkpointer does not know the loops of a program.
+# Samplers whose position a loop has counted; global, because a checkpointer has no reference to a program's loops.
 COUNTED: weakref.WeakSet[ResumableSampler] = weakref.WeakSet()
 
 
 class ResumableSampler(Sampler[int]):
-    """Deals the samples of a map-style dataset to ranks, and continues on any number of them.
+    """Deals the samples of a map-style dataset to ranks, and continues on any number of ranks.
 
-    In the place of ``torch.utils.data.DistributedSampler``, with its arguments. Put into the state of a checkpointer
-    as it is. The loop takes its batches from :meth:`batches`, which counts them; a loop over the loader itself counts
-    nothing, and :meth:`state_dict` then raises. No sample is repeated or left out, so of ranks that have no even number
-    of samples some have one less: train in a join, or with ``drop_last``.
+    Replaces ``torch.utils.data.DistributedSampler``, with the same arguments. Put the sampler itself into a
+    checkpointer's state. The loop takes its batches from :meth:`batches`, which counts them; a loop over the loader
+    counts nothing, and :meth:`state_dict` then raises. No sample is repeated or dropped, so if the samples do not
+    divide evenly, some ranks have one sample less: train in a join, or with ``drop_last``.
 
     Args:
-        dataset: that has a length. The samples are its indices.
-        num_replicas: among how many the samples are dealt; by default the size of the default process group, or 1.
-        rank: which of them this one is; by default the rank in that group.
-        shuffle: False deals them in the order of the dataset in each epoch.
-        seed: the same on all ranks. The order of an epoch is that of ``DistributedSampler``.
-        drop_last: leave out of the end of an epoch the samples that do not come out even.
+        dataset: a dataset with a length. The samples are its indices.
+        num_replicas: the number of ranks that the samples are dealt to; default: the default process group's size, or
+            1.
+        rank: this rank among them; default: the rank in the default process group, or 0.
+        shuffle: False deals the samples in dataset order in each epoch.
+        seed: equal on all ranks. The order of an epoch is that of ``DistributedSampler``.
+        drop_last: drop samples at the end of an epoch that do not divide evenly.
 
     Attributes:
-        epoch: that is gone through.
-        sample_seed: the seed of a dataset that is :func:`.seeded`; ``None`` if it is not.
+        epoch: the current epoch.
+        sample_seed: the seed of a :func:`.seeded` dataset; ``None`` for other datasets.
         hinted: whether the hint about random numbers of workers was logged.
 
     Raises:
-        ConfigError: the dataset has no length, or there is no such rank.
+        ConfigError: the dataset has no length, or ``rank`` is out of range.
 
     Example::
 
@@ -117,58 +118,63 @@ class ResumableSampler(Sampler[int]):
         self.rank = (dist.get_rank() if grouped else 0) if rank is None else rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         if not 0 <= self.rank < self.num_replicas:
-            raise ConfigError(f"There is no rank {self.rank} of num_replicas={self.num_replicas}: they count from 0.")
+            raise ConfigError(
+                f"ResumableSampler: rank must be in 0..num_replicas-1={self.num_replicas - 1}, got {self.rank}."
+            )
         try:
             self.length = len(dataset)
         except TypeError as error:
             raise ConfigError(
-                f"A {type(dataset).__name__} has no length, so its samples cannot be dealt. Iterable datasets keep a "
-                "position of their own: torchdata's StatefulDataLoader, on as many ranks."
+                f"A {type(dataset).__name__} has no length, so its samples cannot be dealt to ranks. For iterable "
+                "datasets, use torchdata's StatefulDataLoader, and resume with the same world size."
             ) from error
         self.epoch = 0
         self.sample_seed = dataset.seed if isinstance(dataset, SeededDataset) else None
         self.hinted = False
-        self._consumed = 0  # of this rank's share
-        self._dealt: list[tuple[int, list[int]]] = []  # epoch and what each rank consumed, for each earlier number
+        self._consumed = 0  # samples of this rank's portion
+        self._dealt: list[tuple[int, list[int]]] = []  # per earlier world size: epoch, samples consumed per rank
         self._drawn = self._counted = self._is_over = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; go on in the middle of it if it is the one that was restored.
+        """Begin an epoch; continue in its middle if it is the restored epoch.
 
         Raises:
-            ConfigError: it is over.
+            ConfigError: the epoch is over.
         """
         if epoch < self.epoch:
             raise ConfigError(
-                f"Epoch {epoch} is over: this is epoch {self.epoch}, and samples would be repeated. After a restore, "
-                "begin with it: for epoch in range(sampler.epoch, epochs)."
+                f"Epoch {epoch} is over: the sampler is in epoch {self.epoch}, and samples would be repeated. After a "
+                "restore, loop with: for epoch in range(sampler.epoch, epochs)."
             )
         if epoch > self.epoch:
             self.epoch, self._consumed, self._is_over = epoch, 0, False
             self._dealt = [each for each in self._dealt if each[0] >= epoch]
 
     def batches(self, loader: DataLoader[T], epochs: int | None = None, limit: int | None = None) -> CountedBatches[T]:
-        """Return the batches that are left to this rank, to loop over; they count as consumed when the loop gets them.
+        """Return this rank's remaining batches, to loop over; each counts as consumed when the loop gets it.
 
         Args:
-            loader: over the dataset, with this sampler. Its workers may fetch ahead.
-            epochs: go on until so many epochs are over, in place of this one alone.
-            limit: at most so many batches; none if it is below 0.
+            loader: a loader over the dataset, with this sampler. Its workers may prefetch.
+            epochs: continue until this number of epochs is over, instead of this epoch only.
+            limit: the maximum number of batches; zero if negative.
 
         Raises:
-            ConfigError: the loader has another sampler, or the order in which it returns samples is not this one's.
-            CheckpointError: its dataset is :func:`.seeded` with another seed than in the run that saved.
+            ConfigError: the loader has another sampler, or returns samples in another order.
+            CheckpointError: the dataset is :func:`.seeded` with another seed than in the run that saved.
         """
         return CountedBatches(self, loader, epochs, limit)
 
     def advance(self, samples: int) -> None:
-        """Count the next samples of this rank as consumed: for loops over something else than :meth:`batches`.
+        """Count this rank's next samples as consumed, in loops that do not use :meth:`batches`.
 
         Raises:
-            ConfigError: so many are not left of the epoch.
+            ConfigError: fewer than ``samples`` samples remain in the epoch.
         """
         if not 0 <= samples <= len(self):
-            raise ConfigError(f"{samples} samples cannot be consumed: rank {self.rank} has {len(self)} left.")
+            raise ConfigError(
+                f"sampler.advance: samples must be in 0..{len(self)}, the samples left on rank {self.rank}; got "
+                f"{samples}."
+            )
         self._count()
         self._consumed += samples
 
@@ -178,7 +184,7 @@ class ResumableSampler(Sampler[int]):
             COUNTED.add(self)
 
     def __len__(self) -> int:
-        """Return how many samples of the epoch are left to this rank."""
+        """Return the number of this rank's remaining samples of the epoch."""
         return self._left_in(self.epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -189,7 +195,7 @@ class ResumableSampler(Sampler[int]):
             yield from found if self.sample_seed is None else (SampleIndex(index, epoch) for index in found)
 
     def _left_in(self, epoch: int) -> int:
-        """Return how many samples of an epoch are left to this rank."""
+        """Return the number of this rank's remaining samples of an epoch."""
         size = self.length - _sum_of(self._dealt, epoch)
         share = size // self.num_replicas if self.drop_last else _share(size, self.rank, self.num_replicas)
         return max(0, share - (self._consumed if epoch == self.epoch else 0))
@@ -198,12 +204,12 @@ class ResumableSampler(Sampler[int]):
         """Return the position of this rank: a few numbers, whatever the dataset's length.
 
         Raises:
-            CheckpointError: samples were taken, and nothing counted them.
+            CheckpointError: samples were drawn, but not counted.
         """
         if self._drawn and not self._counted:
             raise CheckpointError(
-                "A loop takes samples of a ResumableSampler, and nothing counts which of them it has consumed: loop "
-                "over sampler.batches(loader) in place of the loader, or call sampler.advance(samples) in each step."
+                "A loop draws samples of a ResumableSampler, but its consumed samples are not counted. Loop "
+                "over sampler.batches(loader) instead of the loader, or call sampler.advance(samples) in each step."
             )
         return {
             **{name: getattr(self, name) for name in (*_ORDER, "num_replicas", "rank", "epoch")},
@@ -213,18 +219,19 @@ class ResumableSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where this rank was, among as many.
+        """Continue at the saved position of this rank, with the same world size.
 
         Raises:
-            CheckpointError: as :meth:`load_state_dicts`.
+            CheckpointError: see :meth:`load_state_dicts`.
         """
         self.load_state_dicts([state], 0)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
-        """Go on where the ranks were that saved ``states``, among another number of them: see :class:`LoadsEveryRank`.
+        """Continue at the positions of the ranks that saved ``states``, with any world size; see
+        :class:`LoadsEveryRank`.
 
         Raises:
-            CheckpointError: they are of another dataset, seed or order; one of the ranks is missing among them.
+            CheckpointError: dataset, seed or order differ, or the state of a rank is missing.
         """
         here = self.num_replicas, self.rank
         if own is not None and (states[own]["num_replicas"], states[own]["rank"]) == here:
@@ -240,10 +247,11 @@ class ResumableSampler(Sampler[int]):
     def of_other_rank(
         self, state: Mapping[str, Any], own: int, rank: int, world_size: int
     ) -> tuple[dict[str, Any], bool] | None:
-        """Return where ``rank`` is after as many batches as rank ``own``, whose ``state`` is given; and whether surely.
+        """Return the position of ``rank`` after as many batches as rank ``own`` with ``state``, and whether it is
+        certain.
 
-        ``None`` if the samples are not dealt to the ``world_size`` ranks. It is not sure where ranks have different
-        numbers of samples, and so perhaps of batches in an epoch.
+        ``None`` if the samples are not dealt to the ``world_size`` ranks. Uncertain if ranks have different numbers of
+        samples, and so possibly of batches in an epoch.
         """
         epoch, replicas = state["epoch"], state["num_replicas"]
         if (state["rank"], replicas) != (own, world_size):
@@ -257,32 +265,34 @@ class ResumableSampler(Sampler[int]):
         for name in _ORDER:
             if state[name] != getattr(self, name):
                 raise CheckpointError(
-                    f"it was saved with {name}={state[name]}, and here {name} is {getattr(self, name)}: in another "
-                    "order samples would be repeated and left out. Use the same dataset and seed, or restore without "
-                    "the sampler, to begin anew"
+                    f"the sampler was saved with {name}={state[name]}, but now has {name}={getattr(self, name)}: in "
+                    "another order, samples would be repeated and skipped. Use the same dataset and seed, or restore "
+                    "without the sampler to start from epoch 0"
                 )
         self._seeds_samples_with(state.get("sample_seed"), self.sample_seed)
 
     def _seeds_samples_with(self, saved: int | None, here: int | None) -> None:
         if None not in (saved, here) and saved != here:
             raise CheckpointError(
-                f"it was saved with stagereg.data.seeded(dataset, seed={saved}), and here seed is {here}: samples "
-                f"would get other random numbers. Use seed={saved}"
+                f"the sampler was saved with stagereg.data.seeded(dataset, seed={saved}), but now seed is {here}: "
+                f"samples would get different random numbers. Use seed={saved}"
             )
 
     def _dealt_by(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[int]]]:
-        """Return how the epochs were dealt that some rank of those that saved ``states`` was in."""
+        """Return how the epochs of the ranks that saved ``states`` were dealt."""
         saved: dict[int, Mapping[str, Any]] = {}
         replicas = states[0]["num_replicas"]
         for state in states:
             self._expect_alike(state)
             if saved.setdefault(state["rank"], state) != state or state["num_replicas"] != replicas:
                 raise CheckpointError(
-                    f"several ranks were rank {state['rank']} of {replicas}, each at a position of its own: they had "
-                    "data of their own, and only as many ranks go on with it"
+                    f"several ranks saved as rank {state['rank']} of {replicas}, each with a different position: the "
+                    "ranks had separate data, so only the same world size can resume"
                 )
         if missing := [rank for rank in range(replicas) if rank not in saved]:
-            raise CheckpointError(f"{replicas} ranks divided the data, and nothing is known of {name_ranks(missing)}")
+            raise CheckpointError(
+                f"the data was dealt to {replicas} ranks, but the state of {name_ranks(missing)} is missing"
+            )
         behind = min(states, key=lambda each: each["epoch"])
         dealt = [(epoch, [*counts]) for epoch, counts in behind["dealt"]]
         for epoch in range(behind["epoch"], max(each["epoch"] for each in states) + 1):
@@ -292,7 +302,7 @@ class ResumableSampler(Sampler[int]):
         return dealt
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """Return what no earlier number of ranks has consumed of an epoch, in its order."""
+        """Return the samples of an epoch that no earlier world size has consumed, in order."""
         generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
         if self.shuffle:
             order = torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
@@ -314,13 +324,13 @@ class CountedBatches(Generic[T]):
         known = loader.batch_size is None or type(loader.batch_sampler) is BatchSampler
         if drawn_from is not sampler or not known or not loader.in_order or is_stateful(loader):
             raise ConfigError(
-                "sampler.batches takes a DataLoader(dataset, batch_size=..., sampler=sampler), which returns batches "
-                "in the sampler's order: no batch_sampler, no in_order=False, and no StatefulDataLoader, which has a "
-                "position of its own. In other loops call sampler.advance(samples) in each step."
+                "sampler.batches takes a DataLoader(dataset, batch_size=..., sampler=sampler) that returns batches in "
+                "the sampler's order: without batch_sampler and in_order=False, and not a StatefulDataLoader, which "
+                "has its own position. In other loops, call sampler.advance(samples) in each step."
             )
         self._sampler, self._loader, self._epochs, self._limit = sampler, loader, epochs, limit
         self._given = 0
-        self._check: DrawCheck | None = None  # of what workers draw
+        self._check: DrawCheck | None = None  # checks whether workers draw random numbers
         if isinstance(loader.dataset, SeededDataset):
             sampler._seeds_samples_with(sampler.sample_seed, loader.dataset.seed)
             sampler.sample_seed = loader.dataset.seed
@@ -328,7 +338,7 @@ class CountedBatches(Generic[T]):
             self._check = DrawCheck(loader.collate_fn, loader.worker_init_fn)
 
     def __len__(self) -> int:
-        """Return how many batches are left."""
+        """Return the number of remaining batches."""
         first, most = self._sampler.epoch, sys.maxsize if self._limit is None else max(0, self._limit - self._given)
         left = 0
         for epoch in range(first, first + 1 if self._epochs is None else self._epochs):
@@ -342,7 +352,7 @@ class CountedBatches(Generic[T]):
         if sampler._is_over and self._epochs is None:
             raise ConfigError(
                 f"Epoch {sampler.epoch} is over: call sampler.set_epoch({sampler.epoch + 1}), or loop over "
-                "sampler.batches(loader, epochs=...), which goes on from epoch to epoch."
+                "sampler.batches(loader, epochs=...), which continues over epochs."
             )
         sampler._count()
         while left:
@@ -357,13 +367,11 @@ class CountedBatches(Generic[T]):
                 if not left:
                     break
             if left and (missing := self._batches(sampler.epoch)):
-                raise ConfigError(
-                    f"The loader has ended, and {missing} batches of what its sampler dealt were missing."
-                )
+                raise ConfigError(f"The loader ended {missing} batches early: its sampler dealt more samples.")
         sampler._is_over = not self._batches(sampler.epoch)
 
     def _started(self) -> Iterator[T]:
-        """Start the loader, which draws a seed for its workers: not from the generator that training goes on with."""
+        """Start the loader without drawing its workers' seed from the generator that training continues to use."""
         with torch.random.fork_rng(devices=[]):
             sampler = self._sampler
             torch.default_generator.manual_seed(hash((sampler.seed, sampler.epoch, sampler.rank, len(sampler))))
@@ -378,12 +386,12 @@ class CountedBatches(Generic[T]):
                 loader.collate_fn, loader.worker_init_fn = given
 
     def _hint(self) -> None:
-        """Warn once if the workers of the loader draw random numbers for samples."""
+        """Warn once if the loader's workers draw random numbers for samples."""
         if self._check is not None and self._check.drew:
             self._check, self._sampler.hinted = None, True
             _log.warning(
                 "The workers of the data loader draw random numbers for the samples of %s. A run that resumes in the "
-                "middle of an epoch draws others. For the same ones, write before the sampler and the loader: "
+                "middle of an epoch draws different ones. For the same ones, add before the sampler and the loader: "
                 "dataset = stagereg.data.seeded(dataset, seed=%d)",
                 type(self._loader.dataset).__name__,
                 self._sampler.seed,
@@ -399,12 +407,12 @@ def _sum_of(dealt: Iterable[tuple[int, list[int]]], epoch: int) -> int:
 
 
 def _past(state: Mapping[str, Any], epoch: int, share: int) -> int:
-    """Return how much a rank had consumed of its share of an epoch."""
+    """Return how much of its portion of an epoch a rank had consumed."""
     if state["epoch"] == epoch:
         return state["consumed"]
     return share if state["epoch"] > epoch else 0
 
 
 def _share(size: int, rank: int, replicas: int) -> int:
-    """Return how many of ``size`` samples are dealt to a rank."""
+    """Return the number of samples, out of ``size``, that are dealt to a rank."""
     return -(-(size - rank) // replicas)

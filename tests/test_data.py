@@ -219,13 +219,13 @@ def test_another_dataset_or_order_is_refused_with_both_values() -> None:
 
 def test_ranks_of_which_nothing_is_known_are_named() -> None:
     states = [ResumableSampler(range(10), 4, rank).state_dict() for rank in (0, 2)]
-    with pytest.raises(CheckpointError, match="4 ranks divided the data, and nothing is known of ranks 1, 3"):
+    with pytest.raises(CheckpointError, match="the data was dealt to 4 ranks, but the state of ranks 1, 3 is missing"):
         restored(states)
-    with pytest.raises(CheckpointError, match="nothing is known of ranks 1, 2, 3"):
+    with pytest.raises(CheckpointError, match="the state of ranks 1, 2, 3 is missing"):
         ResumableSampler(range(10), 2, 1).load_state_dict(states[0])
     apart = [ResumableSampler(range(10), 1, 0) for _ in range(2)]
     apart[0].advance(1)
-    with pytest.raises(CheckpointError, match="they had data of their own, and only as many ranks go on"):
+    with pytest.raises(CheckpointError, match="the ranks had separate data, so only the same world size can resume"):
         restored([each.state_dict() for each in apart])
     restored([each.state_dict() for each in apart], 1)
 
@@ -258,7 +258,7 @@ def test_an_epoch_that_is_over_is_an_error() -> None:
 def test_a_loop_that_counts_nothing_cannot_be_saved() -> None:
     sampler = ResumableSampler(range(4))
     next(iter(DataLoader(range(4), 2, sampler=sampler)))
-    with pytest.raises(CheckpointError, match=r"nothing counts which of them .* sampler.batches\(loader\)"):
+    with pytest.raises(CheckpointError, match=r"its consumed samples are not counted .* sampler.batches\(loader\)"):
         sampler.state_dict()
     passed(sampler, limit=1)
     assert sampler.state_dict()["consumed"] == 2

@@ -1,9 +1,9 @@
-"""Random numbers of a sample that follow from a seed, the epoch and the sample's index.
+"""Random numbers of a sample, derived from a seed, the epoch and the sample's index.
 
-A data loader's workers draw augmentations from generators of their own, which no checkpoint has, and fetch ahead. Here
-the generators are seeded before each sample, so neither the worker, nor the number of workers or ranks, nor the place
-where a run was interrupted matters. ``ResumableSampler`` sends the epoch with each index (:class:`SampleIndex`), since
-persistent workers have a copy of the dataset from an earlier epoch.
+A data loader's workers draw augmentations from their own generators, which are not checkpointed, and prefetch. Here,
+the generators are seeded before each sample, so neither the worker, the number of workers or ranks, nor the step of an
+interruption matters. ``ResumableSampler`` sends the epoch with each index (:class:`SampleIndex`), because persistent
+workers have a copy of the dataset from an earlier epoch.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class SeededDataset(Dataset[T]):
     def __init__(self, dataset: Dataset[T] | Sequence[T], seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
-                f"stagereg.data.seeded takes a dataset with __getitem__, not {type(dataset).__name__}: the samples of "
+                f"stagereg.data.seeded takes a dataset with __getitem__, got {type(dataset).__name__}: the samples of "
                 "an iterable dataset have no index to seed from."
             )
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ConfigError(f"stagereg.data.seeded needs a whole number as seed, not {seed!r}.")
+            raise ConfigError(f"stagereg.data.seeded: seed must be an integer, got {seed!r}.")
         self.dataset, self.seed = dataset, seed
         self._epoch = torch.full((), -1, dtype=torch.int64, device="cpu")  # -1 until set_epoch
 
@@ -63,7 +63,7 @@ class SeededDataset(Dataset[T]):
         Raises:
             ConfigError: ``epoch`` is not a whole number of at least 0.
         """
-        self._epoch.share_memory_().fill_(at_least(0, "epoch", epoch))  # persistent workers see it
+        self._epoch.share_memory_().fill_(at_least(0, "epoch", epoch))  # persistent workers read the shared memory
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -73,9 +73,7 @@ class SeededDataset(Dataset[T]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        batched = getattr(
-            self.dataset, "__getitems__", None
-        )  # one at a time: others may be in the batch after a resume
+        batched = getattr(self.dataset, "__getitems__", None)  # one at a time: a resumed run may have other batches
         return self._fetch(indices, (lambda index: batched([index])[0]) if batched else self.dataset.__getitem__)
 
     def _fetch(self, indices: Sequence[int], get: Callable[[int], T]) -> list[T]:
@@ -91,40 +89,40 @@ class SeededDataset(Dataset[T]):
             _set_generators(before)
 
     def _key(self, index: Any) -> str:
-        """Return what the random numbers of a sample follow from. Raises: ``ConfigError``."""
+        """Return the key that determines the random numbers of a sample. Raises: ``ConfigError``."""
         try:
             number = operator.index(index)
         except TypeError:
-            raise ConfigError(f"A seeded dataset takes whole numbers as indices, not {index!r:.100}.") from None
+            raise ConfigError(f"A seeded dataset takes integer indices, got {index!r:.100}.") from None
         epoch = index.epoch if isinstance(index, SampleIndex) else int(self._epoch)
         if epoch < 0:
             raise ConfigError(
-                "The epoch of a sample is unknown, and its random numbers follow from it. Call set_epoch(epoch) "
+                "The epoch of a sample is unknown, but determines its random numbers. Call set_epoch(epoch) "
                 "of the dataset that stagereg.data.seeded returned, before each pass over the loader, or use "
                 "stagereg.data.ResumableSampler(dataset). Subset and ConcatDataset drop the "
-                "epoch: give the outermost dataset to seeded."
+                "epoch: pass the outermost dataset to seeded."
             )
         return f"{self.seed}/{epoch}/{int(number)}"
 
 
 def seeded(dataset: Dataset[T] | Sequence[T], seed: int = 0) -> SeededDataset[T]:
-    """Return a map-style dataset whose samples draw random numbers that follow from (seed, epoch, index) alone.
+    """Return a map-style dataset whose samples draw random numbers that depend only on (seed, epoch, index).
 
     Before each sample, torch's CPU generator, Python's ``random`` and NumPy's global generator are seeded; afterwards
-    they are as they were. So a run that resumes in the middle of an epoch gets the augmented samples of the run that
-    was not interrupted, with any number of workers and ranks. Batches are fetched one sample at a time.
+    their states are restored. So a run that resumes in the middle of an epoch gets the same augmented samples as an
+    uninterrupted run, with any number of workers and ranks. Batches are fetched one sample at a time.
 
-    Not covered: generators that the dataset made itself (``numpy.random.default_rng()``), generators of accelerators,
-    and what ``collate_fn`` draws. A dataset that is fetched by a thread of the training process disturbs the generators
-    of training.
+    Not covered: generators that the dataset creates (``numpy.random.default_rng()``), accelerator generators, and
+    random numbers drawn by ``collate_fn``. Fetching from a thread of the training process disturbs the generators of
+    training.
 
     Args:
-        dataset: has ``__getitem__``. The outermost one: not inside of ``Subset`` or ``ConcatDataset``.
+        dataset: a dataset with ``__getitem__``; the outermost one, not inside ``Subset`` or ``ConcatDataset``.
             ``get_worker_info().dataset.dataset`` is ``dataset``.
-        seed: the same on all ranks and in the run that resumes.
+        seed: equal on all ranks and in the run that resumes.
 
     Raises:
-        ConfigError: an iterable dataset; ``seed`` is not a whole number.
+        ConfigError: the dataset is iterable, or ``seed`` is not an integer.
 
     Example::
 
@@ -154,7 +152,7 @@ def _set_generators(states: tuple[torch.Tensor, Any, Any]) -> None:
 
 
 def _seed_generators(key: str) -> None:
-    digest = hashlib.blake2b(key.encode(), digest_size=28).digest()  # neighbours have unrelated seeds
+    digest = hashlib.blake2b(key.encode(), digest_size=28).digest()  # neighbouring indices get unrelated seeds
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))  # not torch.manual_seed: it seeds CUDA
     random.seed(int.from_bytes(digest[8:24], "little"))
     if numpy is not None:
@@ -162,10 +160,10 @@ def _seed_generators(key: str) -> None:
 
 
 class DrawCheck:
-    """Reports whether a dataset draws from the global generators of a loader's workers.
+    """Detects whether a dataset draws from the global generators of a loader's workers.
 
-    A loader's ``collate_fn`` and, as ``start``, its ``worker_init_fn``. In each worker the generators are compared
-    before and after the first batch.
+    Used as a loader's ``collate_fn`` and, with ``start``, its ``worker_init_fn``. In each worker, the generators are
+    compared before and after the first batch.
 
     Attributes:
         drew: a tensor in shared memory, 1 once a worker has drawn.

@@ -1,5 +1,5 @@
-"""Joins: training goes on, with the right numbers, when ranks run out of data at different steps.
+"""Joins: training continues with correct results when ranks run out of data at different steps.
 
-``joinable`` declares what takes part, with torch's names, ``context`` has the ``Join`` itself, ``kinds`` a joinable and
-its hook in each file.
+``joinable`` declares the joinables, with torch's names; ``context`` defines ``Join``; each file of ``kinds`` defines
+one joinable and its hook.
 """

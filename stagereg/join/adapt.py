@@ -1,7 +1,7 @@
-"""Turn what a user puts in a list of joinables into joinables.
+"""Turn the objects that a user lists as joinables into joinables.
 
-Bare torch objects get the joinable that gives right numbers for them; anything else with torch's joinable methods is
-taken as it is.
+Each bare torch object gets the joinable that produces correct results for it. Any other object with torch's joinable
+methods is used unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stagereg.registry import build, register
 
 
 class ForeignJoinable(BuiltInJoinable):
-    """A joinable of torch's, or of a class that derives from none: it announces through torch's ``Join``."""
+    """A joinable of torch, or an object with the same methods, that announces steps through torch's ``Join``."""
 
     announces_itself = True
 
@@ -37,7 +37,7 @@ class ForeignJoinable(BuiltInJoinable):
         self.joinable = joinable
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return the hook that was chosen, or the object's own."""
+        """Return the chosen hook, or the hook of the object itself."""
         return self.joinable.join_hook(**kwargs) if self.hook is None else self.hook(self.joinable)
 
 
@@ -47,7 +47,7 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
 
     Args:
         thing: a module, an optimizer, a scheduler, a function, or a joinable.
-        hook: another hook in the place of that joinable's own.
+        hook: a hook to use instead of the joinable's own hook.
     """
     thing = uncompiled(thing)
     if isinstance(thing, DistributedDataParallel):
@@ -64,34 +64,34 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
         return ForeignJoinable(thing, hook)
     if isinstance(thing, nn.Module):
         is_sharded = any(isinstance(param, DTensor) for param in thing.parameters())
-        # A launcher of several ranks sets the variable.
+        # Launchers of several ranks set WORLD_SIZE.
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
         if is_sharded or isinstance(thing, FullyShardedDataParallel) or ranks == 1:
             return ModuleJoinable(thing, hook=hook)
     elif isinstance(thing, (Optimizer, LRScheduler)) or callable(thing):
         return StepJoinable(thing, hook=hook)
     raise JoinError(
-        f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
+        f"a {type(thing).__name__} cannot take part in a join: it is not a Joinable (join_hook, join_device, "
         "join_process_group), optimizer, scheduler or function. On several ranks, wrap a module in "
-        "DistributedDataParallel first; one that runs its collectives itself is stagereg.build('joinable', 'module', "
-        "module=...), for join.iterate."
+        "DistributedDataParallel first. For a module that runs its own collectives, pass stagereg.build('joinable', "
+        "'module', module=...) and loop over join.iterate."
     )
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
-    """Return joinables for ``objects``, in their order."""
+    """Return the joinables of ``objects``, in the same order."""
     joinables = {name: auto(thing) for name, thing in objects.items()}
     name, first = next(iter(joinables.items()))
     if first.has_no_collectives or not first.may_be_first:
         raise JoinError(
             "the first joinable must announce its rank before each step, and a "
-            f"{type(objects[name]).__name__} does not; put the DDP module first: Join([model, optimizer])"
+            f"{type(objects[name]).__name__} does not. Put the DDP module first: Join([model, optimizer])"
         )
     return joinables
 
 
 def common_group(joinables: Sequence[Joinable]) -> Any:
-    """Return the process group of the joinables. Raises: ``JoinError`` if they have different ones."""
+    """Return the process group of the joinables. Raises: ``JoinError`` if their process groups differ."""
     groups: list[Any] = [
         joinable.join_process_group or dist.group.WORLD for joinable in joinables if not joinable.has_no_collectives
     ]
@@ -101,5 +101,5 @@ def common_group(joinables: Sequence[Joinable]) -> Any:
 
 
 def type_name(joinable: Joinable) -> str:
-    """Return the name of the type that the user has listed."""
+    """Return the type name of the object that the user listed."""
     return type(joinable.joinable if isinstance(joinable, ForeignJoinable) else joinable).__name__

@@ -1,9 +1,9 @@
-"""What a batch is to a join: how many samples it has, its empty form, and how that reaches ranks that never had one.
+"""Batches in a join: the number of samples, the empty form, and how ranks without any batch get an empty one.
 
-The empty form is ``batch[:0]`` for what a loader gives: nested dicts, lists, tuples, named tuples and dataclasses of
-tensors and arrays, and lists of samples. Types, dtypes, devices and the sizes of all other dimensions stay, so the loop
-body runs on it as on any other. For classes of their own, programs register :func:`empty_batch`. Anything else is an
-error that names its place in the batch and how the user supplies an empty one.
+The empty form of common batches is ``batch[:0]``: nested dicts, lists, tuples, named tuples and dataclasses of tensors
+and arrays, and lists of samples. Types, dtypes, devices and the sizes of all other dimensions stay the same, so the
+loop body runs on an empty batch as on any other. Programs register :func:`empty_batch` for their own classes. For any
+other object the error names its place in the batch and how the user supplies an empty batch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch.utils.data import default_collate
 from stagereg.errors import JoinError
 
 _ADVICE = (
-    "Register how its class is emptied, stagereg.empty_batch.register(CLASS, function), where function(batch) returns "
-    "a batch without samples. Or supply an already empty one: join.iterate(loader, example=...)."
+    "Register a function for its class with stagereg.empty_batch.register(CLASS, function); function(batch) returns "
+    "a batch without samples. Or pass an empty batch: join.iterate(loader, example=...)."
 )
 _NOT_PACKED = (
-    "A PackedSequence has no empty form. Have the loader give the padded tensor and the lengths, and pack them in the "
+    "A PackedSequence has no empty form. Let the loader return the padded tensor and the lengths, and pack them in the "
     "model if there are samples: nn.LSTM and nn.GRU take a padded tensor without samples. Or use a plain loop: "
     "with stagereg.Join([model, optimizer], mode='auto', loader=loader)."
 )
 _MAPPINGS = (dict, UserDict)
 _CONSTANTS = (type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype)
-_DEPTH, _WIDTH = 4, 8  # how deep, and at how many parts of a container, the samples of a batch are looked for
-_MANY = 4  # tensors of one shape in a list that nothing else explains: from this number on they are samples
+_DEPTH, _WIDTH = 4, 8  # depth and number of items per container that are searched for samples
+_MANY = 4  # minimum number of equally shaped tensors in a list that are taken for samples
 
 
 @functools.singledispatch
 def empty_batch(batch: Any) -> Any:
-    """Return ``batch`` without its samples. Programs register a function for each class of batches of their own.
+    """Return ``batch`` without its samples. Programs register a function for each of their own batch classes.
 
     The function must not change ``batch``. The class must be picklable if some rank may get no batch at all.
 
@@ -52,18 +52,18 @@ def empty_batch(batch: Any) -> Any:
 
         stagereg.empty_batch.register(Graphs, lambda batch: Graphs(batch.x[:0], num_graphs=0))
     """
-    raise _refusal(batch, "", "it is no tensor, array, dict, list, tuple or dataclass of them")
+    raise _refusal(batch, "", "it is not a tensor, array, dict, list, tuple or dataclass of these")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a loader lays out its batches.
+    """The layout of the batches of a loader.
 
     Attributes:
-        batch_dim: the dimension of samples in tensors that have it, the first one in others; or by a tensor's key in
-            the batch, such as ``{"x": 1}``, the first one for all other keys.
-        fields: whether a list of tensors holds the fields of a batch; ``False``: the batch is a list of samples;
-            ``None``: that is judged by the tensors.
+        batch_dim: the sample dimension of all tensors that have such a dimension (0 for other tensors), or a mapping
+            from keys of the batch to sample dimensions, such as ``{"x": 1}`` (0 for all other keys).
+        fields: ``True``: a list of tensors holds the fields of a batch; ``False``: the batch is a list of samples;
+            ``None``: inferred from the tensors.
     """
 
     batch_dim: int | Mapping[Any, int] = 0
@@ -71,23 +71,23 @@ class Layout:
 
     @classmethod
     def of(cls, loader: Any, batch_dim: int | Mapping[Any, int] = 0) -> Layout:
-        """Return the layout of a loader's batches, as far as its ``collate_fn`` tells."""
+        """Return the layout of a loader's batches, as far as its ``collate_fn`` determines it."""
         collate = getattr(loader, "collate_fn", None)
         return cls(batch_dim, True if collate is default_collate else False if collate in (list, tuple) else None)
 
     def dim(self, tensor: Any, key: Any) -> int:
-        """Return the dimension of samples of a tensor. Raises: JoinError, if the tensor does not have it."""
+        """Return the sample dimension of a tensor. Raises: ``JoinError`` if the tensor does not have that dimension."""
         named = isinstance(self.batch_dim, Mapping)
         dim = self.batch_dim.get(key, 0) if isinstance(self.batch_dim, Mapping) else self.batch_dim
         if dim < 0 or (named and dim >= max(tensor.ndim, 1)):
             raise JoinError(
-                f"batch_dim of join.iterate is {dim} for batch item {key!r}, which has dimensions 0 to "
+                f"batch_dim of join.iterate is {dim} for batch item {key!r}, which has only dimensions 0 to "
                 f"{tensor.ndim - 1}."
             )
         return dim if dim < tensor.ndim else 0
 
     def is_list_of_samples(self, batch: Any) -> bool:
-        """Whether the whole batch is a list of samples. A ``collate_fn`` returns the fields of a batch as a tuple."""
+        """Return whether the batch is a list of samples. Tuples from a ``collate_fn`` hold the fields of a batch."""
         if not _is_list(batch):
             return False
         return self.fields is False or (type(batch) is not tuple and bool(batch) and _are_samples(batch, None, self))
@@ -97,31 +97,31 @@ _BY_FIRST = Layout()
 
 
 def samples_in(batch: Any, layout: Layout | None = None) -> int | None:
-    """Return the number of samples of a batch by its first tensor, array or list of samples.
+    """Return the number of samples of a batch, from its first tensor, array or list of samples.
 
-    ``None`` if the batch has none within reach. Never raises.
+    Return ``None`` if no such item is found within the search depth. Never raises.
     """
     try:
         return next(_sizes(batch, layout or _BY_FIRST, _DEPTH, _WIDTH, is_root=True), None)
-    except Exception:  # of a class that is not what it looks like
+    except Exception:  # batch classes may raise anything
         return None
 
 
 def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None) -> Any:
-    """Return ``batch`` with no samples left, in memory of its own, so that the batch itself can be freed.
+    """Return a copy of ``batch`` without samples, in its own memory, so that the batch can be freed.
 
-    * Tensors and NumPy arrays lose the entries of their dimension of samples; those without dimensions stay.
-    * Lists of samples become empty: lists that hold no tensor or array at any depth, such as the strings of a batch,
-      and lists of alike items that cannot be fields. Other lists are taken for the fields of a batch and keep their
-      length, as do named tuples, dataclasses and dicts.
-    * Objects of a class with an :func:`empty_batch` become what that returns.
-    * Numbers, strings and the like stay as they are.
+    * Tensors and NumPy arrays lose all entries of their sample dimension; 0-dimensional ones stay unchanged.
+    * Lists of samples become empty: lists without tensors and arrays at any depth, such as lists of strings, and lists
+      of similar items that cannot be fields. Other lists are taken for the fields of a batch and keep their length, as
+      do named tuples, dataclasses and dicts.
+    * Objects of a class registered with :func:`empty_batch` are replaced by the function's result.
+    * Numbers, strings and other constants stay unchanged.
 
-    A batch whose tensors and arrays have no elements already comes back with all that it holds: that is how a user
-    supplies what these rules get wrong. ``is_empty`` is whether it is such a batch, if the caller has found out.
+    A batch whose tensors and arrays have no elements is copied with all its items, so users can supply an empty batch
+    where these rules do not apply. ``is_empty``: whether ``batch`` is such a batch, if the caller has checked.
 
     Raises:
-        JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
+        JoinError: the batch, or an item of the batch, cannot be emptied; the message names the item and the reason.
     """
     try:
         is_empty = has_no_samples(batch) if is_empty is None else is_empty
@@ -131,26 +131,26 @@ def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None
             and (unknown := {*layout.batch_dim} - {key for each in _walk(batch) for key in parts_of(each)})
         ):
             raise JoinError(
-                f"batch_dim of join.iterate names {', '.join(map(repr, unknown))}, and the batch has no such key."
+                f"batch_dim of join.iterate names {', '.join(map(repr, unknown))}, but the batch has no such key."
             )
         if not is_empty and layout.is_list_of_samples(batch):
             return type(batch)()
         if not (is_empty or any(map(_is_opaque, _walk(batch))) or _can_be_cut(batch, layout)):
-            raise _refusal(batch, "", "it holds no tensor or array")
+            raise _refusal(batch, "", "it contains no tensor or array")
         return _emptied(batch, "", None, layout, is_empty)
     except JoinError:
         raise
-    except Exception as error:  # of a class that is not made as others of its kind are
+    except Exception as error:  # constructors of subclasses may raise anything
         raise _refusal(batch, "", f"{type(error).__name__}: {error}") from error
 
 
 def has_no_samples(batch: Any) -> bool:
-    """Whether a batch is known to be empty: its tensors and arrays have no elements, or its containers no items."""
+    """Return whether a batch is empty: its tensors and arrays have no elements, or its containers have no items."""
     if _is_opaque(batch):
         try:
             if len(batch) == 0:
                 return True
-        except Exception:  # it has no length
+        except Exception:  # the object has no length
             batch = getattr(batch, "__dict__", None)
     tensors = [tensor for tensor in _tensors(batch) if tensor.ndim]
     if tensors:
@@ -160,7 +160,7 @@ def has_no_samples(batch: Any) -> bool:
 
 
 def emptied_or_error(batch: Any, layout: Layout = _BY_FIRST) -> Any:
-    """Return what :func:`emptied` makes of a loader's batch, or the error that it raises; both can be published."""
+    """Return the result of :func:`emptied`, or the error that it raised; :func:`publish` accepts both."""
     try:
         return emptied(batch, layout, is_empty=False)
     except JoinError as error:
@@ -168,7 +168,7 @@ def emptied_or_error(batch: Any, layout: Layout = _BY_FIRST) -> Any:
 
 
 def numbers_in(batch: Any, path: str = "batch") -> Iterator[tuple[str, float]]:
-    """Yield place and value of the numbers other than 0 in a batch, 0-dimensional tensors and arrays included."""
+    """Yield the path and value of each nonzero number in a batch, including 0-dimensional tensors and arrays."""
     is_scalar = _is_tensor(batch) and not batch.ndim
     if (is_scalar or isinstance(batch, numbers.Real)) and not isinstance(batch, bool) and batch != 0:
         yield path, float(batch)
@@ -177,19 +177,19 @@ def numbers_in(batch: Any, path: str = "batch") -> Iterator[tuple[str, float]]:
 
 
 def publish(store: Any, key: str, empty: Any) -> None:
-    """Put what :func:`emptied_or_error` returned into the store, for ranks that never had a batch."""
+    """Write the result of :func:`emptied_or_error` to the rendezvous store, for ranks that had no batch."""
     file = io.BytesIO()
     try:
         torch.save(empty, file)
-    except Exception as error:  # of any class that the batch is made of
+    except Exception as error:  # pickling user classes may raise anything
         file = io.BytesIO()
-        text = "the empty batch cannot go to the ranks that have no batch of their own: it cannot be pickled"
-        torch.save(JoinError(f"{text} ({error}). Supply an empty one: join.iterate(loader, example=...)."), file)
+        text = "the empty batch cannot be sent to the ranks that had no batch: it cannot be pickled"
+        torch.save(JoinError(f"{text} ({error}). Pass an empty batch: join.iterate(loader, example=...)."), file)
     store.set(key, file.getvalue())
 
 
 def fetch(store: Any, key: str, device: torch.device) -> Any:
-    """Return the empty batch that another rank has published; tensors of an accelerator go to ``device``."""
+    """Return the empty batch that another rank published; accelerator tensors are moved to ``device``."""
 
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
@@ -201,7 +201,7 @@ def fetch(store: Any, key: str, device: torch.device) -> Any:
 
 
 def parts_of(thing: Any) -> dict[Any, Any]:
-    """The parts of a container by key, index or field name; nothing for what is no container."""
+    """Return the items of a container by key, index or field name; empty for any other object."""
     if isinstance(thing, _MAPPINGS):
         return dict(thing)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
@@ -212,14 +212,14 @@ def parts_of(thing: Any) -> dict[Any, Any]:
 
 
 def with_parts(thing: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like ``thing`` with other parts."""
+    """Return a container of the same type as ``thing`` with the given items."""
     if isinstance(thing, (list, tuple)):
         return type(thing)(*parts.values()) if hasattr(thing, "_fields") else type(thing)(parts.values())
     twin: Any = copy.copy(thing)
     for key, part in parts.items():
         if isinstance(thing, _MAPPINGS):
             twin[key] = part
-        else:  # a dataclass, which may be frozen; its checks are for real batches
+        else:  # a dataclass may be frozen, and its __post_init__ checks may reject an empty batch
             object.__setattr__(twin, key, part)
     return twin
 
@@ -228,12 +228,12 @@ def with_parts(thing: Any, parts: Mapping[Any, Any]) -> Any:
 
 
 def _is_tensor(thing: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # not imported: no arrays
+    numpy = sys.modules.get("numpy")  # without NumPy imported, there are no arrays
     return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
 
 
 def _is_list(thing: Any) -> bool:
-    """Whether the length of a sequence may be its number of samples."""
+    """Return whether the length of a sequence may be its number of samples."""
     return isinstance(thing, (list, tuple)) and not hasattr(thing, "_fields") and not isinstance(thing, torch.Size)
 
 
@@ -248,14 +248,14 @@ def _is_opaque(thing: Any) -> bool:
 
 
 def _walk(thing: Any) -> Iterator[Any]:
-    """A thing, and everything in it at any depth."""
+    """Yield an object and all items nested in it."""
     yield thing
     for part in parts_of(thing).values():
         yield from _walk(part)
 
 
 def _tensors(thing: Any) -> Iterable[Any]:
-    """Every tensor and array in a container, and the data of every PackedSequence."""
+    """Yield every tensor and array in a container, and the data of every PackedSequence."""
     for each in _walk(thing):
         if isinstance(each, PackedSequence):
             yield each.data
@@ -275,23 +275,23 @@ def _can_be_cut(thing: Any, layout: Layout) -> bool:
 
 
 def _holds_scalars(thing: Any) -> bool:
-    """Whether a number, a string or a tensor without dimensions is in a container, as the label in a sample."""
+    """Return whether a container holds a number, a string or a 0-dimensional tensor, such as the label of a sample."""
     if _is_tensor(thing):
         return not thing.ndim
     return isinstance(thing, (str, bytes, numbers.Number)) or any(map(_holds_scalars, parts_of(thing).values()))
 
 
 def _signature(thing: Any, shapes: bool = False) -> Any:
-    """The properties that samples of a list share: types, keys, dtypes and numbers of dimensions, or shapes."""
+    """Return the properties that samples of a list share: types, keys, dtypes, and number of dimensions or shapes."""
     if _is_tensor(thing):
         return type(thing), thing.dtype, tuple(thing.shape) if shapes else thing.ndim
     return type(thing), tuple((key, _signature(part, shapes)) for key, part in parts_of(thing).items())
 
 
 def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
-    """Whether the items of a list are samples, and not the fields of a batch.
+    """Return whether the items of a list are samples, not the fields of a batch.
 
-    Fields of a batch have their first size in common, and equal ``size``, of a tensor next to the list.
+    Fields of a batch share their first size, which equals ``size``, the first size of a tensor next to the list.
     """
     items = list(islice(things, _WIDTH))
     if not any(map(_holds_tensors, items)):
@@ -307,14 +307,14 @@ def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
 
 
 def _lists_of_samples(parts: dict[Any, Any], layout: Layout) -> set[Any]:
-    """The keys of those parts of a container that are lists of samples."""
+    """Return the keys of the items of a container that are lists of samples."""
     lists = {key: part for key, part in parts.items() if _is_list(part) and part}
     size = next(
         (part.shape[layout.dim(part, key)] for key, part in parts.items() if _is_tensor(part) and part.ndim), None
     )
     found = {key for key, part in lists.items() if _are_samples(part, size, layout)}
     if not layout.fields and 1 < len(lists) == len(parts) and len({len(part) for part in lists.values()}) == 1:
-        # As of zip(*samples): the lists have their length in common, and if they hold samples, all do.
+        # zip(*samples) yields lists of equal length; if one holds samples, all do.
         sizes = {size for part in lists.values() for size in _sizes(part, _BY_FIRST)}
         if found or len(sizes) > 1:
             return set(lists)
@@ -324,8 +324,8 @@ def _lists_of_samples(parts: dict[Any, Any], layout: Layout) -> set[Any]:
 def _sizes(
     thing: Any, layout: Layout, depth: int = -1, width: int | None = None, key: Any = None, is_root: bool = False
 ) -> Iterator[int]:
-    """The number of samples of every tensor, array and list of samples in ``thing``, as far as they are looked for."""
-    if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
+    """Yield the number of samples of each tensor, array and list of samples found in ``thing``."""
+    if isinstance(thing, PackedSequence):  # the data tensor has one row per time step of each sequence
         yield int(thing.batch_sizes[0])
     elif _is_tensor(thing):
         if thing.ndim:
@@ -342,7 +342,7 @@ def _sizes(
                 yield len(part)
 
 
-# -- how each is emptied
+# -- emptying
 
 
 def _emptied(thing: Any, path: str, key: Any, layout: Layout, is_empty: bool) -> Any:
@@ -363,7 +363,7 @@ def _emptied(thing: Any, path: str, key: Any, layout: Layout, is_empty: bool) ->
     if _is_opaque(thing):
         if is_empty:
             return copy.copy(thing)
-        raise _refusal(thing, path, "it is no tensor, array, dict, list, tuple or dataclass of them")
+        raise _refusal(thing, path, "it is not a tensor, array, dict, list, tuple or dataclass of these")
     parts = parts_of(thing)
     lists = set() if is_empty else _lists_of_samples(parts, layout)
     return with_parts(
@@ -387,4 +387,4 @@ def _emptied_tensor(thing: torch.Tensor, path: str, dim: int, is_empty: bool) ->
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:
     where = f"batch{path}, a {type(thing).__name__},"
     advice = _NOT_PACKED if isinstance(thing, PackedSequence) else _ADVICE
-    return JoinError(f"{where} cannot be emptied for the ranks that are out of data: {reason}. {advice}")
+    return JoinError(f"{where} cannot be emptied for the ranks without data: {reason}. {advice}")

@@ -1,11 +1,11 @@
-"""The join itself: ``with Join([model, optimizer]) as join: ...`` around a training loop.
+"""The ``Join`` context manager: ``with Join([model, optimizer]) as join: ...`` around a training loop.
 
-Two ways to write the loop. As with torch, a rank that runs out of data leaves it; it then stays in ``__exit__`` and,
-for every step that some rank still takes, runs the hooks of the joinables, which take part in that step's collectives.
-Or the loop is over ``join.iterate(loader)``: then its body runs on all ranks for as long as any has data, on an empty
-batch where there is none. When no rank is active any more, the post-hooks run and all ranks go on together.
+There are two ways to write the loop. In a plain loop, as with torch, a rank that runs out of data leaves the loop and
+waits in ``__exit__``. For each step of the active ranks, it runs the hooks of the joinables, which take part in the
+step's collectives. With ``join.iterate(loader)``, all ranks run the loop body until no rank has data; ranks without
+data get empty batches. When no rank is active any more, the post-hooks run and all ranks continue together.
 
-It leaves everything as it was, on every way out. How ranks know of each other is left to :mod:`stagereg.join.session`.
+``Join`` restores all state that it changed, on every exit path. :mod:`stagereg.join.session` exchanges membership.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Average = Literal["samples", "world", "active"]
 _log = logging.getLogger(__name__)
 
 _NOT_A_SUM = (
-    "stagereg: join.mean got a loss that is a mean already, of %g samples; it takes the sum of their losses: use "
-    'reduction="sum", or give it loss * n.'
+    "stagereg: join.mean got a loss that is already a mean over %g samples, but requires the sum of their losses. Use "
+    'reduction="sum", or pass loss * n.'
 )
 
 
@@ -54,41 +54,42 @@ class Join:
     """Context manager for training on uneven inputs. Construct and enter it on every rank.
 
     Args:
-        joinables: what takes part, in the order in which the training step uses it: a list, or a mapping from names.
-            Beside any :class:`Joinable`, torch's among them, this takes FSDP modules, and objects that have no
-            collectives but must stay equal on all ranks: a ``torch.optim.Optimizer``, an LR scheduler, or a function;
-            ranks that left the loop call their ``step()`` (the function itself) once per step, after the gradients of
-            that step are there. The first must announce its rank each step, as DDP does. Its device is used for
-            torch's wire.
-        enable: False makes the context do nothing, for inputs known to be even.
+        joinables: the joinables, in the order in which the training step uses them: a list, or a mapping from names.
+            Accepts :class:`Joinable` objects, torch's joinables, FSDP modules, and objects without collectives whose
+            state must stay equal on all ranks: a ``torch.optim.Optimizer``, an LR scheduler, or a function. Ranks that
+            left the loop call the object's ``step()`` (or the function) once per step, after the step's gradients are
+            reduced. The first joinable must announce its rank each step, as DDP does. torch's protocol uses its
+            device.
+        enable: False disables the context, for inputs known to be even.
         throw_on_early_termination: when a rank runs out of data, raise on all ranks at the same step.
-        mode: how ranks know who still has data. ``"planned"``: by the lengths of loaders, without a collective in a
-            step. ``"counted"``: by one asynchronous all-reduce a step; planned counts too if a step depends on who is
-            active. ``"auto"``: planned if every loader has a length, otherwise counted. ``"torch"``: as torch's
-            ``Join``. ``None``: torch's wire in a plain loop, and ``"auto"`` with ``loader`` or :meth:`iterate`.
-        loader: for a plain loop, what it loops over; only its length is used.
-        timeout: seconds after which a rank that does not answer, or does not come to a step, is an error on all others;
-            on entering, half an hour. It must be longer than any step: it is the process group's timeout meanwhile.
-        average: what :meth:`mean` is a mean over, if a call does not say: ``"samples"``, ``"world"`` or ``"active"``.
-        **kwargs: handed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
+        mode: how ranks exchange which ranks still have data. ``"planned"``: from the lengths of loaders, without a
+            collective per step. ``"counted"``: one asynchronous all-reduce per step; ``"planned"`` also counts if a
+            step depends on which ranks are active. ``"auto"``: planned if every loader has a length, otherwise counted.
+            ``"torch"``: like torch's ``Join``. ``None``: torch's protocol in a plain loop, ``"auto"`` with ``loader``
+            or :meth:`iterate`.
+        loader: the loader of a plain loop; only its length is used.
+        timeout: seconds after which a rank that does not respond, or does not reach a step, is an error on all others;
+            half an hour on entering. Must be longer than any step. Also the process group's timeout during the join.
+        average: default of ``over`` in :meth:`mean`: ``"samples"``, ``"world"`` or ``"active"``.
+        **kwargs: passed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
     Attributes:
-        joinables: the joinables by name, as in ``join.joinables["metrics"]``; those of a list by their index, ``"0"``.
+        joinables: the joinables by name, such as ``join.joinables["metrics"]``; in a list, names are indices (``"0"``).
 
     Raises:
-        JoinError: (a ``ValueError``) no joinables, or joinables with different process groups, or a first one that
-            cannot announce, or a step that cannot be shadowed.
-        ConfigError: (a ``ValueError``) there is no such mode or average.
+        JoinError: (a ``ValueError``) the list is empty, process groups differ, the first joinable cannot announce, or a
+            step cannot be shadowed.
+        ConfigError: (a ``ValueError``) ``mode`` or ``average`` is not a valid value.
         UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, with ``throw``.
-        PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not answer. The process group
-            cannot be used any more; end the process.
+        PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not respond. The process group is
+            unusable; terminate the process.
 
     Example::
 
         model = DistributedDataParallel(module)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
         with stagereg.Join([model, optimizer]) as join:
-            for x, y in join.iterate(loader):            # as often as the longest loader has it
+            for x, y in join.iterate(loader):            # as many steps as the longest loader has
                 optimizer.zero_grad()
                 loss = join.mean(criterion(model(x), y), len(x))   # criterion with reduction="sum"
                 loss.backward()
@@ -113,7 +114,7 @@ class Join:
         if not named:
             raise JoinError("The join context manager requires at least one joinable")
         if not timeout > 0:
-            raise JoinError(f"{option('join.timeout')} must be a number of seconds above 0, not {timeout!r}")
+            raise JoinError(f"{option('join.timeout')} must be a number of seconds greater than 0, got {timeout!r}")
         adapted = adapt(named)
         self.joinables: Mapping[str, Any] = {
             name: each.joinable if isinstance(each, ForeignJoinable) else each for name, each in adapted.items()
@@ -127,13 +128,13 @@ class Join:
         self._kwargs = kwargs
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables)
-        self._enable = enable and self._group is not None  # without a group there is no other rank
+        self._enable = enable and self._group is not None  # without a group there are no other ranks
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []
         self._session: JoinSession | None = None
         self._counter = SampleCounter()
-        self._warned = False  # of a loss that is no sum
-        self._collectives = 0  # that this rank had run in the group when it entered
+        self._warned = False  # about a loss that is not a sum
+        self._collectives = 0  # collectives that this rank had run in the group on entering
 
     def __enter__(self) -> Join:
         if self._enable:
@@ -173,74 +174,75 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> dist.Work | None:
-        """Say that this rank still has data. A joinable calls it before its collectives of each step.
+        """Announce that this rank still has data. A joinable calls this method before its collectives of each step.
 
         Args:
-            joinable: the caller, whose constructor has called ``Joinable``'s.
+            joinable: the calling joinable; its constructor has called ``Joinable.__init__``.
 
         Returns:
-            On torch's wire, for the first joinable of an enabled join, the work of an asynchronous all-reduce whose one
-            value ends as the number of active ranks; None for all others, and where nothing is announced that way.
+            For the first joinable, with torch's protocol: the work of an asynchronous all-reduce whose one value is the
+            number of active ranks. Otherwise None.
 
         Raises:
-            UnevenInputsError: (a ``RuntimeError``) the join is to throw and some rank has run out of data.
+            UnevenInputsError: (a ``RuntimeError``) the join was constructed to throw, and a rank has run out of data.
         """
         return notify(joinable)
 
     def iterate(
         self, loader: Iterable[Any], example: Any = None, batch_dim: int | Mapping[Any, int] = 0
     ) -> Iterator[Any]:
-        """Loop over a loader, with as many steps on every rank as the longest one has.
+        """Loop over a loader, with as many steps on every rank as the longest loader has.
 
-        The body runs on ranks without data too, on an empty batch: ``batch[:0]``, nested structures included. Add
-        losses up (``reduction="sum"``) and give them to :meth:`mean`, and use ``x.flatten(1)``, not
-        ``x.view(len(x), -1)``. A batch that the body skips, by ``continue`` before the model's forward, is not a step.
-        After a ``break`` on one rank alone, the hooks of the joinables take part, as in a plain loop.
+        Ranks without data run the body on an empty batch: ``batch[:0]``, nested structures included. Use losses with
+        ``reduction="sum"`` and pass them to :meth:`mean`, and use ``x.flatten(1)``, not ``x.view(len(x), -1)``. A batch
+        that the body skips with ``continue`` before the model's forward is not a step. After a ``break`` on one rank,
+        that rank runs the joinables' hooks, as in a plain loop.
 
         Args:
-            loader: this rank's batches; with a length on all ranks, they are exchanged once and no step counts.
-            example: on all ranks, if batches cannot be cut to none by themselves: an empty one. A class of one's own
-                goes without it after ``stagereg.empty_batch.register(CLASS, function)``.
-            batch_dim: the dimension of samples in tensors that have it, such as 1 for ``[time, batch, features]``; or
-                by keys of the batch, ``{"x": 1}``. The first dimension for all others.
+            loader: this rank's batches. If all loaders have a length, the lengths are exchanged once, not per step.
+            example: an empty batch, on all ranks, for batches that cannot be emptied automatically. Not needed for
+                classes registered with ``stagereg.empty_batch.register(CLASS, function)``.
+            batch_dim: the sample dimension of tensors that have such a dimension, such as 1 for ``[time, batch,
+                features]``, or a mapping from keys of the batch, ``{"x": 1}``. 0 for all other tensors.
 
         Raises:
             JoinError: the join was not entered; or a batch, or an example with samples, cannot be emptied.
-            UnevenInputsError: with ``throw``, with planned lengths before the first step.
+            UnevenInputsError: with ``throw``; before the first step if the lengths are planned.
         """
-        if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
+        if not self._enable or self._mode == "torch":  # torch's protocol supports plain loops only
             for batch in loader:
                 self._counter.add(batch)
                 yield batch
             return
         if self._session is None:
-            raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
+            raise JoinError("join.iterate requires an entered join: with stagereg.Join(...) as join: ...")
         yield from self._session.enter_loop(loader, iterates=True).run(
             example, Layout.of(loader, batch_dim), self._counter
         )
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
-        """Return the mean loss of all ranks, with a gradient that DDP and FSDP average to that of the mean.
+        """Return the mean loss of all ranks. The average of its gradients over ranks is the gradient of the mean.
 
-        All ranks call it in the same order; ranks that left the loop need not. It takes one small sum over the ranks,
-        for which a loss on an accelerator is waited for.
+        Collective, except for ranks that left the loop: ranks call it in the same order. Runs one small all-reduce, and
+        synchronizes with the device if the loss is on an accelerator.
 
         Args:
-            loss_sum: the sum of the losses of this rank's samples, of any floating dtype, a scalar: what a criterion
-                with ``reduction="sum"`` returns. One that returns their mean gives a loss too small by the batch; it
-                is warned of where torch's graph shows it.
-            n: how many samples (or tokens, or whatever it is a mean over) that is. A loss with ``n`` of zero counts as
-                exactly zero, whatever its value. On an empty batch ``n`` counts as zero too, with a warning, unless the
-                rank got samples since this line last ran: then a program that accumulates passes those.
-            over: ``"samples"``: the sum of all ranks' losses by the sum of all their ``n``. ``"world"``: the mean of
-                the ranks' means, where a rank without data counts as zero; ``"active"``: ... where it does not count.
-                These are torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's ``average``.
+            loss_sum: the sum of the losses of this rank's samples, a scalar of any floating dtype, such as the result
+                of a criterion with ``reduction="sum"``. A mean makes the gradient too small by the batch size; a
+                warning is logged if the autograd graph shows a mean.
+            n: the number of samples (or tokens, or other units) in ``loss_sum``. With an ``n`` of zero, the loss counts
+                as exactly zero, whatever its value. On an empty batch ``n`` also counts as zero, with a warning, unless
+                the rank got samples since this line last ran, as a program does that accumulates losses.
+            over: ``"samples"``: the sum of all ranks' losses divided by the sum of their ``n``. ``"world"``: the mean
+                of the ranks' means, where ranks without data count as zero. ``"active"``: the mean over the ranks with
+                data. These match torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's
+                ``average``.
 
         Returns:
-            A scalar: the mean, the same on all ranks, such as for a log.
+            The mean, a scalar, equal on all ranks, for example for a log.
 
         Raises:
-            JoinError: outside of the join; or ``n`` may count the samples of an earlier batch again.
+            JoinError: called outside the join; or ``n`` may include the samples of an earlier batch.
         """
         over = self._average if over is None else one_of("over", over, get_args(Average))
         count = float(n)
@@ -253,7 +255,7 @@ class Join:
         session, world = self._session, self._group.size()
         if session is None or session.peers.responder is None:
             counted = option("join.mode", "counted")
-            raise JoinError(f"join.mean works inside the join, with join.iterate or with {counted} or planned")
+            raise JoinError(f"join.mean requires an entered join, with join.iterate or with {counted} or planned.")
         caller = sys._getframe(1)
         call = caller.f_code, caller.f_lineno
         count = self._counter.counted(call, count, own, over, loss_sum.requires_grad)
@@ -262,7 +264,7 @@ class Join:
         share = own if over == "samples" else own / (count or 1.0)
         samples, active, total = session.peers.responder.request(count, has_data, share)
         divisor = {"samples": samples, "world": float(world), "active": active}[over]
-        ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
+        ranks = world if self._divides_by_world else active  # the number of ranks by which gradients will be divided
         per_sample = 1.0 if over == "samples" else count
         scale = ranks / (divisor * per_sample) if count and divisor else 0.0
         return MeanLoss.of(loss_sum, total / (divisor or 1.0), scale)
@@ -272,14 +274,14 @@ class Join:
     def _refuse_to_enter(self) -> None:
         for joinable in self._joinables:
             config = getattr(joinable, "_join_config", None)
-            if isinstance(config, JoinConfig) and config.enable:  # torch's Join leaves its own kind behind
+            if isinstance(config, JoinConfig) and config.enable:  # torch's Join leaves its own config class behind
                 raise JoinError(
-                    f"a {type_name(joinable)} is in another join already, which is still on; leave that one first, or "
-                    "put all that the loop uses in one join"
+                    f"a {type_name(joinable)} is already in another active join. Leave that join first, or "
+                    "list all objects that the loop uses in one join."
                 )
         if resources_of(self._group).aborted:
             raise JoinError(
-                "the process group was aborted when a join over it failed: end this process, or make a new one"
+                "the process group was aborted when a join on it failed. Terminate this process, or create a new group."
             )
 
     def _start(self) -> JoinSession:
@@ -300,7 +302,7 @@ class Join:
         names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]
         alike = {"mode": self._mode, "throw": self._throw, "average": self._average, "joinables": ", ".join(names)}
         session.start(self._loader, alike)
-        # In reverse, as what watches a forward last is called first: the first joinable announces the step.
+        # In reverse, because the hook registered last is called first: the first joinable announces the step.
         session.hooks = [joinable.join_hook(**self._kwargs) for joinable in reversed(self._joinables)][::-1]
         self._collectives = collectives_of(self._group)
         return session
@@ -308,23 +310,23 @@ class Join:
     # -- leaving
 
     def _must_have_announced(self, session: JoinSession) -> None:
-        """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
+        """Raise if the first joinable ran collectives without announcing this rank: other ranks would hang."""
         first = self._joinables[0]
         if session.steps or first.announces_itself or collectives_of(self._group) == self._collectives:
             return
         raise JoinError(
             f"the first joinable, a {type_name(first)}, ran collectives but never announced this rank, so ranks "
-            "without data do not know of its steps. Call stagereg.Join.notify_join_context(self) before the collectives"
-            " of each; a class that announces otherwise, as through torch's Join, says so by announces_itself = True."
+            "without data cannot take part in its steps. Call stagereg.Join.notify_join_context(self) before its "
+            "collectives of each step, or set announces_itself = True if the class announces through torch's Join."
         )
 
     def _record(self) -> None:
-        """Record how many steps this rank took in this join, and the samples it was given."""
+        """Record this rank's number of steps and samples in this join."""
         given = self._counter.given
         counts = {"samples": given.samples} if given.batches and given.samples is not None else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
-            if not self._session.terms.foreign:  # whose steps are announced elsewhere
+            if not self._session.terms.foreign:  # steps of foreign joinables are announced elsewhere
                 counts["steps"] = self._session.steps - self._session.shadowed
             record.emit("join", **counts)
         elif given.batches:
@@ -332,7 +334,7 @@ class Join:
 
     def _restore(self) -> None:
         session, self._session = self._session, None
-        with contextlib.ExitStack() as every:  # whatever one of them raises
+        with contextlib.ExitStack() as every:  # runs all callbacks, even if some raise
             if session is not None:
                 if session.peers.failed:
                     every.callback(discard_channels, self._group)
@@ -344,9 +346,9 @@ class Join:
 
 
 def _named(joinables: Any) -> Mapping[str, Any]:
-    """Return joinables by name; those of a list by their index."""
+    """Return joinables by name; joinables in a list are named by their index."""
     if not isinstance(joinables, Iterable):
-        raise JoinError(f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}")
+        raise JoinError(f"joinables must be a list, such as Join([model, optimizer]), got a {type(joinables).__name__}")
     return joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
 
 
@@ -365,26 +367,26 @@ def configured(
 ) -> Join:
     """Make a :class:`Join` from configuration: ``stagereg.instantiate(cfg.join, model=model, optimizer=optimizer)``.
 
-    Each object is bound to the joinable of its name in ``joinables``; one that has none there is adapted, as in
-    :class:`Join`. The objects come first, in the order in which they are given, then joinables that need no object.
+    Each object gets the joinable of its name in ``joinables``; other objects are adapted as in :class:`Join`. The
+    objects come first, in the given order, followed by the joinables that need no object.
 
     Args:
-        objects: the objects in a list, where they need no names.
-        joinables: by name, what makes a joinable of the object of that name; ``joinable@join.joinables.model=fsdp2`` on
-            the command line. It is called with the object, or, if that is a mapping, with its items as keyword
-            arguments, or with nothing if there is none.
-        enable: False makes the context do nothing.
+        objects: a list of objects that need no names.
+        joinables: by name, a factory of the joinable for the object of that name; on the command line,
+            ``joinable@join.joinables.model=fsdp2``. The factory is called with the object; with its items as keyword
+            arguments, if the object is a mapping; or without arguments, if there is no object of that name.
+        enable: False disables the context.
         throw: when a rank runs out of data, raise on all ranks at the same step.
-        mode: as in :class:`Join`; here "auto" goes for plain loops too, so all ranks have to run stagereg.
-        divide_by_initial_world_size: True: gradients are sums over the active ranks divided by the world size;
-            False: divided by the number of active ranks.
-        average: what ``join.mean`` is a mean over, as in :meth:`Join.mean`.
-        timeout: seconds until a rank that does not answer is an error on all others, as in :class:`Join`.
-        loader: for a plain loop, what it loops over, so that a length can be planned with.
+        mode: see :class:`Join`. Here "auto" also applies to plain loops, so all ranks have to run stagereg.
+        divide_by_initial_world_size: True: gradients are sums over the active ranks divided by the world size; False:
+            divided by the number of active ranks.
+        average: default of ``over`` in :meth:`Join.mean`.
+        timeout: seconds after which a rank that does not respond is an error on all others; see :class:`Join`.
+        loader: the loader of a plain loop; its length is used for planning.
         **runtime: the program's objects by name.
 
     Raises:
-        JoinError: a joinable has no object and needs one, or an object has no joinable and needs one.
+        JoinError: a joinable needs an object and has none, or an object needs a joinable and has none.
     """
     factories = dict(joinables or {})
     given = {**_named(objects or ()), **runtime}
@@ -403,7 +405,7 @@ def configured(
 
 
 def _why_torchs(joinables: Sequence[Joinable]) -> str:
-    """Return why a join has no loop of ours: its first joinable announces through torch's ``Join``."""
+    """Return why ``join.iterate`` is unavailable: the first joinable announces through torch's ``Join``."""
     first = type_name(joinables[0])
     own = next((type_name(each) for each in joinables if isinstance(each, TrackedJoinable)), None)
     advice = f"List the {own} before the {first}" if own else f"Derive {first} from stagereg.Joinable"
@@ -414,14 +416,14 @@ def _why_torchs(joinables: Sequence[Joinable]) -> str:
 
 
 def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joinable]], given: Mapping[str, Any]) -> Any:
-    """Return the joinable of one object: of the factory of its name, or else as in a list of bare objects."""
+    """Return the joinable of an object, from the factory of its name or by :func:`auto`."""
     if name in factories:
         return _make(name, factories[name], given)
     try:
         return auto(thing)
     except JoinError as error:
         close = nearest(name, [*factories, *inspect.signature(configured).parameters])
-        raise JoinError(f"the join has no joinable {name!r}.{close} And {error}") from None
+        raise JoinError(f"the join has no joinable {name!r}.{close} In addition, {error}") from None
 
 
 def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any]) -> Joinable:
@@ -432,7 +434,7 @@ def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any])
     except TypeError as error:
         close = nearest(name, given) if name not in given else ""
         raise JoinError(
-            f"join.joinables.{name} cannot be made: {error}. Give it by name, as in stagereg.instantiate(cfg.join, "
-            f"{name}=...).{close} Given: {', '.join(given) or 'nothing'}"
+            f"join.joinables.{name} cannot be made: {error}. Pass the object by name: stagereg.instantiate(cfg.join, "
+            f"{name}=...).{close} Passed: {', '.join(given) or 'nothing'}"
         ) from None
     return factory(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The batches that the loops of a join gave to one rank, and checks of the program's counts against them."""
+"""Counts of the batches that a join's loops gave to one rank, and checks of the program's ``n`` against them."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from stagereg.join.batches import Layout, parts_of, samples_in, with_parts
 _log = logging.getLogger(__name__)
 
 _COUNTS_AS_0 = (
-    "stagereg: join.mean got n=%g on an empty batch, after no batch with samples since the last call: n counts as 0 "
-    "there.%s Take n from a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
+    "stagereg: join.mean got n=%g on an empty batch, and no batch with samples since the last call. n counts as 0 "
+    "here.%s Take n from a tensor of the batch, such as len(x), or pass an empty batch with correct numbers: "
     "join.iterate(loader, example=...)."
 )
 _COUNTS_WITHOUT = (
-    "stagereg: join.mean got n=%g on an empty batch: the %d samples that this rank got since the last call, and for "
-    "each empty batch %s, which is from an earlier batch. n counts as %d. Take n from a tensor of the batch, such as "
-    "len(x), or pass an empty batch whose numbers are right: join.iterate(loader, example=...)."
+    "stagereg: join.mean got n=%g on an empty batch: the sum of the %d samples that this rank got since the last call "
+    "and, per empty batch, %s from an earlier batch. n counts as %d. Take n from a tensor of the batch, such as "
+    "len(x), or pass an empty batch with correct numbers: join.iterate(loader, example=...)."
 )
 _COUNTS_IN_FULL = (
-    "stagereg: join.mean got n=%g on an empty batch. This rank got %s samples since the last call, so n may be theirs "
-    "and counts in full. If the loop adds up n, make sure that it adds 0 for an empty batch."
+    "stagereg: join.mean got n=%g on an empty batch. This rank got %s samples since the last call, so n may be their "
+    "number and counts in full. If the loop accumulates n, make sure that it adds 0 for an empty batch."
 )
 
 
 class Given(NamedTuple):
-    """The batches that a rank got, their samples if that number is known, and the empty batches."""
+    """The number of batches that a rank got, of their samples (``None``: unknown), and of empty batches."""
 
     batches: int = 0
     samples: int | None = 0
     empty: int = 0
 
     def since(self, before: Given) -> Given:
-        """Return what came after ``before``."""
+        """Return the counts since ``before``."""
         unknown = self.samples is None or before.samples is None
         samples = None if unknown else self.samples - before.samples  # type: ignore[operator]
         return Given(self.batches - before.batches, samples, self.empty - before.empty)
 
 
 class SampleCounter:
-    """Counts what one rank was given by the loops of one join, and judges counts by it.
+    """Counts the batches that one join's loops gave to one rank, and checks the program's ``n`` against the counts.
 
     Attributes:
-        given: everything so far.
-        is_empty: whether the batch given last is an empty one.
-        kept: the numbers, by their place, that an empty batch has from a batch with samples.
+        given: all counts so far.
+        is_empty: whether the last batch is empty.
+        kept: the numbers, by path, that the empty batch retains from a batch with samples.
     """
 
     def __init__(self) -> None:
         self.given = Given()
         self.kept: dict[str, float] = {}
         self.is_empty = False
-        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # ``given`` at a call on an earlier batch, and now
+        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # ``given`` at the previous and latest batch of a call
         self._warned = False
 
     def add(self, batch: Any, layout: Layout | None = None) -> None:
@@ -67,22 +67,22 @@ class SampleCounter:
         self.given = Given(batches + 1, total, empty)
 
     def add_empty(self, kept: dict[str, float]) -> None:
-        """Count an empty batch, which keeps this rank in step and has numbers from a batch with samples."""
+        """Count an empty batch; ``kept`` are its numbers from a batch with samples."""
         self.is_empty, self.kept = True, kept
         self.given = self.given._replace(empty=self.given.empty + 1)
 
     def counted(self, call: Hashable, n: float, total: float, over: str, trains: bool) -> float:
-        """Return the ``n`` to count with, where the program passes ``n`` for a sum of ``total``.
+        """Return the ``n`` to use when the program passes ``n`` with a sum of ``total``.
 
-        A program that accumulates passes ``n`` for several batches, also on an empty batch. ``call`` is the line of
-        the call; ``trains`` is whether the sum has a gradient.
+        A program that accumulates losses passes ``n`` for several batches, even on an empty batch. ``call`` identifies
+        the line of the call; ``trains``: whether the sum has a gradient.
 
         Raises:
-            JoinError: ``n`` is neither the samples since the last call nor nothing, and may have a number in it that
-                the empty batch has from a batch with samples.
+            JoinError: ``n`` is neither 0 nor the samples since the last call, and may include a number that the empty
+                batch retains from a batch with samples.
         """
         before, last = self._calls.get(call, (Given(), Given()))
-        if last != self.given:  # otherwise a further call on the same batch
+        if last != self.given:  # otherwise a repeated call on the same batch
             before = last
         self._calls[call] = before, self.given
         since = self.given.since(before)
@@ -90,7 +90,7 @@ class SampleCounter:
             return n
         samples = "an unknown number of" if since.samples is None else since.samples
         has_loss = bool(total) and not math.isnan(total)
-        # A constant n of a single batch is as large as all samples so far, but its sum is zero on an empty batch.
+        # A constant n may equal the number of all samples so far, but its sum is zero on an empty batch.
         known = {each.samples for each in ((since, self.given) if has_loss else (since,)) if each.samples}
         if known & {n, total} and (has_loss or n not in self.kept.values()):
             return n
@@ -110,7 +110,7 @@ class SampleCounter:
             raise JoinError(
                 f"join.mean got n={n:g} on an empty batch. This rank got {samples} samples since the last call, and "
                 f"the empty batch has {kept} from an earlier batch, so n may count samples twice. Take n from "
-                "a tensor of the batch, such as len(x), or pass an empty batch whose numbers are right: "
+                "a tensor of the batch, such as len(x), or pass an empty batch with correct numbers: "
                 "join.iterate(loader, example=...)."
             )
         self._warn(_COUNTS_IN_FULL, n, samples)
@@ -125,8 +125,9 @@ class SampleCounter:
 class Index:
     """Continues the index that wrappers such as ``enumerate`` add to batches, on empty batches.
 
-    A whole number directly in a batch is an index if it is one higher in each batch, from 0 or 1 or in three batches.
-    After a single batch only the first item of a pair is an index. That of an ``enumerate`` begins with any number.
+    An integer directly in a batch is an index if it increases by one per batch and starts at 0 or 1, or for three
+    batches. After a single batch, only the first item of a pair is an index. With ``enumerate``, an index starts at any
+    number.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -135,7 +136,7 @@ class Index:
         self._next = 0
 
     def add(self, batch: Any) -> None:
-        """Compare a batch with the batches before."""
+        """Compare a batch with the previous batches."""
         if self._next and not self._first:
             return
         found = {key: part for key, part in parts_of(batch).items() if type(part) is int}
@@ -145,7 +146,7 @@ class Index:
 
     def continued(self, empty: Any) -> Any:
         """Return an empty batch with the next index."""
-        if not self._next:  # the batch of another rank
+        if not self._next:  # an empty batch from another rank
             self.add(empty)
             self._next = 0
         self._first = {key: first for key, first in self._first.items() if self._is_index(key, first, empty)}
@@ -161,5 +162,5 @@ class Index:
 
     @property
     def places(self) -> set[str]:
-        """The places of the indices in a batch, as in messages."""
+        """The paths of the indices in a batch, as in messages."""
         return {f"batch[{key!r}]" for key in self._first}

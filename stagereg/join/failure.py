@@ -1,9 +1,9 @@
-"""When one rank of a join fails, every other rank ends soon, with an error that says which rank it was and why.
+"""Rank failures in a join: every surviving rank raises soon, with an error that names the failed rank and the cause.
 
-A rank that raises publishes its error. One that is killed or frozen is found in seconds where its peers' collectives
-break, and within the timeout where nothing breaks. One that is alive but does not come lets the others' collectives
-run out after the join's timeout; then they look for two seconds at what all ranks publish, and name it and its step.
-A rank that knows of a failure aborts its own process group, and :meth:`FailureDetector.explain` says why.
+A rank that raises publishes its error. A killed or frozen rank is found within seconds if a collective of its peers
+breaks, otherwise within the timeout. If a rank is alive but does not reach a collective, the collective times out on
+the other ranks after the join's timeout; they poll all ranks for two seconds, and name that rank and its step. A rank
+that finds a failure aborts its process group, and :meth:`FailureDetector.explain` returns the reason.
 """
 
 from __future__ import annotations
@@ -34,50 +34,50 @@ from stagereg.kernel.broken import (
 )
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
-_GRACE_S = 2.0  # within which a rank that is alive publishes another status, at most
-_BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in that time
-_MERCY_S = 0.6  # in which a rank may leave by itself after another has failed: all may have raised the same, and go on
-_ANSWER_S = 1.0  # for which the program waits for the thread's calls of the store, and for findings of other ranks
+_GRACE_S = 2.0  # maximum interval between two statuses of a rank that is alive
+_BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in ``_GRACE_S``
+_MERCY_S = 0.6  # seconds for a rank to leave after another failed: all ranks may have raised the same error
+_ANSWER_S = 1.0  # seconds that the program waits for the thread's rendezvous store calls and other ranks' reports
 _TURN_S = 0.2
-_LONGEST = 1000  # characters of a rank's error that the others print
+_LONGEST = 1000  # maximum length of a rank's error in messages of other ranks
 _NOTHING = "-"
-_POLL_INTERVAL_S = 2.0  # after which a rank that waits looks whether the others can still come
+_POLL_INTERVAL_S = 2.0  # seconds between two checks of a waiting rank on whether the others can still arrive
 _OTHER_CALLS = (
-    "They do not make the same calls in the same order. A forward on one rank alone is such a call, unless it is under "
-    "torch.no_grad()."
+    "The ranks do not run the same collectives in the same order. A forward on one rank alone is one, unless it is "
+    "under torch.no_grad()."
 )
-_CALLS = ("join.mean", "metrics.compute")  # of the loop's body, for all ranks that run it
+_CALLS = ("join.mean", "metrics.compute")  # calls in the loop body, made by all ranks that run the body
 
 
 class RankStatus(NamedTuple):
-    """What a rank has last published."""
+    """The status that a rank last published."""
 
-    beat: int  # another number in each status
-    step: int | None = None  # that its program is in, if it knows
-    waits_for: str = ""  # what its program waits for under the detector
-    calls: Mapping[str, int] = {}  # how often it has begun to wait for each of ``_CALLS``
-    collectives: int = 0  # that it has run in the group
-    elsewhere: bool = False  # than in the loop's body, where these calls are made
+    beat: int  # differs in each status
+    step: int | None = None  # the step that the program is in, if known
+    waits_for: str = ""  # what the program waits for under the detector
+    calls: Mapping[str, int] = {}  # how often the program has begun to wait for each of ``_CALLS``
+    collectives: int = 0  # number of collectives that the rank has run in the group
+    elsewhere: bool = False  # whether the rank is outside the loop body, where ``_CALLS`` are made
     progress: Progress = Progress()
 
 
 class FailureDetector:
-    """Ties a rank to the other ranks of one join. Make, start and stop one per join and rank; it is used once.
+    """Detects failures of the other ranks of one join. Construct, start and stop one per join and rank.
 
-    Its methods are for the thread that runs the training loop. None is a collective, so ranks without a detector may be
-    in the group, and are never suspected of having failed.
+    Call the methods on the thread that runs the training loop. No method is collective, so the group may contain ranks
+    without a detector; these ranks are never suspected of having failed.
 
-    In the store each rank has a key for its status, and there is one for the failure, which only the first to fail can
-    set. A thread that is kept for the group makes all calls of the store, which may hang once the process that hosts it
-    is gone. Each rank watches its next neighbour that has a status. If that has not changed for long, or a collective
-    has failed, it reads all statuses twice, and gives up the ranks that have not written anew in between. Time is
-    counted in the thread's turns, as this process may be stopped too.
+    The rendezvous store has one key per rank for its status, and one key for the failure, which only the first failure
+    sets. The group's heartbeat thread makes all calls of the store, because these may hang once the process that hosts
+    the store is gone. Each rank watches the next rank that has a status. If that status does not change for long, or a
+    collective fails, the rank reads all statuses twice; ranks without a new status in between have failed. Time is
+    counted in turns of the thread, because this process may be suspended too.
 
     Args:
-        group: whose ranks take part.
-        timeout_s: that a rank may keep the others waiting, and within which one that publishes nothing is found.
-        name: the same on all ranks, and of no other join of the job.
-        step, elsewhere, progress: return what :class:`RankStatus` has of this rank under that name.
+        group: the process group of the participating ranks.
+        timeout_s: seconds that a rank may keep other ranks waiting, and within which a silent rank is found.
+        name: equal on all ranks, unique among the joins of the job.
+        step, elsewhere, progress: return this rank's values of the same fields of :class:`RankStatus`.
     """
 
     def __init__(
@@ -92,27 +92,27 @@ class FailureDetector:
         self.failure: PeerFailedError | UnevenInputsError | None = None
         self._group, self._timeout_s, self._name, self._step = weakref.ref(group), timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
-        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # multiples of the grace
+        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # multiples of ``_grace_s``
         ranks = dist.get_process_group_ranks(group)
         here = group.rank()
         self._rank = ranks[here]
         self._others = [*ranks[here + 1 :], *ranks[:here]]
         self._running = self._outermost = False
-        self._limits = contextlib.ExitStack()  # puts them back
+        self._limits = contextlib.ExitStack()  # restores the backends' timeouts
         self._elsewhere, self._progress, self._calls = elsewhere, progress, dict.fromkeys(_CALLS, 0)
         self._waits_for = ""
-        self._own: PeerFailedError | UnevenInputsError | None = None  # to be published
-        self._poll: threading.Event | None = None  # the poll that was asked for; set when it is over
-        self._statuses: Mapping[int, RankStatus] = {}  # what it has found
+        self._own: PeerFailedError | UnevenInputsError | None = None  # failure to publish
+        self._poll: threading.Event | None = None  # the requested poll; set when the poll has ended
+        self._statuses: Mapping[int, RankStatus] = {}  # result of the last poll
         self._left = threading.Event()
-        self._ended = threading.Event()  # nothing more is found
-        self._store_error = "it does not answer"
+        self._ended = threading.Event()  # set when the thread has stopped detecting
+        self._store_error = "it does not respond"
         self._thread: WorkerThread
-        self._store: Any = None  # for the thread alone, as the beat
+        self._store: Any = None  # used by the thread only, like ``_beat``
         self._beat = 0
 
     def start(self) -> None:
-        """Begin to publish that this rank is alive, and to look at the others; does not wait for them."""
+        """Start publishing that this rank is alive, and watching the others. Does not block."""
         group = self._group()
         if not self._others or self._running or group is None:
             return
@@ -121,7 +121,7 @@ class FailureDetector:
         self._outermost, resources.watched = not resources.watched, True
         self._thread = resources.heartbeat if self._outermost else WorkerThread("stagereg-heartbeat-nested")
         for backend in backends_of(group):
-            with contextlib.suppress(Exception):  # not all have one
+            with contextlib.suppress(Exception):  # not all backends have a timeout
                 limit = backend.options._timeout
                 backend._set_default_timeout(timedelta(seconds=self._timeout_s))
                 self._limits.callback(backend._set_default_timeout, limit)
@@ -129,7 +129,7 @@ class FailureDetector:
         self._thread.submit(self._run, wake=False)
 
     def stop(self) -> None:
-        """Put the group's limit back; from now on this rank is not missed, and not aborted. Twice is harmless."""
+        """Restore the group's timeout, and stop publishing; this rank cannot fail any more. Idempotent."""
         if self._running:
             self._running = False
             self._left.set()
@@ -140,25 +140,23 @@ class FailureDetector:
                 self._limits.close()
 
     def check(self) -> None:
-        """Raise ``PeerFailedError`` if it is known here that a rank has failed."""
+        """Raise ``PeerFailedError`` if this rank has detected a failed rank."""
         if (error := self._known()) is not None:
             raise error
 
     def report(self, error: BaseException) -> None:
-        """Publish that this rank leaves with ``error``, unless that is a consequence. Never raises, never hangs."""
+        """Publish that this rank leaves with ``error``, unless ``error`` is a consequence. Never raises or hangs."""
         if isinstance(error, UnevenInputsError):
-            self._publish(error)  # the others raise the same
+            self._publish(error)  # the other ranks raise the same error
         elif self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
-            text = f"rank {self._rank} failed: {message}\nThe cause is there: read the output of rank {self._rank}."
+            text = f"rank {self._rank} failed: {message}\nRead the output of rank {self._rank} for the cause."
             if isinstance(error, SystemExit):
-                text = (
-                    f"rank {self._rank} left the join by itself, with {message}. Let all ranks leave at the same step."
-                )
+                text = f"rank {self._rank} left the join alone, with {message}. Make all ranks leave at the same step."
             self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> StageregError | None:
-        """Return, within four seconds, why a collective has failed here with ``error``; ``None`` if nobody knows."""
+        """Return, within four seconds, the failure that broke a collective with ``error``; ``None`` if unknown."""
         if not self._running or not is_broken_operation(error):
             return None
         if is_timeout(error):
@@ -167,16 +165,18 @@ class FailureDetector:
         self._poll_all("a collective")
         self._ended.wait(_ANSWER_S)
         absent = self._absent()
-        if absent and is_lost_connection(error):  # it may have been killed before its first status
-            advice = "If it was killed as it entered: look at the end of its output."
-            self._publish(_failure_of(absent, "is not in this join, or no more, and a connection was lost", advice))
+        if absent and is_lost_connection(error):  # a rank may have been killed before its first status
+            advice = "If the process was killed on entering, read the end of its output."
+            message = "has not entered this join, or has left, and a connection was lost"
+            self._publish(_failure_of(absent, message, advice))
         return self._known()
 
     def wait(self, ready: Callable[[float], bool], what: str, limit_s: float = 0.0) -> None:
-        """Wait until ``ready``, for ``timeout_s`` or ``limit_s``, and the seconds that it takes to name a rank.
+        """Wait until ``ready``, for at most ``timeout_s`` or ``limit_s``, plus the seconds needed to name a rank.
 
-        ``ready`` waits for as many seconds as it is given at most, and returns whether ``what`` is there. If a rank has
-        failed, or some did not come, that is a ``PeerFailedError``; what ``ready`` raises is explained if it can be.
+        ``ready`` waits for at most the given seconds, and returns whether ``what`` has arrived. Raises:
+        ``PeerFailedError`` if a rank has failed or some rank did not arrive; errors of ``ready`` are replaced by their
+        cause, if known.
         """
         limit_s = max(limit_s, self._timeout_s)
         ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _POLL_INTERVAL_S, 0
@@ -191,7 +191,7 @@ class FailureDetector:
                     self._overdue(what, limit_s)
                 elif now > looks and self._running and (poll is None or poll.is_set()):
                     stuck = stuck + 1 if poll is not None and self._all_went_on() else 0
-                    if stuck == 2:  # what they had sent before they went on would have come since
+                    if stuck == 2:  # anything sent before those collectives would have arrived by now
                         self._publish(self._left_behind(what))
                     poll = self._poll = threading.Event()
                     self._thread.wake.set()
@@ -204,7 +204,7 @@ class FailureDetector:
             self._waits_for = ""
 
     def _all_went_on(self) -> bool:
-        """Whether each other rank runs a collective that this one, as it waits, does not run."""
+        """Return whether each other rank runs a collective that this waiting rank does not run."""
         own = collectives_of(self._group())
         return len(self._statuses) == len(self._others) and all(
             each.collectives > own for each in self._statuses.values()
@@ -212,18 +212,19 @@ class FailureDetector:
 
     def _left_behind(self, what: str) -> PeerFailedError:
         others = name_ranks(sorted(self._statuses))
-        message = f"{others} went on to a collective that rank {self._rank} does not run, as it waits for {what}"
+        message = f"{others} reached a collective that rank {self._rank} does not run while it waits for {what}"
         return PeerFailedError(f"{message}. {_OTHER_CALLS}", None, message)
 
     def _overdue(self, what: str, limit_s: float) -> None:
         self._poll_all(what)
         if self.failure is None:
-            self._publish(self._passed_over(what) or self._late(what, f"did not come to {what} within {limit_s:g} s"))
+            self._publish(self._passed_over(what) or self._late(what, f"did not reach {what} within {limit_s:g} s"))
 
     def _passed_over(self, what: str) -> PeerFailedError | None:
-        """Name the ranks that others wait for in a call that these have gone on without.
+        """Name the ranks that have skipped a call in which other ranks wait.
 
-        All ranks run the same collectives in the same order, so one that has run more than a caller will not come.
+        All ranks run the same collectives in the same order, so a rank that has run more of them than a caller skipped
+        it.
         """
         statuses = dict(sorted({**self._statuses, self._rank: self._status(what)}.items()))
         for call in _CALLS:
@@ -237,7 +238,7 @@ class FailureDetector:
             if missed:
                 where = "" if caller.step is None else f" in step {caller.step}"
                 message = f"{name_ranks(callers)} called {call}{where}, {name_ranks(missed)} did not"
-                return PeerFailedError(f"{message}: call it on all ranks, and not under `if rank == 0`.", None, message)
+                return PeerFailedError(f"{message}. Call {call} on all ranks, not under `if rank == 0`.", None, message)
         return None
 
     def _status(self, waits_for: str) -> RankStatus:
@@ -250,14 +251,14 @@ class FailureDetector:
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
         if busy:
             return _failure_of(
-                busy, f"is alive, but {within}", f"Raise {option('join.timeout')} if that is how long a step takes."
+                busy, f"is alive, but {within}", f"Raise {option('join.timeout')} if a step takes that long."
             )
         absent = self._absent()
         if absent:
-            advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."
-            return _failure_of(absent, f"is not in this join, or no more, and {within}", advice)
+            advice = "All ranks must enter the same joins in the same order and leave them together."
+            return _failure_of(absent, f"has not entered this join, or has left, and {within}", advice)
         others = ", ".join(f"rank {rank} for {each.waits_for}{_last_step(each)}" for rank, each in statuses.items())
-        message = f"all ranks are alive and wait for each other, rank {self._rank} for {what}, {others}"
+        message = f"all ranks are alive and wait for each other: rank {self._rank} for {what}, {others}"
         return PeerFailedError(f"{message}. {_OTHER_CALLS}", None, message)
 
     def _absent(self) -> dict[int, RankStatus | None]:
@@ -270,11 +271,11 @@ class FailureDetector:
         if isinstance(failure, UnevenInputsError):
             return UnevenInputsError(text, failure.rank)
         if failure.rank == self._rank:
-            text = f"the other ranks have given this one up, and went on without it: {text}"
-        return PeerFailedError(text, failure.rank, failure.message)  # a new one each time it is raised
+            text = f"the other ranks marked this rank as failed and continued without it: {text}"
+        return PeerFailedError(text, failure.rank, failure.message)  # a new exception for each raise
 
     def _publish(self, failure: PeerFailedError | UnevenInputsError) -> None:
-        """Publish a failure to all ranks, unless one is known. It waits a second at most until that is done."""
+        """Publish a failure to all ranks, unless a failure is known. Waits at most one second for the publication."""
         if self.failure is None:
             self._own = failure
             self._thread.wake.set()
@@ -282,7 +283,7 @@ class FailureDetector:
             self.failure = self.failure or failure
 
     def _poll_all(self, waits_for: str) -> None:
-        """Find out which ranks are alive, and what they do; it is a failure if the store does not answer."""
+        """Find out which ranks are alive and what they wait for; fails if the rendezvous store does not respond."""
         self._waits_for = waits_for
         poll = self._poll = threading.Event()
         self._thread.wake.set()
@@ -292,21 +293,21 @@ class FailureDetector:
         self._waits_for = ""
         if not poll.is_set() and self.failure is None:
             self.failure = PeerFailedError(
-                f"the job's store is gone ({self._store_error}), so it is not known which rank failed. The process "
-                "that hosts it, rank 0 or the launcher, was killed or frozen, or its machine is gone: look at the end "
-                "of its output first."
+                f"the rendezvous store is gone ({self._store_error}), so the failed rank is unknown. The process "
+                "that hosts the store, rank 0 or the launcher, was killed or frozen, or its machine failed. Read the "
+                "end of that process's output first."
             )
 
-    # What follows runs on the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
-            self._thread.wake.set()  # for the first turn
+            self._thread.wake.set()  # skip the wait of the first turn
             self._watch()
             if self._beat and self.failure is None:
                 self._store.delete_key(str(self._rank))
         except Exception as error:
-            self._store_error = " ".join(f"it says {type(error).__name__}: {error}".split())[:200]
+            self._store_error = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         self._ended.set()
         if self.failure is not None and not self._left.wait(_MERCY_S) and (group := self._group()) is not None:
             abort(group)
@@ -325,7 +326,7 @@ class FailureDetector:
                 self._look_at_all()
 
     def _turn(self) -> bool:
-        """Wait a moment, publish, and read the failure; return whether this rank goes on."""
+        """Wait one interval, publish, and read the failure; return whether to continue."""
         self._thread.wake.wait(self._grace_s / _BEATS)
         self._thread.wake.clear()
         if self.failure is not None or (self._left.is_set() and self._own is None):
@@ -336,7 +337,7 @@ class FailureDetector:
         return self.failure is None
 
     def _look_at_all(self) -> None:
-        """Look at all statuses, and again when those that live have written anew; give up the ranks that have not."""
+        """Read all statuses before and after live ranks publish; ranks without a new status have failed."""
         poll, self._poll = self._poll, None
         before = dict(self._others_statuses())
         for _ in range(_BEATS):
@@ -346,14 +347,14 @@ class FailureDetector:
         self._compare(after)
         gone = {rank: status for rank, status in after.items() if before.get(rank) == status}
         if gone and self.failure is None:
-            message = f"did not answer for at least {self._grace_s:g} s"
-            advice = "Such a process was killed or frozen, or its machine is gone: look at the end of its output."
+            message = f"did not respond for at least {self._grace_s:g} s"
+            advice = "The process was killed or frozen, or its machine failed. Read the end of its output."
             self.failure = self._set_failure(_failure_of(gone, message, advice))
         if poll is not None:
             poll.set()
 
     def _compare(self, statuses: Mapping[int, RankStatus]) -> None:
-        """Find out whether a rank runs what this one does not, so that collectives of both do not belong together."""
+        """Find ranks whose collectives contradict this rank's, so that collectives would be paired incorrectly."""
         own = self._progress()
         for rank, status in statuses.items():
             for who, one, other in ((rank, status.progress, own), (self._rank, own, status.progress)):
@@ -364,12 +365,12 @@ class FailureDetector:
         return pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
 
     def _read(self, key: str) -> Any:
-        """A value, or ``None``; without waiting for a key that is not there, as ``get`` does even after a ``check``."""
+        """Return a value or ``None``. ``get`` and ``check`` may wait for a missing key; ``compare_set`` does not."""
         value = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if value == _NOTHING.encode() else pickle.loads(value)
 
     def _others_statuses(self) -> Iterator[tuple[int, RankStatus]]:
-        """Read the statuses of the other ranks that are in the join, from the next rank on."""
+        """Yield the statuses of the other ranks in the join, starting at the next rank."""
         for rank in self._others:
             status = self._read(str(rank))
             if status is not None:
@@ -382,4 +383,4 @@ def _failure_of(ranks: Mapping[int, RankStatus | None], message: str, advice: st
 
 
 def _last_step(status: RankStatus | None) -> str:
-    return "" if status is None or status.step is None else f"; it was last in step {status.step}"
+    return "" if status is None or status.step is None else f"; its last step was {status.step}"

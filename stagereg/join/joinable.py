@@ -1,8 +1,8 @@
-"""What takes part in a join, and what a rank without data does for it, under torch's names.
+"""Joinables and join hooks, under torch's names.
 
-Signatures and behaviour are those of ``torch.distributed.algorithms.join`` (torch 2.13). torch's own joinables are
-:class:`Joinable` s here by ``isinstance``, and the ones here go into torch's ``Join``. What stagereg's ``Join`` uses
-beyond torch's members is declared here with a default, so a subclass overrides only what it needs.
+Signatures and behaviour match ``torch.distributed.algorithms.join`` (torch 2.13). torch's joinables pass
+``isinstance(..., Joinable)`` here, and stagereg's joinables work in torch's ``Join``. Members that only stagereg's
+``Join`` uses are declared here with defaults, so a subclass overrides only the members that it needs.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ B = TypeVar("B", bound="BuiltInJoinable")
 
 
 class JoinHook(_TorchJoinHook):
-    """What a rank without data does for one joinable.
+    """The actions of a rank without data for one joinable.
 
-    A subclass overrides what it needs: torch's ``main_hook``, in which a joined rank takes part in one step of the
-    active ranks, torch's ``post_hook``, once on every rank when all have joined, and what torch's ``Join`` does not
-    call. A hook that is chosen in a config is constructed with its joinable as first argument, and with its options.
+    A subclass overrides the methods that it needs: torch's ``main_hook``, in which a joined rank takes part in one step
+    of the active ranks; torch's ``post_hook``, called once on every rank when all have joined; and the methods below,
+    which torch's ``Join`` does not call. A hook from a config is constructed with its joinable, then its options.
     """
 
     def on_exhausted(self) -> None:
-        """This rank has left its loop and is about to wait for the others. Called once."""
+        """Called once, when this rank has left its loop and is about to wait for the others."""
 
     def before_step(self) -> None:
-        """A step has begun on ranks with data. Called on all hooks in order, before the first ``main_hook``."""
+        """Called on all hooks in order when a step has begun on ranks with data, before the first ``main_hook``."""
 
 
 class JoinConfig(_JoinConfig):
-    """What a joinable has to know of the join it is in; not torch's class, which torch's ``Join`` leaves behind."""
+    """A joinable's settings in a join. Differs from torch's class, whose instances torch's ``Join`` leaves behind."""
 
 
 class Joinable(ABC):
-    """Something with collectives of its own in every training step.
+    """An object that runs its own collectives in every training step.
 
     A subclass calls this constructor, and calls ``Join.notify_join_context(self)`` before its collectives of each step.
-    The first joinable of a join announces the rank through that call; for the others it does nothing.
+    For the first joinable of a join, this call announces the rank; for the others it has no effect.
 
-    stagereg's ``Join`` calls ``join_hook`` and then :meth:`attach` when it is entered, and :meth:`detach` on every way
-    out. torch's ``Join`` calls ``join_hook`` alone, in its constructor.
+    stagereg's ``Join`` calls ``join_hook`` and then :meth:`attach` on entering, and :meth:`detach` on every exit path.
+    torch's ``Join`` calls only ``join_hook``, in its constructor.
 
     Attributes:
-        has_no_collectives: whether it has no collectives itself, so that it cannot announce the rank.
-        may_be_first: whether it announces the rank before each step, as the first of a join must.
-        announces_itself: whether it announces in another way than by stagereg's ``Join.notify_join_context``: by the
-            forward of a module, or through torch's ``Join``.
-        reduces_gradients: whether ranks reduce the gradients of a model by it; what follows steps only where
-            they were reduced.
-        reduced: whether the step that was shadowed last ended with reduced gradients, if it does reduce some.
+        has_no_collectives: whether the object runs no collectives itself, so that it cannot announce the rank.
+        may_be_first: whether the object announces the rank before each step, as the first joinable of a join must.
+        announces_itself: whether the object announces without stagereg's ``Join.notify_join_context``: by the forward
+            of a module, or through torch's ``Join``.
+        reduces_gradients: whether ranks reduce a model's gradients through this object; joinables after it step only if
+            the gradients were reduced.
+        reduced: whether the last shadowed step ended with reduced gradients, if the object reduces any.
         after: the joinable of the model whose gradients this one needs; ``None``: the nearest one listed before it.
-        hook: makes its hook when called with the joinable; ``None``: :attr:`own_hook`.
-        own_hook: the class of its default hook. If that is registered, its options are in the joinable's config.
-        session: the join it is in, while stagereg's ``Join`` has it attached.
+        hook: a factory that makes the hook from the joinable; ``None``: :attr:`own_hook`.
+        own_hook: the class of the default hook. If the class is registered, the joinable's config has its options.
+        session: the join that the joinable is attached to, while stagereg's ``Join`` is entered.
     """
 
     has_no_collectives: bool = False
@@ -87,56 +87,56 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for one join. All joinables of a join get the same ``kwargs`` and take what they know."""
+        """Return the hook for one join. All joinables of a join get the same ``kwargs``; each uses its own."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where the join's own collectives put their tensors, if this joinable is the first."""
+        """The device of the join's own collectives, if this joinable is the first."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The process group of the collectives; the same for all joinables of a join."""
+        """The process group of the collectives, equal for all joinables of a join."""
 
     def attach(self, session: JoinSession) -> None:
-        """The join has been entered. Called before the first step; ``session`` lasts until :meth:`detach`."""
+        """Called on entering the join, before the first step. ``session`` is valid until :meth:`detach`."""
         self.session = session
 
     def detach(self) -> None:
-        """Put back whatever ``join_hook`` and ``attach`` changed outside this object. Twice is harmless."""
-        vars(self).pop("session", None)  # no attribute stays behind
+        """Restore everything that ``join_hook`` and ``attach`` changed outside this object. Idempotent."""
+        vars(self).pop("session", None)  # leave no attribute behind
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        """Whether its step depends on which ranks are active; ranks then exchange that in every step."""
+        """Return whether a step depends on which ranks are active; if so, ranks exchange this in every step."""
         return False
 
     @property
     def has_unfinished_step(self) -> bool:
-        """Whether this rank has begun a step that the others cannot finish without it."""
+        """Whether this rank has begun a step that the other ranks cannot finish without this rank."""
         return False
 
     def make_hook(self, default: Callable[[Any], JoinHook] | None = None) -> JoinHook:
-        """Return the hook of this joinable: of :attr:`hook` if that was chosen, else of ``default``.
+        """Return the hook of this joinable, from :attr:`hook` if set, otherwise from ``default``.
 
-        ``default`` may be left out: it is :attr:`own_hook` then.
+        ``default`` defaults to :attr:`own_hook`.
 
         Raises:
-            JoinError: what was chosen makes no hook, or there is no hook.
+            JoinError: the factory did not return a hook, or there is no factory.
         """
         make = self.hook or default or self.own_hook
         if make is None:
-            raise JoinError(f"a {type(self).__name__} has no hook: set own_hook, or give make_hook the default one")
+            raise JoinError(f"a {type(self).__name__} has no hook. Set own_hook, or pass a default to make_hook")
         hook = make(self)
         if not callable(getattr(hook, "main_hook", None)) or not callable(getattr(hook, "post_hook", None)):
             raise JoinError(
-                f"the hook of a {type(self).__name__} must have main_hook and post_hook, as a JoinHook has; "
-                f"{self.hook!r} made a {type(hook).__name__}"
+                f"the hook of a {type(self).__name__} must have main_hook and post_hook, like a JoinHook, but "
+                f"{self.hook!r} returned a {type(hook).__name__}"
             )
         return hook
 
     def is_due(self) -> bool:
-        """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
+        """Return whether the active ranks step their optimizers in the shadowed step, instead of accumulating."""
         model = self.after
         if model is None and self.session is not None:
             listed = self.session.joinables
@@ -145,13 +145,13 @@ class Joinable(ABC):
 
 
 class BuiltInJoinable(Joinable):
-    """A joinable with the device and the process group that it is given.
+    """A joinable with a given device and process group.
 
     Args:
-        hook: makes its hook; ``None``: :attr:`own_hook`, the hook of its kind.
-        process_group: of its collectives; ``None``: the default group.
-        device: of its collectives.
-        stands_for: an object of torch's that is in joins by itself, as a DDP module is, and keeps the configuration.
+        hook: a factory of the hook; ``None``: :attr:`own_hook`, the hook of its kind.
+        process_group: the group of its collectives; ``None``: the default group.
+        device: the device of its collectives.
+        stands_for: a torch object that is itself a joinable, such as a DDP module, and stores the configuration.
     """
 
     own_hook: Callable[[Any], JoinHook]
@@ -190,10 +190,10 @@ class BuiltInJoinable(Joinable):
 
 
 class BuiltInHook(JoinHook, Generic[B]):
-    """The hook of one kind of joinable; a ``JoinError`` if it is given another.
+    """The hook of one kind of joinable. Raises: ``JoinError`` if constructed with another kind.
 
     Args:
-        joinable: the joinable, of that kind.
+        joinable: a joinable of the hook's kind.
     """
 
     def __init__(self, joinable: B, /) -> None:
@@ -201,8 +201,8 @@ class BuiltInHook(JoinHook, Generic[B]):
         if not isinstance(own, type) or not isinstance(self, own):
             kind = type(joinable).__name__
             raise JoinError(
-                f"a {type(self).__name__} was chosen for a {kind}, of which it is no hook. Choose a join_hook for a "
-                f"{kind}, or leave out the hook. In a config: ~join_hook@join.joinables.NAME.hook"
+                f"a {type(self).__name__} was chosen for a {kind}, which it does not support. Choose a join_hook for a "
+                f"{kind}, or omit the hook. In a config: ~join_hook@join.joinables.NAME.hook"
             )
         self.joinable = joinable
 
@@ -211,20 +211,20 @@ Joinable.register(TorchJoinable)  # type: ignore[type-abstract]
 
 
 def uncompiled(thing: Any) -> Any:
-    """Return the module that ``torch.compile`` has made a module of, or else the object itself."""
+    """Return the module that was passed to ``torch.compile``, or the object itself if it is not compiled."""
     return vars(thing)["_modules"].get("_orig_mod", thing) if isinstance(thing, nn.Module) else thing
 
 
 def is_native(joinable: object) -> TypeGuard[Joinable]:
-    """Whether an object has all members of :class:`Joinable` and announces here, which torch's joinables do not."""
+    """Return whether an object has all members of :class:`Joinable` and is not a joinable of torch."""
     kind = type(joinable)
     return Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__
 
 
 def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
-    """As :meth:`stagereg.Join.notify_join_context`, of a step that ``reduces`` gradients among the ranks or not.
+    """Announce a step as :meth:`stagereg.Join.notify_join_context` does; ``reduces``: whether it reduces gradients.
 
-    ``None``: it is not known yet.
+    ``reduces=None``: not known yet.
     """
     if not hasattr(joinable, "_join_config"):
         raise JoinableNotInitializedError(
@@ -238,7 +238,7 @@ def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
 
 
 def announce(joinable: Any, reduces: bool | None, throws_later: bool = False) -> dist.Work | None:
-    """As :func:`notify`, for any joinable. ``throws_later``: off torch's wire the caller stops uneven ranks."""
+    """Announce a step of any joinable. ``throws_later``: the caller raises, except in torch's protocol."""
     throw = joinable._join_config.throw_on_early_termination
     session = joinable.session if is_native(joinable) else None
     if session is not None and (membership := session.begin(reduces)) is not None:

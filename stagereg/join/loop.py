@@ -1,4 +1,4 @@
-"""One loop over data on one rank of a join: who still has data in it, and the batches that its body is given."""
+"""One loop over data, on one rank of a join: the ranks that still have data, and the batches for the loop body."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ Mode = Literal["planned", "counted", "torch", "auto"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a join was entered on."""
+    """The options with which a join was entered."""
 
-    mode: str | None  # as in `stagereg.Join`
+    mode: str | None  # see `stagereg.Join`
     throw: bool  # whether all ranks raise when one runs out of data
-    needs_active_ranks: bool  # for a step, so that planned lengths are not enough
-    several_models: bool = False  # whether there are several of which gradients are reduced
-    foreign: str = ""  # why there is no loop of ours, if the first joinable announces through torch's `Join`
+    needs_active_ranks: bool  # whether a step depends on the active ranks, so that planned lengths are not enough
+    several_models: bool = False  # whether several joinables reduce gradients
+    foreign: str = ""  # why join.iterate is unavailable, if the first joinable announces through torch's `Join`
 
 
 class Loop:
-    """A loop over data, on one rank. Ranks leave it when they run out of data, or it runs its body on all ranks.
+    """A loop over data, on one rank. Ranks without data leave a plain loop; join.iterate runs the body on all ranks.
 
-    Constructing it is collective: it sends the length of this rank's loader to the others, if the mode needs it.
+    The constructor is collective if the mode needs the loaders' lengths: it sends this rank's length to the others.
 
     Attributes:
-        iterates: whether it runs its body on all ranks.
+        iterates: whether all ranks run the body.
         running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
-        awaits_step: whether it has given its body a batch of which no step has begun.
-        trains: whether gradients were on when it gave its body a batch; else all of it is an evaluation.
-        decided: :attr:`membership`, once that has been asked for.
+        awaits_step: whether the body got a batch and no step has begun on this batch.
+        trains: whether gradients were enabled when the body got a batch; otherwise the whole loop is an evaluation.
+        decided: :attr:`membership`, once it has been read.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Loop:
         self.trains = True
         self._closed = False
         self.decided: Membership | None = None
-        self.counter: SampleCounter | None = None  # of the batches that it gives, in join.iterate
-        self._empty: Any = None  # an empty batch, or why there is none, until it is needed
-        self._is_published = False  # to ranks that never had a batch
+        self.counter: SampleCounter | None = None  # counts the batches of join.iterate
+        self._empty: Any = None  # an empty batch, or the error that prevents one, until needed
+        self._is_published = False  # published to ranks that never had a batch
         self._loader = loader
         self._length: int | None = None
-        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # it has none
+        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # the loader has no length
             self._length = len(loader)
         self._lengths: PendingSum | None = None
         if terms.mode != "counted" and loader is not None:
@@ -81,7 +81,7 @@ class Loop:
 
     @property
     def membership(self) -> Membership:
-        """Who still has data; waits for the lengths of all ranks the first time."""
+        """The ranks that still have data. The first access waits for the lengths of all ranks."""
         if self.decided is None:
             self.decided = self._decide()
         return self.decided
@@ -94,9 +94,9 @@ class Loop:
             unknown = [str(rank) for rank, length in enumerate(lengths) if length < 0]
             if unknown and terms.mode == "planned":
                 raise JoinError(
-                    f"{option('join.mode', 'planned')} needs the length of every rank's loader, and the loader of rank "
-                    f"{', '.join(unknown)} has none. Give it a __len__, or use {option('join.mode', 'counted')}, or "
-                    "auto, which then counts."
+                    f"{option('join.mode', 'planned')} needs the length of every rank's loader, but the loader of rank "
+                    f"{', '.join(unknown)} has none. Give it a __len__, or use {option('join.mode', 'counted')} or "
+                    "auto, which counts if a length is missing."
                 )
             if not unknown:
                 planned = StoreMembership(self._channel, lengths, self.store, terms.throw, peers.wait)
@@ -105,12 +105,12 @@ class Loop:
         return AllReduceMembership(self._channel, terms.throw, peers.wait, self._length)
 
     def begin(self, membership: Membership, reduces: bool | None) -> None:
-        """A step begins on this rank."""
+        """Begin a step on this rank."""
         self.awaits_step = False
         if self.iterates and membership.over:
             raise JoinError(
-                "a step began in a join after its join.iterate had ended. Take all steps of a join inside of "
-                "join.iterate, or put others in a join of their own."
+                "a step began in a join after its join.iterate had ended. Run all steps of a join inside "
+                "join.iterate, or use a separate join for the other steps."
             )
         membership.begin(reduces)
         if not (self._is_published or self._empty is None or membership.empty):
@@ -118,7 +118,7 @@ class Loop:
             self._publish(self._empty, membership)
 
     def leave(self) -> bool:
-        """Take part by hooks in what is left of the loop; return whether this rank had data in the last step."""
+        """Run the hooks for the rest of the loop; return whether this rank had data in the last step."""
         membership = self.membership
         self._peers.follows = not membership.over
         membership.empty = False
@@ -130,19 +130,18 @@ class Loop:
         return membership.shadowed == 0
 
     def close(self) -> None:
-        """The loop is over on all ranks; twice is harmless."""
+        """End the loop, when no rank has data. Idempotent."""
         if not self._closed:
             self._closed = True
             self._peers.end_loop()
-            if not self.membership.all_took_every_step:  # else none has answered, and nothing is to end
+            if not self.membership.all_took_every_step:  # otherwise no rank has answered requests
                 self._responder.close()
 
     def run(self, example: Any, layout: Layout, counter: SampleCounter) -> Iterator[Any]:
-        """Yield this rank's batches, which ``counter`` counts, then empty ones for as long as others have some.
+        """Yield this rank's batches, counted in ``counter``, then empty batches while other ranks have data.
 
-        A rank out of data asks, before each step, whether it begins anywhere, and if so its body gets an empty batch.
-        The body's forward is no announcement then. What is announced is a forward, not a batch: a batch that the body
-        skips is no step.
+        A rank without data checks, before each step, whether the step begins on any rank; if so, the body gets an empty
+        batch, and its forward is not announced. Ranks announce forwards, not batches: a skipped batch is not a step.
         """
         self.running = True
         self.counter = counter
@@ -156,12 +155,12 @@ class Loop:
                     raise JoinError(text) from error
             for i, batch in enumerate(self._loader):
                 if i == 0 and example is None and self._channel.size > 1:
-                    self._empty = emptied_or_error(batch, layout)  # before the body can change it
+                    self._empty = emptied_or_error(batch, layout)  # copied before the body can change the batch
                 self.awaits_step, self.trains = True, torch.is_grad_enabled()
                 counter.add(batch, layout)
                 index.add(batch)
                 yield batch
-                del batch  # so that its memory can be freed
+                del batch  # allow the batch's memory to be freed
             self.awaits_step = False
             while self._another_begins(membership := self.membership):
                 if empty is None:
@@ -171,42 +170,42 @@ class Loop:
                 membership.expects_empty_step = True
                 membership.empty = self.awaits_step = True
                 self.trains = torch.is_grad_enabled()
-                fresh = emptied(empty, layout, is_empty=True)  # for each step: the body may take items out
+                fresh = emptied(empty, layout, is_empty=True)  # a new copy per step, because the body may remove items
                 given = index.continued(fresh)
                 kept = numbers_in(given) if example is None or not has_no_samples(example) else ()
                 counter.add_empty({place: n for place, n in kept if place not in index.places})
                 yield given
                 membership.empty = False
-                if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
+                if membership.expects_empty_step:  # the body skipped the batch, so it called no join.mean either
                     self._shadow_step()
             self.close()
         finally:
             self.running = self.awaits_step = False
 
     def _another_begins(self, membership: Membership) -> bool:
-        """Without data: wait for the next step; whether there is one."""
+        """Wait for the next step, on a rank without data; return whether there is one."""
         self._peers.progress = self._peers.progress._replace(waits=True)
         return membership.wait_for_next_step() is not None
 
     def _publish(self, example: Any, membership: Membership) -> None:
-        """Give ranks that never had a batch an empty one; this rank's first step has begun."""
+        """Publish an empty batch for ranks that never had a batch. This rank's first step has begun."""
 
         def publish_if_needed() -> None:
-            with contextlib.suppress(RuntimeError):  # then all have failed
+            with contextlib.suppress(RuntimeError):  # a RuntimeError here means that all ranks have failed
                 if membership.some_never_had_data():
                     publish(self.store, "example", example)
 
         if isinstance(membership, StoreMembership):
             publish_if_needed()
         else:
-            self._channel.thread.submit(publish_if_needed)  # it waits for the other ranks to begin the step
+            self._channel.thread.submit(publish_if_needed)  # blocks until the other ranks begin the step
 
     def _from_other_rank(self) -> Any:
-        """Return the empty batch of a rank that had one, which it publishes as its first step begins."""
+        """Return the empty batch of another rank, which that rank publishes in its first step."""
         if self._length and isinstance(self.membership, StoreMembership):
             raise JoinError(
-                f"the loader of this rank has a length of {self._length}, but gave no batch at all, so it is not known "
-                "what an empty one is: join.iterate(loader, example=...)"
+                f"the loader of this rank has length {self._length} but yielded no batch to derive an empty batch "
+                "from. Pass an empty batch: join.iterate(loader, example=...)"
             )
         wait = self._peers.detector.wait
         wait(lambda seconds: wait_for_keys(self.store, ["example"], seconds), "publishing an empty batch")
@@ -214,6 +213,6 @@ class Loop:
 
     @property
     def keys(self) -> list[str]:
-        """This rank's share of the keys that the loop leaves in the store."""
+        """This rank's keys among the keys that the loop leaves in the rendezvous store."""
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]

@@ -1,7 +1,7 @@
-"""The loss that ``Join.mean`` returns: its value is the mean over all ranks, its gradient this rank's share of it.
+"""The loss that ``Join.mean`` returns: its value is the mean over all ranks, its gradient is this rank's contribution.
 
-DDP and FSDP take the mean of the gradients over the ranks: with N samples on D ranks, ``loss_sum * D / N`` on each of
-them makes it that of the mean over all samples. As a number to read, that share is of no use to anybody.
+DDP and FSDP average gradients over ranks. With N samples on D ranks, ``loss_sum * D / N`` on each rank makes that
+average the gradient of the mean over all samples. This scaled loss itself is not a meaningful value to report.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-_MEAN = 1  # in ATen's enumeration of reductions
+_MEAN = 1  # value of Reduction::Mean in ATen
 
 
 class MeanLoss(torch.autograd.Function):
-    """Has a value, and the gradient of ``loss_sum * scale``."""
+    """A given value, with the gradient of ``loss_sum * scale``."""
 
     @classmethod
     def of(cls, loss_sum: torch.Tensor, value: float, scale: float) -> torch.Tensor:
-        """Return the loss; with a ``scale`` of zero its gradient is zero, also where ``loss_sum`` is NaN."""
+        """Return the loss. With a ``scale`` of zero its gradient is zero, even if ``loss_sum`` is NaN."""
         if not scale:
             loss_sum = loss_sum.masked_fill(torch.ones_like(loss_sum, dtype=torch.bool), 0.0)
         found: torch.Tensor = cls.apply(loss_sum, value, scale)
@@ -35,7 +35,7 @@ class MeanLoss(torch.autograd.Function):
 
 
 def is_mean(loss: torch.Tensor) -> bool:
-    """Whether torch's graph shows that a loss is the mean of several numbers: a criterion's, or of ``Tensor.mean``."""
+    """Return whether the autograd graph shows that a loss is a mean of several numbers."""
     made_by = loss.grad_fn
     if getattr(made_by, "_saved_reduction", None) == _MEAN:
         return True

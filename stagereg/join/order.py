@@ -27,11 +27,11 @@ class ModelOrder:
         self.models = list(models.values())
         self._names = list(models)
         self._step, self._all_are_active = step, all_are_active
-        self._used: list[tuple[Any, bool]] = []  # model of each backward in this step, and whether it reduced gradients
+        self._used: list[tuple[Any, bool]] = []  # this step's backwards: model, and whether gradients were reduced
         self._reduces: bool | None = True  # whether this step was announced as one that reduces gradients
         self._is_open = False  # whether some model has had no backward yet in the announced step
         self._is_followed = False  # whether a rank without data runs collectives of each model in this step
-        self._graph_task = -1  # torch's number of the last backward
+        self._graph_task = -1  # torch's graph task id of the last backward
 
     def starts_step(self, model: Any) -> bool:
         """Return whether a forward of this model begins a step that no rank has announced."""
@@ -44,14 +44,14 @@ class ModelOrder:
         self._is_followed = is_followed or any(each.gathers for each in self.models)
 
     def end_step(self, then: str) -> None:
-        """End the step. Raises: ``JoinError`` if a rank without data waits for a backward that did not come."""
+        """End the step. Raises: ``JoinError`` if a rank without data waits for a missing backward."""
         if self.missing and not self._all_are_active():
             raise self.refusal(then)
         self._used, self._is_open = [], False
 
     @property
     def missing(self) -> str:
-        """The models without a backward in this step, if another model had a backward."""
+        """The models without a backward in this step, if another model had a backward; otherwise empty."""
         is_partial = self._is_open and self._is_followed and self._used
         return ", ".join(self._names[len(self._used) :]) if is_partial else ""
 

@@ -1,6 +1,6 @@
-"""What a rank in a join has to do with the other ranks of it: waits for them, follows them, publishes how far it is.
+"""The other ranks of a join: waiting for them, following them, and publishing progress to them.
 
-One :class:`Peers` lasts as long as the join. It knows nothing of loops, joinables and hooks.
+One :class:`Peers` lives as long as the join. It does not depend on loops, joinables or hooks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _POLL_INTERVAL_S = 0.0005
 
 
 class Peers:
-    """The other ranks of one join. All ranks construct theirs in the same order."""
+    """The other ranks of one join. All ranks construct their instances in the same order."""
 
     def __init__(self, wire: TorchWire, timeout_s: float, steps: Callable[[], int]) -> None:
         self.wire, self.group, self._steps = wire, wire.group, steps
         self.progress = Progress()
         self.responder: Responder | None = None
-        self.announced: Any = None  # work of this rank's last announcement on torch's wire
+        self.announced: Any = None  # work of this rank's last announcement with torch's protocol
         self.follows = self.failed = False
-        self.keys = ["options", "entered", "lacking", "all left"]  # keys of the join in the store
+        self.keys = ["options", "entered", "lacking", "all left"]  # the join's keys in the rendezvous store
         self.name = resources_of(self.group).next_name("join")
         self.detector = FailureDetector(
             self.group,
@@ -51,24 +51,24 @@ class Peers:
         self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if several else HashStore()
 
     def _is_elsewhere(self) -> bool:
-        """Whether this rank does not run the loop's body, so that it calls nothing that the others do."""
+        """Return whether this rank is outside the loop body, and so makes none of the calls of the body."""
         return self.follows or (self.responder is not None and self.responder.running)
 
     def expect_alike(self, options: Mapping[str, Any]) -> None:
-        """Compare what all ranks are to have entered with. Raises: ``JoinError`` if another rank has other options."""
+        """Compare the options of all ranks. Raises: ``JoinError`` if another rank entered with different options."""
         own = json.dumps(options, default=str)
         others = json.loads(self.store.compare_set("options", "", own))
         for name, value in json.loads(own).items():
             if others[name] != value:
                 error = JoinError(
-                    f"{option(f'join.{name}')} is not the same on all ranks: here it is {value}, elsewhere "
-                    f"{others[name]}. Give all ranks the same options."
+                    f"{option(f'join.{name}')} is not the same on all ranks: this rank has {value}, another rank has "
+                    f"{others[name]}. Pass the same options on all ranks."
                 )
                 self.detector.report(error)
                 raise error
 
     def find_difference(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
-        """Compare JSON values of so many ranks. Returns two that differ, each with its rank, or an empty list.
+        """Compare JSON values of ``ranks`` ranks. Return two that differ, each with its rank, or an empty list.
 
         Waits for the other ranks.
         """
@@ -84,7 +84,7 @@ class Peers:
         return json.loads(self.store.get(differs)) if self.store.check([differs]) else []
 
     def count_forward(self, gathers: bool, trains: bool) -> None:
-        """A forward runs, with which a step may begin. Before one that trains nothing and gathers, the ranks meet."""
+        """Count a forward, which may begin a step. Synchronizes ranks before forwards that gather without training."""
         progress = self.progress.begun(self._steps())
         if gathers:
             progress = progress.mark() if trains else progress
@@ -95,20 +95,20 @@ class Peers:
             self.wait(met.ready, "a forward under no_grad")
 
     def follow(self) -> None:
-        """Do what ranks in the loop have done, if this one has left it."""
+        """Follow the ranks in the loop, if this rank has left it: save and log when they do."""
         if self.follows:
             for follower in list(followers):
                 follower.follow()
 
     def end_loop(self) -> None:
-        """No rank has data any more."""
+        """Called when no rank has data any more."""
         self.follow()
         self.follows = False
         for follower in list(followers):
             follower.loop_ended()
 
     def wait(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait for other ranks, as the detector does, and follow them meanwhile."""
+        """Wait for other ranks like ``detector.wait``, and follow them while waiting."""
 
         def ready_to_go_on(seconds: float) -> bool:
             self.follow()
@@ -117,25 +117,25 @@ class Peers:
         self.detector.wait(ready_to_go_on, what)
 
     def count_active(self) -> int:
-        """Without data, on torch's wire: how many ranks begin another step; waits for them, and follows them."""
+        """Return how many ranks begin another step, on a rank without data with torch's protocol. Waits and follows."""
         self.progress = self.progress._replace(waits=True)
         total = torch.zeros(1, dtype=torch.get_default_dtype(), device=self.wire.device)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        # A wait with a time-out is a look for gloo; backends of accelerators may abort the group after it.
+        # With gloo, a wait with a timeout is a poll; accelerator backends may abort the group after a timeout.
         ready = PendingSum(array("d"), work).ready if total.is_cpu else functools.partial(_wait_for_work, work)
         self.wait(ready, "the next step")
         return int(total.item())
 
     def wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait as long as torch does, since other ranks may still prepare their data; raises if a rank has failed."""
+        """Wait as long as torch does, because other ranks may still prepare their data. Raises if a rank has failed."""
         self.detector.wait(ready, what, LIMIT_S)
 
 
 def _wait_for_work(work: Any, seconds: float) -> bool:
-    """Wait for a collective, no longer than so many seconds."""
+    """Wait for a collective for at most ``seconds``; return whether it has completed."""
     ends = time.monotonic() + seconds
     while not work.is_completed() and time.monotonic() < ends:
         time.sleep(_POLL_INTERVAL_S)
     if work.is_completed():
-        work.wait()  # raises what it failed with
+        work.wait()  # raises the collective's error
     return bool(work.is_completed())

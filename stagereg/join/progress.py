@@ -1,9 +1,9 @@
-"""How far a rank has come in a join, and what shows that another does not run the same program.
+"""Progress of a rank in a join, and contradictions that show that two ranks do not run the same program.
 
-A forward of a sharded module gathers its parameters from all ranks, and a backward reduces gradients among them. Where
-one rank runs one that the others do not, as an evaluation under ``if rank == 0``, its collectives are paired with
-others of theirs: all wait for ever, or the process is aborted, or numbers are wrong. So each rank counts what it runs.
-The counts of two ranks can contradict each other, whenever they are read, so it takes no time limit to know.
+A forward of a sharded module gathers its parameters from all ranks, and a backward reduces gradients among them. If one
+rank runs a collective that the others do not, such as an evaluation under ``if rank == 0``, it is paired with different
+collectives of the others: ranks hang, the process is aborted, or results are wrong. So each rank counts what it runs.
+If the counts of two ranks contradict each other at any time, the programs differ; no time limit is needed.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """What one rank has run. There is a new one for each change, so another thread never reads half a change."""
+    """Counts of one rank. Immutable: every change makes a new instance, so other threads never read partial updates."""
 
-    steps: int = 0  # how many have begun
-    marks: int = 0  # that many steps, and training forwards and backwards of modules that gather in their forwards
-    before: int = 0  # forwards that gather, until the last mark
-    forwards: int = 0  # ... until now
-    unreduced: int = 0  # steps before the last in which no backward reduced gradients
-    reduced: bool = False  # whether one has in the last step
+    steps: int = 0  # steps that have begun
+    marks: int = 0  # steps, plus training forwards and backwards of modules that gather in their forwards
+    before: int = 0  # gathering forwards until the last mark
+    forwards: int = 0  # gathering forwards until now
+    unreduced: int = 0  # steps before the last without a backward that reduced gradients
+    reduced: bool = False  # whether a backward reduced gradients in the last step
     waits: bool = False  # whether this rank has no more data, and waits for others to begin another step
 
     def begun(self, steps: int) -> Progress:
-        """Step number ``steps`` has begun."""
+        """Return the progress after step number ``steps`` has begun."""
         if steps == self.steps:
             return self
         return Progress(steps, self.marks + steps - self.steps, self.forwards, self.forwards, self._over)
 
     def mark(self) -> Progress:
-        """A training forward, or a backward, is about to begin."""
+        """Return the progress before a training forward or a backward."""
         return self._replace(marks=self.marks + 1, before=self.forwards)
 
     def contradicts(self, other: Progress) -> str:
-        """Return what this rank has surely run, and the other surely not, though it has come as far; or nothing."""
+        """Return which call this rank has certainly made and ``other`` has certainly skipped; empty if none."""
         if self.marks == other.marks:
             called = self.before > other.before or (other.waits and self.forwards > other.forwards)
         else:
             called = self.marks < other.marks and self.forwards > other.before
         if called:
             return (
-                f"has called the model in step {self.steps} and others have not, and each call is a collective of all "
-                "ranks. Call it on all of them alike, an evaluation too, and not under `if rank == 0`. Ranks that have "
-                "left a plain loop call it in training steps alone: use join.iterate, or evaluate after the loop"
+                f"called the model in step {self.steps} and other ranks did not, but each call is a collective of all "
+                "ranks. Call the model on all ranks, also for evaluation, not under `if rank == 0`. Ranks that have "
+                "left a plain loop call the model only in training steps: use join.iterate, or evaluate after the loop"
             )
-        # Of the steps that are over here and have begun there: how many were unreduced, here at least, there at most.
+        # Unreduced steps among those that ended here and began there: at least this many here, at most that many there.
         over = self.steps if self.waits else self.steps - 1
         least = (self._over if self.waits else self.unreduced) - max(0, over - other.steps)
         if least > (other._over if over >= other.steps else other.unreduced):
             return (
-                f"has reduced no gradients in a step up to {other.steps} in which others did: its forward built a "
-                "graph that was thrown away. Run a backward for each training forward: output.sum() * 0, if a batch "
-                "has no loss. Run other forwards under torch.no_grad(), and decide about no_sync() by the number of "
-                "the step"
+                f"reduced no gradients in a step up to {other.steps} in which other ranks did: its forward built a "
+                "graph without a backward. Run a backward for each training forward: of output.sum() * 0 if a batch "
+                "has no loss. Run other forwards under torch.no_grad(), and choose no_sync() by the step "
+                "number"
             )
         return ""
 

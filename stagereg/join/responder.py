@@ -1,7 +1,7 @@
-"""A request that only the ranks in a loop make together, while ranks that have left it answer with what they have.
+"""Sums requested by the ranks in a loop, in which ranks that have left the loop take part.
 
-A rank that has left cannot know when the others request, or how often. So it answers on its channel's own thread until
-no rank is left that may request; then it can begin anew, as for another loop. A request costs one small all-reduce.
+A rank that has left cannot predict when, or how often, the others send requests. So its channel's thread responds until
+no rank is left that may send requests, and can start again for another loop. A request costs one small all-reduce.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from stagereg.kernel.channel import ControlChannel, Waiting
 
 
 class Responder:
-    """One rank's end of sums of ``width`` numbers, on a ``channel`` of its own. Every rank closes it once a loop.
+    """One rank's endpoint for sums of ``width`` numbers, on its own ``channel``. Every rank closes it once per loop.
 
-    ``follow`` is what a rank that answers does after each request, on the channel's thread. ``call`` is what the
-    program calls to request, for messages. After a failed join it is not closed, and not used again.
+    ``follow`` is called on the channel's thread after each request that this rank responds to. ``call`` names the
+    program's call in messages. After a failed join, do not close or reuse the endpoint.
     """
 
     def __init__(
@@ -33,33 +33,33 @@ class Responder:
         self._waiting = waiting
         self._follow = follow
         self._call = call
-        self._ended: threading.Event | None = None  # while this rank answers
+        self._ended: threading.Event | None = None  # set while this rank responds
         self._failure: Exception | None = None
 
     @property
     def running(self) -> bool:
-        """Whether this rank answers, and cannot request."""
+        """Whether this rank responds, and cannot send requests."""
         return self._ended is not None
 
     def request(self, *values: float) -> list[float]:
-        """Return the sums over all ranks; called by every rank that does not answer, in the same order."""
+        """Return the sums over all ranks. Called in the same order by every rank that does not respond."""
         if self.running:
             raise JoinError(
-                "the loop body passed over an empty batch, and now calls join.mean on another one; it must do the "
-                "same on every empty batch: remove what looks at whether there are samples"
+                "the loop body skipped an empty batch and now calls join.mean on another empty batch, but it must do "
+                "the same on every empty batch. Remove the code that checks whether there are samples."
             )
         pending = self.channel.add([*values, 0.0])
         self._waiting(pending.ready, self._call)
         return pending.wait()[:-1]
 
     def start(self) -> None:
-        """Answer from now on, until all ranks do. Twice is harmless."""
+        """Start responding, until all ranks do. Idempotent."""
         if not self.running:
             ended = self._ended = threading.Event()
             self.channel.thread.submit(lambda: self._answer(ended))
 
     def close(self) -> None:
-        """End: answer until all ranks do. Raises: what answering failed with."""
+        """Respond until all ranks do. Raises: the error of the responding thread."""
         self.start()
         assert self._ended is not None
         self._waiting(self._ended.wait, "the end of the join")

@@ -1,9 +1,9 @@
-"""One join on one rank, from entering to leaving: its ranks, its hooks, its loops, and who still has data in each.
+"""One join on one rank, from entering to leaving: its ranks, hooks and loops, and the ranks that still have data.
 
-The join's context manager makes a session when it is entered, and a joinable gets it by ``attach``. The session knows
-process groups, loaders' lengths and the modes of a join; it does not know what a joinable or a hook does in a step.
+``Join`` creates a session on entering, and joinables get the session through ``attach``. The session handles process
+groups, loader lengths and modes; it does not depend on what a joinable or a hook does in a step.
 
-All steps of a join belong to the loop that was entered last, or go over torch's wire, where there is no loop.
+All steps of a join belong to the loop entered last, or use torch's protocol if there is no loop.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _BETWEEN = (
 _POLL_INTERVAL_S = 0.001
 
 _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
-"""The joins that are on in a thread, outermost first. Global, as a nested join does not know the one around it."""
+"""The active joins of a thread, outermost first. Global, because a nested join has no reference to its outer join."""
 
 
 class JoinSession:
-    """All ranks construct theirs in the same order."""
+    """A join on one rank. All ranks construct their sessions in the same order."""
 
     def __init__(
         self, wire: TorchWire, joinables: Sequence[Any], terms: Terms, timeout_s: float, models: Mapping[str, Any]
@@ -63,40 +63,40 @@ class JoinSession:
         self._order: ModelOrder | None = None  # not needed for a single model
         if terms.several_models:
             self._order = ModelOrder(models, lambda: self.steps, self._all_are_active)
-        self._is_early = False  # whether the step of this batch was announced by an evaluation
-        self._warned = False  # of a joinable in the middle of a model's step
-        self._announced = 0  # steps, by the first joinable, on torch's wire
-        self._followed = 0  # steps of torch's wire, without data
+        self._is_early = False  # whether an evaluation announced this batch's step
+        self._warned = False  # about a joinable in the middle of a model's step
+        self._announced = 0  # steps announced by the first joinable with torch's protocol
+        self._followed = 0  # steps of torch's protocol without data
 
     @property
     def membership(self) -> Membership | None:
-        """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire."""
+        """The ranks with data in the running loop; ``None`` with torch's protocol."""
         if self._suspended:
             raise JoinError(
-                "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
-                "Put all that the inner loop uses in the inner join."
+                "a joinable of an outer join was used inside an inner join, where ranks without data do not shadow it. "
+                "List all objects that the inner loop uses in the inner join."
             )
         return None if self.loop is None else self.loop.membership
 
     @property
     def all_took_every_step(self) -> bool:
-        """Once no rank has data any more: whether all are known to have had data in every step; the same on all."""
-        known = self.loop is not None  # not on torch's wire
+        """Whether, after the loop, all ranks are known to have had data in every step. Equal on all ranks."""
+        known = self.loop is not None  # not known with torch's protocol
         return known and all(loop.membership.over and loop.membership.all_took_every_step for loop in self._loops)
 
     @property
     def steps(self) -> int:
-        """How many steps have begun in all loops so far, on this rank or on others while it had no data."""
+        """Number of steps begun in all loops so far, on this rank, or on others while this rank had no data."""
         return self._announced + self._followed + sum(each.steps for each in self._memberships)
 
     @property
     def shadowed(self) -> int:
-        """How many of them came while this rank had no data."""
+        """Number of steps that began while this rank had no data."""
         return self._followed + sum(each.shadowed for each in self._memberships)
 
     @property
     def _own_hooks(self) -> list[Any]:
-        """The hooks that are stagereg's ``JoinHook``: they have more methods than torch's."""
+        """The hooks of stagereg's class ``JoinHook``, which has more methods than torch's."""
         return [hook for hook in self.hooks if hasattr(hook, "before_step") and hasattr(hook, "on_exhausted")]
 
     @property
@@ -104,10 +104,9 @@ class JoinSession:
         return [loop.decided for loop in self._loops if loop.decided is not None]
 
     def start(self, loader: Any, options: Mapping[str, Any]) -> None:
-        """Enter; the join around this one must not be used from now on. Collective.
+        """Enter the join, and suspend the outer join. Collective.
 
-        ``loader`` is that of a loop that ranks leave when they run out of data, if it is known. ``options`` are to be
-        the same on all ranks.
+        ``loader``: the loader of a plain loop, if known. ``options`` must be equal on all ranks.
         """
         for outer in _entered.get():
             outer._suspended = True
@@ -118,23 +117,23 @@ class JoinSession:
         if mode == "torch" or (mode is None and loader is None) or (foreign and mode in (None, "auto")):
             self.peers.store.add("entered", 1)
             return
-        if foreign or mode != "planned" or loader is not None:  # else there has to be a join.iterate
+        if foreign or mode != "planned" or loader is not None:  # otherwise join.iterate must follow
             self.enter_loop(loader)
 
     def enter_loop(self, loader: Any, iterates: bool = False) -> Loop:
-        """Enter a loop in the place of the one before, which ends now on this rank. Collective."""
+        """Enter a loop; the previous loop ends on this rank. Collective."""
         if self.terms.foreign:
             raise JoinError(self.terms.foreign)
         before = self.loop
         if before is not None and before.running:
             raise JoinError(
-                "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
-                "after it, or loop over the loader itself under torch.no_grad()."
+                "another join.iterate of this join has not ended, but only one can run at a time. Evaluate "
+                "after that loop, or loop over the loader itself under torch.no_grad()."
             )
         if self._announced or (before is not None and not before.iterates and before.decided and before.decided.steps):
             raise JoinError(
-                "a step of this join has begun outside of join.iterate already. Take all steps of a join inside of "
-                "join.iterate, or none; put others in a join of their own."
+                "a step of this join has already begun outside join.iterate. Run all steps of a join inside "
+                "join.iterate, or none; use a separate join for the other steps."
             )
         if before is not None and before.iterates:
             before.leave()
@@ -171,7 +170,7 @@ class JoinSession:
     def _all_are_active(self) -> bool:
         """Return whether all ranks have data in the last announced step; may wait for the other ranks."""
         membership = self.membership
-        if isinstance(membership, StoreMembership):  # which knows the plan alone
+        if isinstance(membership, StoreMembership):  # StoreMembership only has the plan
             return membership.steps <= membership.shortest
         if membership is not None:
             return len(membership.read().ranks) == self.peers.group.size()
@@ -206,9 +205,10 @@ class JoinSession:
                 _log.warning("stagereg: this works only while all ranks have data: %s", text)
 
     def begin(self, reduces: bool | None) -> Membership | None:
-        """A step begins on this rank, and ``reduces`` gradients or not: announce it; count it on torch's wire.
+        """Begin a step on this rank: announce it, or count it with torch's protocol.
 
-        ``None``: whether it does is not known yet, as an evaluation comes first on its batch.
+        ``reduces``: whether the step reduces gradients; ``None``: unknown, because an evaluation comes first on its
+        batch.
         """
         membership = self.membership
         if (order := self.order) is not None:
@@ -217,8 +217,8 @@ class JoinSession:
             self.loop.begin(membership, reduces)
         elif self.terms.mode == "planned":
             raise JoinError(
-                f"{option('join.mode', 'planned')} has to know how many batches there are: loop over "
-                "join.iterate(loader), or give the join the loader: loader=loader."
+                f"{option('join.mode', 'planned')} requires the number of batches: loop over "
+                "join.iterate(loader), or pass the loader to the join: loader=loader."
             )
         else:
             self._announced += 1
@@ -226,12 +226,12 @@ class JoinSession:
         return membership
 
     def count_reduction(self, joinable: Any) -> None:
-        """A joinable's gradients are reduced in this step, which begins with the first one that has some."""
+        """Record that gradients are reduced in this step; only the first joinable that reduces gradients counts."""
         if joinable is next(each for each in self.joinables if each.reduces_gradients):
             self.peers.progress = self.peers.progress._replace(reduced=True)
 
     def shadow_step(self) -> None:
-        """Take part in a step by hooks, and in its :meth:`stagereg.Join.mean` by zeros."""
+        """Take part in a step: run the hooks, and contribute zeros to :meth:`stagereg.Join.mean`."""
         self.peers.follow()
         if self.peers.responder is not None:
             self.peers.responder.start()
@@ -245,16 +245,16 @@ class JoinSession:
                 self.count_reduction(joinable)
 
     def finish(self) -> None:
-        """This rank has left its loop with nothing wrong: take part until no rank has data any more."""
-        passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # by all ranks together
+        """Take part in the other ranks' steps until no rank has data; this rank has left its loop without an error."""
+        passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # on all ranks
         names = {id(model): name for name, model in self._models.items()}
         unfinished = [names.get(id(each), type(each).__name__) for each in self.joinables if each.has_unfinished_step]
         if unfinished and not passed:
             raise JoinError(
                 f"this rank leaves the join after a forward without a backward: of {', '.join(unfinished)}. The other "
                 "ranks wait for its gradients. Run forwards without a training step under torch.no_grad(). If only "
-                "torch.autograd.grad uses the graph of that forward, loop over join.iterate(loader), or take the model "
-                "off the list of joinables if the list has others."
+                "torch.autograd.grad uses the graph of that forward, loop over join.iterate(loader), or remove the "
+                "model from the list of joinables if the list has others."
             )
         if (order := self.order) is not None:
             self._leave_step(order)
@@ -278,7 +278,7 @@ class JoinSession:
 
     @property
     def _is_even(self) -> bool:
-        """Once no rank has data: whether all are known to have had data in every step; the same on all ranks."""
+        """Return whether, after the loop, all ranks are known to have had data in every step. Equal on all ranks."""
         if self.loop is not None or self.terms.foreign:
             return self.all_took_every_step
         return not self._followed and self._all_are_active()
@@ -286,7 +286,7 @@ class JoinSession:
     def _compare_optimizer_steps(self) -> None:
         """Raise on all ranks if an optimizer did not step equally often on all ranks."""
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
-        # On torch's wire, ranks that run torch's Join do not take part.
+        # With torch's protocol, ranks that run torch's Join do not take part.
         ranks = self.peers.group.size() if self.loop is not None else self.peers.store.add("entered", 0)
         if not (found := self.peers.find_difference("optimizer steps", own, ranks)):
             return
@@ -322,17 +322,17 @@ class JoinSession:
             raise refusal
 
     def give_up(self, error: BaseException) -> None:
-        """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
+        """Leave with an error: report it to the other ranks, or raise the error of the failed rank."""
         _add_note(error)
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
-            raise _add_note(UnevenInputsError(PEER_EXHAUSTED)) from error  # of torch's notify, inside a torch joinable
+            raise _add_note(UnevenInputsError(PEER_EXHAUSTED)) from error  # from torch's notify
         membership = None if self.loop is None else self.loop.decided
         if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
             if self.peers.responder is not None:
                 self.peers.responder.close()
-            return  # all ranks raise it; of a plan, only this rank can know that it ran out too early
+            return  # all ranks raise this error; with a plan, only this rank detects that its data ended early
         self.peers.failed = True
-        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
+        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # Preempted and Stopped: all ranks leave together
             return
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
             cause = self.peers.detector.explain(error)
@@ -342,18 +342,19 @@ class JoinSession:
         is_foreign = isinstance(error, Exception) and not isinstance(error, StageregError)
         if membership is not None and membership.empty and is_foreign:
             error.add_note(
-                "This rank has no more data, and join.iterate ran the loop body on an empty batch. What the body does "
-                "with samples must bear that there are none: x.flatten(1), not x.view(len(x), -1); sums, not means; "
-                "pack_padded_sequence only if len(x). If a batch is a list of samples, the empty one is an empty list: "
-                "join.iterate(loader, example=[])."
+                "This rank has no more data, and join.iterate ran the loop body on an empty batch. Its code must "
+                "support batches without samples: x.flatten(1), not x.view(len(x), -1); sums, not means; "
+                "pack_padded_sequence only if len(x). If a batch is a list of samples, the empty batch is an empty "
+                "list: join.iterate(loader, example=[])."
             )
 
     def stop(self) -> None:
-        """Leave; the join around this one goes on."""
+        """Leave the join, and resume the outer join."""
         _entered.set(tuple(each for each in _entered.get() if each is not self))
         for outer in _entered.get()[-1:]:
             outer._suspended = False
-        # The keys of the join before are deleted once all ranks are past it, and this join's are left to the next one.
+        # Keys of the previous join are deleted once all ranks have left it; the next join deletes the keys of this
+        # join.
         resources = resources_of(self.peers.group)
         if any(membership.over for membership in self._memberships):
             thread = control_channel(self.peers.group, "membership", self.peers.wait_for_ranks).thread
@@ -367,7 +368,7 @@ class JoinSession:
 
 
 def _add_note(error: E) -> E:
-    """Return an error, with what may be behind it where ranks seem to have different numbers of steps."""
+    """Return an error; a note explains a possible cause of uneven step counts."""
     if isinstance(error, UnevenInputsError):
         error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
     return error
@@ -378,6 +379,6 @@ def _and(counts: Sequence[int]) -> str:
 
 
 def _delete(store: Any, keys: Sequence[str]) -> None:
-    with contextlib.suppress(RuntimeError):  # the store may be gone
+    with contextlib.suppress(RuntimeError):  # the rendezvous store may be gone
         for key in keys:
             store.delete_key(key)

@@ -1,10 +1,10 @@
-"""Where a training step begins: with the forward of a module.
+"""Detection of training steps: a step begins with the forward of a module.
 
-A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins
-that adds to the gradients of parameters. So a second forward before that backward is no second step, a forward under
-``no_grad`` is none, and ``torch.autograd.grad`` ends none. Where the loop runs its body on all ranks, the first forward
-on each batch announces the step, whatever it is for, as ranks without data run the body from then on: one under
-``no_grad`` announces the step of the training forward that follows on that batch.
+A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins to
+add to the gradients of parameters. So a second forward before that backward does not begin a step, nor does a forward
+under ``no_grad``, and ``torch.autograd.grad`` does not end a step. With ``join.iterate``, the first forward on each
+batch announces the step, because ranks without data run the body from then on; a forward under ``no_grad`` announces
+the step of the training forward that follows on the same batch.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from stagereg.kernel.shadow import TorchWire
 
 
 class TrackedJoinable(BuiltInJoinable):
-    """A joinable whose steps begin with the forward of its module; it watches that from ``join_hook`` to ``detach``."""
+    """A joinable whose steps begin with the forward of its module, watched from ``join_hook`` to ``detach``."""
 
     announces_itself = True
-    begun = 0  # steps that train
-    in_step: bool | None = None  # whether the forward that runs is a step's first; ``None`` while none is watched
-    gathers = False  # whether each forward is known to have collectives, so that all ranks have to run it alike
-    divides_by_world = True  # gradients, by the number of all ranks, and not by that of the active ones
-    handles: Sequence[Any] = ()  # of the hooks with which it watches; empty while it does not
-    replaced: tuple[str, ...] = ()  # attributes of the module that the joinable sets while it watches
-    seen_at: Sequence[torch.Tensor] = ()  # parameters, where a backward is seen that goes by no tensor of the output
-    _copyable: Sequence[nn.Module] = ()  # modules whose copies leave the hooks out
+    begun = 0  # training steps
+    in_step: bool | None = None  # whether the running forward is the first of a step; ``None``: no forward is watched
+    gathers = False  # whether each forward is known to run collectives, so that all ranks must run it
+    divides_by_world = True  # divide gradients by the world size, not by the number of active ranks
+    handles: Sequence[Any] = ()  # handles of the watching hooks; empty when not watching
+    replaced: tuple[str, ...] = ()  # attributes of the module that are set while watching
+    seen_at: Sequence[torch.Tensor] = ()  # parameters that reveal a backward through no tensor of the output
+    _copyable: Sequence[nn.Module] = ()  # modules whose copies omit the hooks
     _awaited: Sequence[Any] = ()  # handles of hooks on parameters, until the backward begins
     _outputs: Sequence[Any] = ()  # handles of hooks on outputs, until the next step begins
-    _is_open = False  # whether a step has begun of which no backward has run
+    _is_open = False  # whether a step has begun without a backward so far
     _has_ended = True  # whether the last backward has ended
-    _outside: frozenset[str] | None = None  # in a join: the names of this object's attributes before
+    _outside: frozenset[str] | None = None  # in a join: attribute names of this object on entering
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
-        self.detach()  # which torch's ``Join`` does not
+        """Return the hook, and start watching the module, because torch's ``Join`` calls no other method."""
+        self.detach()  # torch's ``Join`` does not call ``detach``
         self._outside = frozenset(vars(self))
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         hook = super().join_hook(**kwargs)
@@ -52,7 +52,7 @@ class TrackedJoinable(BuiltInJoinable):
         return hook
 
     def watch(self) -> None:
-        """Begin to watch the module, which is not watched."""
+        """Start watching the module."""
         assert self.module is not None
 
         def uncompiled(hook: Callable[..., None]) -> Any:  # torch.compile of the module would compile its hooks, too
@@ -65,7 +65,7 @@ class TrackedJoinable(BuiltInJoinable):
         self.leave_out_of_copies(self.module)
 
     def leave_out_of_copies(self, module: nn.Module) -> None:
-        """Until :meth:`detach`, have ``copy.deepcopy`` and ``pickle`` copy a module as it is without the join."""
+        """Until :meth:`detach`, make ``copy.deepcopy`` and ``pickle`` copy a module without the join's changes."""
         self._copyable = [*self._copyable, module]
         vars(module)["__getstate__"] = functools.partial(self._state_without_join, module)
 
@@ -85,16 +85,16 @@ class TrackedJoinable(BuiltInJoinable):
 
     @property
     def membership(self) -> Membership | None:
-        """How the join knows who has data; ``None`` on torch's wire."""
+        """The ranks with data; ``None`` with torch's protocol."""
         return None if self.session is None else self.session.membership
 
     @property
     def will_reduce(self) -> bool:
-        """Whether the next backward reduces the gradients among the ranks."""
+        """Whether the next backward reduces gradients among the ranks."""
         return True
 
     def active_that_reduce(self) -> int:
-        """Joined rank: how many active ranks will reduce their gradients in this step."""
+        """Return, on a joined rank, how many active ranks will reduce gradients in this step."""
         if (membership := self.membership) is not None:
             return int(membership.read().syncing)
         return TorchWire(self.join_process_group, self.join_device).count_active()
@@ -116,13 +116,13 @@ class TrackedJoinable(BuiltInJoinable):
             announce(self, reduces, throws_later)
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward begins. Called after :meth:`on_step` if it begins a step."""
+        """Called when a forward begins, after :meth:`on_step` if the forward begins a step."""
 
     def after_forward(self, is_step: bool) -> None:
-        """A forward has ended, or has raised."""
+        """Called when a forward has ended or raised."""
 
     def on_backward(self) -> None:
-        """Handle a backward that adds to gradients of the module; called once per backward, at an output."""
+        """Called once per backward that adds to gradients of the module, at an output."""
 
     def leaves(self) -> Iterable[torch.Tensor] | None:
         """Return the tensors whose gradients a step's backward adds to; ``None``: any backward ends a step."""
@@ -134,15 +134,15 @@ class TrackedJoinable(BuiltInJoinable):
             return True
         if any(leaf.requires_grad and _is_executed(leaf) for leaf in found):
             return True
-        # Reentrant checkpointing adds to the gradients in an inner backward, whose graph the outer one does not have.
+        # Reentrant checkpointing adds to gradients in an inner backward, whose graph is not part of the outer graph.
         leaves = [leaf for leaf in self.leaves() or () if leaf.requires_grad]
         return bool(leaves) and not _is_reachable(leaves)
 
     def _on_second_backward(self) -> None:
-        """Handle another backward through the outputs of a step, that adds to gradients of the module again."""
+        """Called on another backward through a step's outputs that adds to gradients of the module again."""
 
     def _on_other_backward(self) -> None:
-        """Handle a backward that adds to no gradient of the module, at an output."""
+        """Called, at an output, on a backward that adds to no gradient of the module."""
 
     def _state_without_join(self, module: Any) -> Any:
         kind: Any = type(module)
@@ -165,19 +165,19 @@ class TrackedJoinable(BuiltInJoinable):
         self.in_step = None
         if _in_backward() or not config.enable:
             return
-        # Once the loop has given its body a batch, any forward announces a step.
+        # After the loop has passed a batch to its body, any forward announces a step.
         loop = None if session is None else session.loop
         awaited = loop is not None and loop.awaits_step and (config.is_first_joinable or self.gathers)
         training = torch.is_grad_enabled() and self.trains
         was_open, begins = self._is_open, awaited or (training and not self._is_open)
         if begins:
-            self.on_step()  # if it raises, no step has begun
+            self.on_step()  # no step has begun if this raises
             if training:
                 self._forget(self._outputs)
                 self._outputs = ()
             self.begun += training
             self._is_open = training
-        # Of a loop that is an evaluation as a whole, each forward is a step's own.
+        # In a loop that is an evaluation, each forward is its own step.
         self.in_step = begins and (training or (loop is not None and not loop.trains))
         if session is not None:
             session.peers.count_forward(self.gathers, trains=begins and training and not was_open)
@@ -189,11 +189,11 @@ class TrackedJoinable(BuiltInJoinable):
         began, self.in_step = self.in_step, None
         self.after_forward(began)
         if torch.is_grad_enabled():
-            outputs = differentiable(output)  # and a parameter, for a loss of an empty batch that is 0 * parameters
+            outputs = differentiable(output)  # and a parameter: the loss of an empty batch may be 0 * parameters
             trained = [param for param in self.seen_at[: 1 if outputs else None] if param.requires_grad]
             self._outputs = [*self._outputs, *(_hook_first(tensor, self._on_gradient) for tensor in outputs)]
             self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in trained)]
-            if not outputs and not trained:  # no backward can be seen
+            if not outputs and not trained:  # no backward can be detected
                 self._is_open = False
 
     @staticmethod
@@ -222,11 +222,11 @@ class TrackedJoinable(BuiltInJoinable):
 
 
 def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Register a hook that runs before those that are there, as FSDP2's, which begin with a collective."""
+    """Register a hook that runs before existing hooks, such as FSDP2's, which begin with a collective."""
     before = dict(tensor._backward_hooks or {})
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
-    for key, each in before.items():  # torch calls them in the order in which the keys were set
+    for key, each in before.items():  # torch calls hooks in the insertion order of the keys
         del hooks[key]
         hooks[key] = each
     return handle
@@ -251,7 +251,7 @@ def _is_executed(leaf: torch.Tensor) -> bool:
 
 
 def _is_reachable(leaves: Iterable[torch.Tensor]) -> bool:
-    """Return whether the graph below the current node has one of some leaves."""
+    """Return whether one of ``leaves`` is below the current node in the graph."""
     wanted = {id(leaf) for leaf in leaves}
     nodes: list[Any] = [torch._C._current_autograd_node()]
     seen = set(nodes)
@@ -266,5 +266,5 @@ def _is_reachable(leaves: Iterable[torch.Tensor]) -> bool:
 
 
 def _in_backward() -> bool:
-    """Whether a backward runs; it computes forwards again of which the results were not kept (checkpointing)."""
+    """Return whether a backward is running, which recomputes forwards with activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

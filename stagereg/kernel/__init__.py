@@ -1,5 +1,5 @@
-"""The kernel: what several plugins use to copy a state dict, and to join ranks that have no data left.
+"""The kernel: copying state dicts, and joining ranks without data, for several plugins.
 
-``copier`` makes a copy, with the modules beside it. In a join ``membership``, or ``shadow`` on torch's wire, knows who
-still has data. All of it knows torch, and no stager, registry or Hydra.
+``copier`` and the modules next to it make copies. In a join, ``membership``, or ``shadow`` with torch's protocol,
+tracks the ranks that still have data. The kernel depends on torch, but not on stagers, the registry or Hydra.
 """

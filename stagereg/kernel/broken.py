@@ -1,4 +1,4 @@
-"""Broken process groups: recognises the errors of one, and breaks one on purpose, so that none waits in it for ever."""
+"""Broken process groups: detects their errors, and aborts a group so that no thread waits in it forever."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from stagereg.kernel.channel import resources_of
 
-_TAG = 0x57A6E  # of a receive that no rank sends for; a tag that no program uses
+_TAG = 0x57A6E  # tag of a receive that is never sent; no program uses this tag
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _LOST = r"Connection (closed|reset)|Broken pipe"
 _BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
 
 
 def collectives_of(group: dist.ProcessGroup | None) -> int:
-    """Return how many collectives the group has run on this rank; 0 where it does not count them."""
+    """Return how many collectives the group has run on this rank; 0 if the group does not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
@@ -28,12 +28,13 @@ def collectives_of(group: dist.ProcessGroup | None) -> int:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Let every operation on ``group`` that is under way fail, on this rank at once; the group is unusable afterwards.
+    """Make every pending operation on ``group`` fail on this rank at once; the group is unusable afterwards.
 
-    Gloo's own ``abort`` and ``shutdown`` do nothing, and neither wakes a thread that waits in a collective. A receive
-    that times out does: gloo then takes every connection of this rank's group for broken and closes it, so whatever
-    waits on one, on this rank or at its other end, fails at once. In a ring not every two ranks are connected, so each
-    rank has to call it. Never raises; for any thread. Other backends get ``group.abort()``.
+    Gloo's own ``abort`` and ``shutdown`` have no effect, and do not wake a thread that waits in a collective. A receive
+    that times out does: gloo then treats every connection of this rank's group as broken and closes it, so every
+    operation waiting on a connection, on this rank or at its other end, fails at once. In a ring not all pairs of ranks
+    are connected, so each rank must call this function. Never raises. Thread-safe. Other backends get
+    ``group.abort()``.
     """
     resources = resources_of(group)
     resources.aborted = True
@@ -42,10 +43,10 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def discard_channels(group: dist.ProcessGroup) -> None:
-    """Let go of what joins keep for ``group``, after one has failed: its ranks may be anywhere in their exchanges."""
+    """Close the joins' resources of ``group`` after a failed join: its ranks may be anywhere in their exchanges."""
     resources = resources_of(group)
     for backend in resources.backends():
-        _abort(backend)  # or a thread would wait in one for a rank that does not come
+        _abort(backend)  # otherwise a thread would wait for a rank that never arrives
     resources.close()
 
 
@@ -60,7 +61,7 @@ def _abort(backend: Any) -> None:
 def _close_connections(backend: Any) -> None:
     """Let a receive time out, from the first rank that is still connected."""
     for distance in range(1, backend.size()):
-        # A receive from a rank that has aborted earlier fails at once, and leaves the other connections open.
+        # A receive from a rank that has already aborted fails at once, and leaves the other connections open.
         try:
             source = (backend.rank() + distance) % backend.size()
             backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], source, _TAG).wait(
@@ -72,27 +73,27 @@ def _close_connections(backend: Any) -> None:
 
 
 def is_broken_operation(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, looks as if a collective or a call of the store has ended with it."""
+    """Return whether ``error``, or one of its causes, looks like a failed collective or store call."""
     return _matches(_BROKEN, error)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, looks as if the process at the other end of a connection is gone."""
+    """Return whether ``error``, or one of its causes, looks like a connection whose other process is gone."""
     return _matches(_LOST, error)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, looks as if an operation has waited too long for another rank."""
+    """Return whether ``error``, or one of its causes, looks like a timeout waiting for another rank."""
     return _matches(_TIMEOUT, error)
 
 
 def _matches(pattern: str, error: BaseException) -> bool:
-    # Gloo raises a plain RuntimeError, as so much else does; only its text tells them apart.
+    # Gloo raises a plain RuntimeError, like many others; only the text distinguishes it.
     return re.search(pattern, "".join(traceback.format_exception(error, limit=0)), re.IGNORECASE) is not None
 
 
 def backends_of(group: Any) -> list[Any]:
-    """The backends of a group, each once, without what ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps around them."""
+    """Return the distinct backends of a group, without the wrappers of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     found: dict[int, Any] = {}
     for device in group._device_types:
         with contextlib.suppress(Exception):

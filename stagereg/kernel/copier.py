@@ -1,12 +1,12 @@
-"""The copy: a state dict in, an equal and independent state dict in host memory out.
+"""Copy a state dict into an equal, independent state dict in host memory.
 
-:class:`HostCopier` is what stagers are built on. It takes the state dict apart (``state_dict``), plans where its bytes
-go or keeps the plan it has (``layout``), leases memory (``memory``) and has the bytes moved (``transfer``): host memory
-by a few threads, an accelerator's on a stream of its own, which waits for the work already queued by the caller and
-makes the caller's stream wait for nothing.
+:class:`HostCopier` is the base of stagers. It decomposes the state dict (``state_dict``), plans the position of its
+bytes or reuses the last plan (``layout``), leases memory (``memory``) and copies the bytes (``transfer``): host memory
+with a few threads, accelerator memory on a separate stream. This stream waits for the work that the caller has queued;
+the caller's stream never waits.
 
-A plan is used again only if addresses, shapes, dtypes and strides are as they were. A stager that copies in another
-order takes a :class:`PendingCopy`.
+A plan is reused only if addresses, shapes, dtypes and strides are unchanged. Stagers that copy in another order use a
+:class:`PendingCopy`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PendingCopy:
     """Memory for a copy that has no content yet."""
 
     spec: TreeSpec  # the copy without its tensors
-    layout: Layout  # where the bytes of the source's tensors are to go
+    layout: Layout  # destination of the bytes of the source's tensors
     lease: Lease
-    view: memoryview  # the memory
-    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # held ones, by the index of a source
+    view: memoryview  # the leased memory
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # kept alive, by source index
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
@@ -46,17 +46,17 @@ class PendingCopy:
         return self.lease.block.address
 
     def hold(self, regions: Sequence[Region]) -> None:
-        """Keep the memory of regions alive, and copy them from it, even if their tensors get other storages."""
+        """Keep the memory of regions alive, and copy from it even if their tensors get other storages."""
         self.storages.update((region.source, self.sources[region.source].untyped_storage()) for region in regions)
 
     @functools.cached_property
     def staged(self) -> list[torch.Tensor]:
-        """The tensors over the memory, one for each source; made when they are first asked for."""
+        """The tensors over the memory, one per source; created on first access."""
         with torch.no_grad():
             return tensors_over(self.view, self.layout)
 
     def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what ``CopyEngine.fetch`` takes for some of the layout's regions and packed tensors."""
+        """Return the argument of ``CopyEngine.fetch`` for some of the layout's regions and packed tensors."""
         copied = [(self.bytes_of(region), region_bytes(region, self._storage_of(region))) for region in regions]
         return [*copied, *((self.staged[i], self.sources[i]) for i in packed)]
 
@@ -69,7 +69,7 @@ class PendingCopy:
         return self.sources[region.source].untyped_storage() if held is None else held
 
     def unflatten(self) -> Any:
-        """Return the state dict's copy. To be called once."""
+        """Return the state dict's copy. Call only once."""
         with torch.no_grad(), no_collection():
             return self.lease.hand_out(self.spec.unflatten(self.staged))
 
@@ -77,7 +77,7 @@ class PendingCopy:
 class HostCopier:
     """Copies state dicts to host memory, for one thread at a time.
 
-    The pool is closed together with it. ``type_check`` is as in :func:`.state_dict.flatten`.
+    Closing the copier closes its pool. For ``type_check``, see :func:`.state_dict.flatten`.
     """
 
     def __init__(self, pool: Pool, threads: int = 2, type_check: bool = False) -> None:
@@ -88,13 +88,13 @@ class HostCopier:
         self._recognizer: Recognizer | None = None
 
     def copy(self, state: Any) -> Any:
-        """Return an independent copy of ``state`` in host memory; after an error the copier stays usable."""
+        """Return an independent copy of ``state`` in host memory. After an error the copier remains usable."""
         pending = self.prepare(state)
         self.fill(pending)
         return pending.unflatten()
 
     def prepare(self, state: Any) -> PendingCopy:
-        """Do all of :meth:`copy` but the copying. Raises as that does."""
+        """Do everything in :meth:`copy` except copying the bytes. Raises the same errors."""
         self.pool.check_open()
         with torch.no_grad(), no_collection():
             known = None if self._recognizer is None else self._recognizer.match(state)
@@ -104,11 +104,11 @@ class HostCopier:
         return PendingCopy(spec, self._layout, lease, lease.view())
 
     def fill(self, pending: PendingCopy) -> None:
-        """Copy the bytes; return when they are there."""
+        """Copy the bytes. Blocks until they have arrived."""
         moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
         try:
             with torch.no_grad(), no_collection():
-                pending.staged  # noqa: B018  # made while other threads copy
+                pending.staged  # created while other threads copy
                 events = self.engine.fetch(pending.pairs(pending.layout.remote, pending.layout.packed))
         finally:
             moving.finish()
@@ -116,20 +116,20 @@ class HostCopier:
             event.synchronize()
 
     def close(self) -> None:
-        """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
+        """Free plans, threads and unused memory. Copies handed out remain valid. Idempotent."""
         self._layout = self._recognizer = None
         self.pool.close()
         self.engine.close()
 
     def _plan(self, state: Any) -> TreeSpec:
-        """Take ``state`` apart, and plan where the tensors go unless they fit the last plan."""
+        """Decompose ``state``, and plan its tensors' positions unless they fit the last plan."""
         spec = flatten(state, self.type_check)
         try:
             rows = signature(spec.tensors)
             if self._layout is None or self._layout.signature != rows:
                 self._layout = plan_layout(spec.tensors, rows)
                 self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
-        except StagingError as error:  # about the tensor of some index
+        except StagingError as error:  # error.path is the index of a tensor
             (index,) = error.path
             assert isinstance(index, int)
             raise type(error)(path_to(state, index), error.reason) from error.__cause__
@@ -138,7 +138,7 @@ class HostCopier:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Many objects are made at once and none is garbage: a full collection in between would cost more than the copy."""
+    """Disable garbage collection: a full collection among many new objects would take longer than the copy."""
     was_on = gc.isenabled()
     gc.disable()
     try:

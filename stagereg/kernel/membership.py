@@ -1,13 +1,13 @@
-"""Membership: which ranks still have data, step by step, in a join in which all ranks run stagereg's.
+"""Membership: which ranks still have data, step by step, in a join in which all ranks run stagereg's ``Join``.
 
-A step *begins* on a rank with data when its first joinable announces it. A rank without data asks, once a step, whether
-the step has begun anywhere: if so, it takes part in that step; if not, no rank has data any more. Two protocols:
+A step *begins* on a rank with data when its first joinable announces it. A rank without data checks, once per step,
+whether the step has begun anywhere: if so, it takes part in the step; if not, no rank has data any more. Two protocols:
 
-* :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
-  rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
-  batches they have add that more will come, so a join that throws waits only near the end.
-* :class:`StoreMembership` (mode ``planned``): no step has a sum. A rank with data writes a key in the store for each
-  step, which takes microseconds; ranks without data look for it. The plan may be wrong, since the keys count.
+* :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence to one asynchronous sum per step. A rank
+  with data reads the sum late in its forward, or never if nothing depends on it. Ranks that know their number of
+  batches also add that more will follow, so a join that throws waits only near the end.
+* :class:`StoreMembership` (mode ``planned``): steps have no sum. A rank with data writes one key per step to the store,
+  which takes microseconds; ranks without data poll for the key. The keys count, so the plan may be wrong.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting
 class ActiveRanks(NamedTuple):
     """The ranks that take part in a step."""
 
-    ranks: tuple[int, ...] = ()  # those with data, in order; empty where that is not known
-    # how many of them will reduce their gradients. Where that is not known, 1 if they may and 0 if not
+    ranks: tuple[int, ...] = ()  # ranks with data, in order; empty if unknown
+    # number of ranks that will reduce gradients; if unknown, 1 if they may and 0 if not
     syncing: int = 1
 
 
@@ -35,18 +35,18 @@ class Membership(ABC):
     """One rank's part in the protocol, for one loop over its data.
 
     Attributes:
-        steps: how many steps have begun, here or for this rank while it had no data.
-        shadowed: how many of them came since it ran out of data.
+        steps: steps that have begun, on this rank, or on others while this rank had no data.
+        shadowed: steps among these that began since this rank ran out of data.
         over: whether no rank has data any more.
-        all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
+        all_took_every_step: once the loop is over, whether every rank had data in every step; equal on all ranks.
         empty: whether the loop's body runs on an empty batch.
-        expects_empty_step: whether the body got an empty batch of which no step has begun.
+        expects_empty_step: whether the body got an empty batch and has not begun its step.
     """
 
     all_took_every_step = True
     empty = False
     expects_empty_step = False
-    _sure = True  # whether the step that has begun is one that all ranks had announced they would take
+    _sure = True  # whether all ranks had announced that they would take the current step
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -58,10 +58,10 @@ class Membership(ABC):
         self._waiting = waiting
 
     def begin(self, syncing: bool | None = True) -> None:
-        """Rank with data: a step begins that reduces its gradients if it is ``syncing``; ``None``: as the others do."""
+        """Begin a step, on a rank with data. ``syncing``: whether it reduces gradients; ``None``: as other ranks do."""
         if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
             self.expects_empty_step = False
-        elif self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
+        elif self.empty:  # another step on the same empty batch, as other ranks take on theirs
             self.wait_for_next_step()
         else:
             self._begin(syncing)
@@ -69,22 +69,23 @@ class Membership(ABC):
 
     @abstractmethod
     def some_never_had_data(self) -> bool:
-        """Return, on any thread, whether some rank is without data in the first step; waits for the others."""
+        """Return whether some rank has no data in the first step. Waits for the other ranks. Thread-safe."""
 
     @abstractmethod
     def read(self) -> ActiveRanks:
-        """Return who takes part in the step that has begun; waits for the other ranks to begin it or to run out."""
+        """Return which ranks take part in the current step. Waits for the other ranks to begin it or to run out."""
 
     def raise_if_exhausted(self) -> None:
-        """Rank with data, in a join that throws: raise if some rank has run out, before the step changes anything.
+        """Raise if a rank has run out of data, before the step changes anything: on a rank with data, if the join
+        throws.
 
-        Waits for the other ranks only if some of them did not know whether they would take this step.
+        Waits for the other ranks only if one of them did not know whether it would take this step.
         """
         if not self._sure:
             self.read()
 
     def wait_for_next_step(self) -> ActiveRanks | None:
-        """Rank without data, once a step: wait for it; return who takes part in it, ``None`` once no rank has data."""
+        """Wait for the next step, on a rank without data; return its ranks, or ``None`` once no rank has data."""
         self.expects_empty_step = False
         found = None if self.over else self._wait_for_next_step()
         if found is None:
@@ -96,7 +97,7 @@ class Membership(ABC):
 
     def _ran_out(self) -> UnevenInputsError:
         return UnevenInputsError(
-            f"Rank {self._rank} exhausted all inputs after {self.steps} steps, while others have more.", self._rank
+            f"Rank {self._rank} exhausted all inputs after {self.steps} steps, but other ranks have more.", self._rank
         )
 
     @abstractmethod
@@ -107,29 +108,29 @@ class Membership(ABC):
 
 
 _ABSENT, _UNSURE, _MORE = 0.0, 1.0, 2.0
-"""What a rank adds as its presence: no data, a step, a step with another to come."""
+"""The presence that a rank adds: no data, a step, a step followed by another."""
 BY_NUMBER = (
-    "Decide by the number of the step, which all ranks have alike, and not by what is left of a rank's own data, or by "
-    "a count that stands still on a rank that has left the loop."
+    "Decide by the number of the step, which is equal on all ranks, not by a rank's remaining data or by "
+    "a counter that stops on ranks that have left the loop."
 )
-_PERHAPS = 2.0**-20  # what it adds where it does not know yet whether it reduces gradients
+_PERHAPS = 2.0**-20  # added by a rank that does not know yet whether it reduces gradients
 
 
 class AllReduceMembership(Membership):
-    """One asynchronous sum a step.
+    """One asynchronous sum per step.
 
-    ``length`` is how many steps this rank expects to begin, if it knows. If it runs out earlier, all ranks raise one
-    step later, in which it takes part.
+    ``length``: the number of steps that this rank expects to begin, if known. If its data ends earlier, all ranks raise
+    one step later, in which it takes part.
     """
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting, length: int | None) -> None:
         super().__init__(channel, throw, waiting)
         self._length = length
         self._pending: PendingSum | None = None
-        self._first: PendingSum | None = None  # of all that were
+        self._first: PendingSum | None = None  # the first sum of the loop
         self._values = [_UNSURE] * channel.size + [float(channel.size)]
         self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
-        self._number = 0  # of the step that is summed
+        self._number = 0  # number of the step that is summed
         self._sure = False
 
     def some_never_had_data(self) -> bool:
@@ -156,7 +157,7 @@ class AllReduceMembership(Membership):
                 self.all_took_every_step = False
             if (syncing := self._active.syncing) not in (0, len(ranks)):
                 raise JoinError(
-                    f"in step {self._number}, {syncing} of {len(ranks)} ranks reduce their gradients and the others do"
+                    f"in step {self._number}, {syncing} of {len(ranks)} ranks reduce their gradients but the others do"
                     f" not (no_sync). {BY_NUMBER}"
                 )
         return self._active
@@ -181,7 +182,7 @@ class AllReduceMembership(Membership):
         self._first = self._first or self._pending
 
     def _look_back(self) -> None:
-        """Read the sum of the step before, which has long arrived, and stop where it says that this one is uneven."""
+        """Read the previous step's sum, which has long arrived, and raise if it shows that this step is uneven."""
         self._read()
         if not self._throw:
             return
@@ -202,10 +203,10 @@ class AllReduceMembership(Membership):
 
 
 class StoreMembership(Membership):
-    """No sum in a step; one when a rank leaves, on a channel on which nothing else is summed meanwhile.
+    """One sum per loop, when a rank leaves, on a channel that carries no other sum meanwhile.
 
-    ``lengths``: how many batches each rank announced; if they differ and it is to throw, all ranks raise. In the store
-    ``begun/<step>`` is written, 1 if its gradients are reduced, else 0.
+    ``lengths``: the number of batches that each rank announced. If they differ and the join throws, all ranks raise.
+    The store key ``begun/<step>`` is 1 if the step reduces gradients, otherwise 0.
     """
 
     def __init__(
@@ -224,16 +225,16 @@ class StoreMembership(Membership):
             )
 
     def some_never_had_data(self) -> bool:
-        """See :meth:`Membership.some_never_had_data`; goes by the plan."""
+        """Return whether the plan has a rank without batches; see :meth:`Membership.some_never_had_data`."""
         return self.shortest == 0
 
     def read(self) -> ActiveRanks:
-        """See :meth:`Membership.read`; never waits, and does not know who is active."""
+        """Return without waiting; the active ranks are unknown. See :meth:`Membership.read`."""
         return self._active
 
     @property
     def keys(self) -> Iterator[str]:
-        """This rank's share of the keys that the loop leaves in the store."""
+        """This rank's keys among the keys that the loop leaves in the store."""
         return (f"begun/{step}" for step in range(self._rank, self.steps, self._size))
 
     def _begin(self, syncing: bool | None) -> None:
@@ -250,7 +251,7 @@ class StoreMembership(Membership):
             reduces = syncing and not before
             raise JoinError(
                 f"in step {self.steps + (not before)}, this rank {'reduces' if reduces else 'does not reduce'} its "
-                f"gradients, and another {'does not' if reduces else 'does'} (no_sync). {BY_NUMBER}"
+                f"gradients, but another rank {'does not' if reduces else 'does'} (no_sync). {BY_NUMBER}"
             )
         self._skipped = value == "0"
 
@@ -268,18 +269,18 @@ class StoreMembership(Membership):
         return self._active
 
     def _next_is_known(self, seconds: float) -> bool:
-        """Wait until the next step has begun, or all ranks have left and it was the last; so many seconds at most."""
+        """Wait at most ``seconds`` until the next step has begun, or all ranks have left and no step follows."""
         assert self._taken is not None
         started, waited = time.monotonic(), 0.0
-        # As the plan ends, the sum is likely to be there soon, and asking the store takes longer.
+        # Near the end of the plan, the sum probably arrives soon, and querying the store takes longer.
         ended = self.steps >= self._longest and self._taken.ready(min(seconds, 0.002))
         while not ended and not self.store.check([f"begun/{self.steps}"]):
-            ended = self._taken.ready(min(waited / 8, 0.002))  # it looks less and less often
+            ended = self._taken.ready(min(waited / 8, 0.002))  # increasing poll intervals
             waited = time.monotonic() - started
             if waited > seconds and not ended:
                 return False
         if ended:
             taken = self._taken.wait()
-            self.over = max(taken) == self.steps  # a rank that has taken more had begun the next step before it left
+            self.over = max(taken) == self.steps  # a rank with more steps had begun the next step before it left
             self.all_took_every_step = min(taken) == max(taken)
         return True

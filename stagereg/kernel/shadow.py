@@ -1,8 +1,8 @@
-"""The join wire: the collectives by which ranks with data and ranks without stay in step.
+"""torch's join protocol: the collectives that keep ranks with and without data in step.
 
-Each training step, an active rank *announces* itself (adds one) and a joined rank *counts* (adds zero) in the same
-all-reduce. If the join is to throw, a second all-reduce has the active ranks stop. The sequence, shapes and dtypes
-are those of ``torch.distributed.algorithms.join`` (torch 2.13), so ranks with torch's ``Join`` can share a job.
+In each training step, an active rank *announces* itself (adds one) and a joined rank *counts* (adds zero) in the same
+all-reduce. If the join throws, a second all-reduce stops the active ranks. The sequence, shapes and dtypes match
+``torch.distributed.algorithms.join`` (torch 2.13), so ranks with torch's ``Join`` can take part in the same job.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import torch.distributed as dist
 from stagereg.errors import UnevenInputsError
 
 PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-"""What an active rank raises, in torch's words."""
+"""The message of an active rank's error, in torch's words."""
 
 
 class TorchWire:
-    """One rank's end of the wire, whose tensors of one element live on ``device``."""
+    """One rank's endpoint of torch's join protocol. Its one-element tensors are on ``device``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
 
     def announce(self, present: bool = True) -> dist.Work:
-        """Active rank, once a step and before its collectives: add one to the step's sum, or zero if not ``present``.
+        """Add one, or zero if not ``present``, to the step's sum: on an active rank, once per step before its
+        collectives.
 
-        When the returned work is done, its tensor holds the number of active ranks.
+        When the returned work completes, its tensor holds the number of active ranks.
         """
         mine = torch.full((1,), float(present), dtype=torch.get_default_dtype(), device=self.device)
         work = dist.all_reduce(mine, group=self.group, async_op=True)
@@ -34,11 +35,11 @@ class TorchWire:
         return work
 
     def count_active(self) -> int:
-        """Joined rank, once a step: how many ranks are still active. Waits for them."""
+        """Return how many ranks are still active: on a joined rank, once per step. Waits for these ranks."""
         return int(self._sum(0.0))
 
     def raise_if_exhausted(self, joined: bool = False) -> None:
-        """Rank that may have to throw, after it has announced or counted: raise if it, or another, is out of data."""
+        """Raise if any rank is out of data: on a rank that may throw, after it has announced or counted."""
         if self._sum(float(joined)):
             rank = dist.get_rank(self.group) if joined else None
             raise UnevenInputsError(PEER_EXHAUSTED if rank is None else f"Rank {rank} exhausted all inputs.", rank)

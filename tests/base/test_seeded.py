@@ -221,7 +221,7 @@ def test_without_an_epoch_a_sample_is_an_error_and_not_that_of_another_epoch() -
     inner = stagereg.data.seeded(Augmented())
     for outer in (ConcatDataset([inner, inner]), Subset(inner, [1, 2])):
         loader = DataLoader(outer, sampler=ResumableSampler(outer), collate_fn=collated)
-        with pytest.raises(ConfigError, match="give the outermost dataset to seeded"):
+        with pytest.raises(ConfigError, match="pass the outermost dataset to seeded"):
             next(iter(loader))
     dataset.set_epoch(0)
     assert dataset[3] == dataset[SampleIndex(3, 0)] != dataset[SampleIndex(3, 1)]

@@ -73,7 +73,7 @@ def test_another_number_of_ranks_is_an_error_that_says_what_to_do(
 
 def test_a_stateful_loader_over_a_resumable_sampler_is_refused() -> None:
     sampler = stagereg.data.ResumableSampler(range(8))
-    with pytest.raises(ConfigError, match="no StatefulDataLoader"):
+    with pytest.raises(ConfigError, match="not a StatefulDataLoader"):
         sampler.batches(StatefulDataLoader(range(8), 2, sampler=sampler))
 
 

@@ -20,11 +20,11 @@ BOUND_S = 10.0
 CAUSES = (
     "one backward of each model in each step",  # another order of the models in a plain loop
     "after a step without a backward of",
-    "nothing in the list of joinables zeroes gradients as the loop does",
+    "no listed joinable zeroes gradients as the loop does",
     "torch.autograd.grad ran through",
     "an optimizer did not step equally often on all ranks",  # a function that counts its calls leaves out no_sync
-    "has called the model in step",  # FSDP2 under no_grad
-    "a count that stands still on a rank that has left",  # no_sync by that count
+    "called the model in step",  # FSDP2 under no_grad
+    "a counter that stops on ranks that have left",  # no_sync by that count
 )
 
 OPTIONS: dict[str, list[Any]] = {

@@ -164,14 +164,14 @@ def test_any_batch_keeps_all_but_its_samples(batch: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (pack_sequence([torch.ones(2)]), r"batch, a PackedSequence, cannot.*no tensor, array"),
+        (pack_sequence([torch.ones(2)]), r"batch, a PackedSequence, cannot.*not a tensor, array"),
         ({"x": torch.ones(2), "y": [torch.ones(2).to_sparse()]}, r"batch\['y'\]\[0\], a Tensor, .*or sparse"),
         ([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)], "sharded, nested"),
-        (Pair(torch.ones(2), {"a": Opaque(2)}), r"batch\[1\]\['a'\], a Opaque, .*no tensor, array, dict"),
-        (Slotted((torch.ones(1), Opaque(2))), r"batch\['tokens'\]\[1\], a Opaque, .*no tensor, array, dict"),
+        (Pair(torch.ones(2), {"a": Opaque(2)}), r"batch\[1\]\['a'\], a Opaque, .*not a tensor, array, dict"),
+        (Slotted((torch.ones(1), Opaque(2))), r"batch\['tokens'\]\[1\], a Opaque, .*not a tensor, array, dict"),
         (Sealed(torch.ones(2), 1), r"batch, a Sealed, cannot.*TypeError"),
-        (Opaque(3), r"batch, a Opaque, cannot.*no tensor, array"),
-        (object(), r"batch, a object, cannot.*no tensor, array"),
+        (Opaque(3), r"batch, a Opaque, cannot.*not a tensor, array"),
+        (object(), r"batch, a object, cannot.*not a tensor, array"),
         ({"x": torch.tensor(1.0)}, r"a dict, cannot.*no tensor or array"),
         (("a", "b"), r"a tuple, cannot.*no tensor or array"),
         (3, r"a int, cannot.*no tensor or array"),
@@ -258,8 +258,8 @@ def test_the_dimension_of_samples_can_be_given() -> None:
     assert [each.shape for each in emptied({"x": x, "y": x}, Layout({"x": 1})).values()] == [(9, 0, 3), (0, 4, 3)]
     assert (samples_in((x, lengths), Layout(1)), samples_in({"x": x}, Layout({"x": 1}))) == (4, 4)
     for wrong, message in (
-        ({"z": 1}, "names 'z', and the batch has no such key"),
-        ({"x": 3}, "is 3 for batch item 'x', which has dimensions 0 to 2"),
+        ({"z": 1}, "names 'z', but the batch has no such key"),
+        ({"x": 3}, "is 3 for batch item 'x', which has only dimensions 0 to 2"),
     ):
         with pytest.raises(JoinError, match=message):
             emptied({"x": x}, Layout(wrong))

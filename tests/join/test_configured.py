@@ -148,7 +148,7 @@ def refusals(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, str
 
 
 WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
-    "no object": ([], ["optimizer"], ("join.joinables.model cannot be made", "model=...", "Given: optimizer")),
+    "no object": ([], ["optimizer"], ("join.joinables.model cannot be made", "model=...", "Passed: optimizer")),
     "a misspelt name": ([], ["modle", "optimizer"], ("join.joinables.model cannot be made", "Did you mean 'modle'?")),
     "null": (["join.joinables.model=null"], ["model"], ("join.joinables.model is null",)),
     "no joinable for it": ([], ["model", "number"], ("no joinable 'number'", "a int cannot take part")),
@@ -231,7 +231,7 @@ def test_a_hook_option_of_another_type_is_refused(tmp_path: Path) -> None:
 def test_a_joinable_without_a_hook_is_refused() -> None:
     joinable = Told(print)
     joinable.own_hook = None
-    with pytest.raises(JoinError, match="a Told has no hook: set own_hook, or give make_hook the default one"):
+    with pytest.raises(JoinError, match="a Told has no hook. Set own_hook, or pass a default to make_hook"):
         joinable.make_hook()
 
 
@@ -254,5 +254,5 @@ def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Path) -
 def test_every_hook_refuses_a_joinable_of_another_kind(name: str) -> None:
     hook = find("join_hook", name).load()
     other: Any = StepJoinable(lambda: None) if name == "module" else ModuleJoinable(nn.Linear(1, 1))
-    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}, of which it is no hook"):
+    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}, which it does not support"):
         hook(other)

@@ -151,7 +151,7 @@ def check(programs: list[Program]) -> dict[Program, tuple[Any, ...]]:
         errors = [result for result, _ in results if isinstance(result, str)]
         if errors:
             assert len(errors) == 2, (program, errors)
-            causes = ("got n=", "got an example with samples", "Register how its class is emptied")
+            causes = ("got n=", "got an example with samples", "Register a function for its class")
             assert any(e.startswith("JoinError") and any(map(e.__contains__, causes)) for e in errors), (
                 program,
                 errors,

@@ -127,8 +127,8 @@ def test_a_killed_rank_that_hosted_the_store_is_named() -> None:
         seconds, stopping, text = json.loads(found)
         assert seconds < SOON_S
         assert stopping < SOON_S
-        assert "the job's store is gone (it says " in text
-        assert "hosts it, rank 0 or the launcher, was killed or frozen" in text
+        assert "the rendezvous store is gone (" in text
+        assert "hosts the store, rank 0 or the launcher, was killed or frozen" in text
 
 
 class Member:
@@ -232,12 +232,15 @@ def test_a_rank_outside_the_join_is_named_only_when_waited_for(kind: str) -> Non
         errors = list(threads.map(wait, waiting))
     for error in errors:
         if kind == "all wait":
-            assert str(error).startswith("all ranks are alive and wait for each other, rank ")
-            assert "; it was last in step 3. They do not make the same calls in the same order. A forward" in str(error)
+            assert str(error).startswith("all ranks are alive and wait for each other: rank ")
+            assert (
+                "; its last step was 3. The ranks do not run the same collectives in the same order. A forward"
+                in str(error)
+            )
         else:
             assert error.rank == 2
-            assert "rank 2 is not in this join, or no more, and did not come to the end of " in str(error)
-            assert "All ranks have to enter the same joins in the same order" in str(error)
+            assert "rank 2 has not entered this join, or has left, and did not reach the end of " in str(error)
+            assert "All ranks must enter the same joins in the same order" in str(error)
     for each in waiting:
         each.leave()
 
@@ -250,7 +253,7 @@ def test_a_rank_that_the_others_have_passed_by_is_named_before_the_timeout(monke
     detectors = [Detecting(Member(shared, rank, 3), 1000) for rank in range(3)]
     for each in detectors:
         each.start()
-    with pytest.raises(PeerFailedError, match=r"ranks 1, 2 went on to a collective that rank 0 does not run, as it"):
+    with pytest.raises(PeerFailedError, match=r"ranks 1, 2 reached a collective that rank 0 does not run while it"):
         detectors[0].wait(threading.Event().wait, "the next step")
     for each in detectors:
         each.leave()
@@ -355,7 +358,7 @@ def test_an_exception_on_one_rank_is_reported_on_all(way: str, lengths: tuple[in
     assert failed[:2] == ("ValueError", "loss is not finite")
     for kind, text, seconds in (joined, active):
         assert kind == "PeerFailedError"
-        assert "rank 1 failed: ValueError: loss is not finite\nThe cause is there: read the output of rank 1" in text
+        assert "rank 1 failed: ValueError: loss is not finite\nRead the output of rank 1 for the cause." in text
         assert seconds < SLACK_S
 
 
@@ -427,9 +430,9 @@ def lost(rank: int, world_size: int, way: str, number: int | None, folder: str) 
 
 
 LOST = {
-    signal.SIGKILL: r"rank 1 did not answer for at least .*; it was last in step \d.*killed or frozen",
-    signal.SIGSTOP: r"rank 1 did not answer for at least .*; it was last in step \d.*killed or frozen",
-    None: r"rank 1 is alive, but did not come to .* within 8 s; it was last in step \d.*Join\(timeout=\.\.\.\)",
+    signal.SIGKILL: r"rank 1 did not respond for at least .*; its last step was \d.*killed or frozen",
+    signal.SIGSTOP: r"rank 1 did not respond for at least .*; its last step was \d.*killed or frozen",
+    None: r"rank 1 is alive, but did not reach .* within 8 s; its last step was \d.*Join\(timeout=\.\.\.\)",
 }
 
 
@@ -476,7 +479,7 @@ def never_entered(rank: int, world_size: int) -> tuple[str, str, float]:
 def test_a_rank_that_never_enters_is_named() -> None:
     (kind, text, seconds), _ = run_ranks(never_entered, 2, timeout_s=100)
     assert kind == "PeerFailedError"
-    assert "rank 1 is not in this join, or no more, and did not come to the join within 1 s" in text
+    assert "rank 1 has not entered this join, or has left, and did not reach the join within 1 s" in text
     assert seconds < SLACK_S
 
 
@@ -542,15 +545,15 @@ def misuse(rank: int, world_size: int, what: str) -> tuple[str, str, float]:
 
 OF_METRICS = [("metrics.compute", "counted")] if JOINABLES else []
 MESSAGES = {
-    "a loop inside a loop": "only one runs at a time",
-    "nested, both used inside": "used inside an inner one",
+    "a loop inside a loop": "only one can run at a time",
+    "nested, both used inside": "used inside an inner join",
     "nested, one rank fails": "boom",
-    "nested, the same module": "in another join already",
+    "nested, the same module": "already in another active join",
     "another order than listed": "began a forward of 1 (Sequential), where a backward of 0 (Sequential) comes in the",
     "a forward without a backward": "a forward without a backward",
     "static graph, a rank without batches": "static_graph",
     **{
-        f"{mode} {call}, on rank 0 alone": f"rank 0 called {call} in step 2, rank 1 did not: call it on all ranks, and "
+        f"{mode} {call}, on rank 0 alone": f"rank 0 called {call} in step 2, rank 1 did not. Call {call} on all ranks, "
         "not under `if rank == 0`."
         for call, mode in (("join.mean", "counted"), ("join.mean", "planned"), ("metrics.compute", "counted"))[
             : 2 + JOINABLES
@@ -626,14 +629,14 @@ def leaves_on_empty(rank: int, world_size: int, error: BaseException) -> tuple[s
         (
             ValueError("no samples"),
             1,
-            "rank 0 failed: ValueError: no samples\nThe cause is there: read the output of rank 0.",
+            "rank 0 failed: ValueError: no samples\nRead the output of rank 0 for the cause.",
         ),
         (
             CheckpointError("no save"),
             0,
-            "rank 0 failed: stagereg.errors.CheckpointError: no save\nThe cause is there: read the output of rank 0.",
+            "rank 0 failed: stagereg.errors.CheckpointError: no save\nRead the output of rank 0 for the cause.",
         ),
-        (SystemExit(3), 0, "rank 0 left the join by itself, with SystemExit: 3. Let all ranks leave at the same step."),
+        (SystemExit(3), 0, "rank 0 left the join alone, with SystemExit: 3. Make all ranks leave at the same step."),
     ],
 )
 def test_foreign_errors_on_an_empty_batch_get_a_note(error: BaseException, notes: int, elsewhere: str) -> None:

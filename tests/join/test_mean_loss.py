@@ -53,8 +53,8 @@ def test_options_that_differ_and_a_mean_as_loss_are_named(tmp_path: Any) -> None
             "stagereg.main."
         )
         assert warned == (
-            "stagereg: join.mean got a loss that is a mean already, of 4 samples; it takes the sum of their losses: "
-            'use reduction="sum", or give it loss * n.'
+            "stagereg: join.mean got a loss that is already a mean over 4 samples, but requires the sum of their "
+            'losses. Use reduction="sum", or pass loss * n.'
         )
-        assert "Join(mode=...) is not the same on all ranks: here it is " in of_mode
+        assert "Join(mode=...) is not the same on all ranks: this rank has " in of_mode
     assert list(tmp_path.iterdir()) == []

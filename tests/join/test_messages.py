@@ -35,20 +35,20 @@ def bound(name: str, **objects: Any) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing": (lambda: stagereg.Join([]), "at least one joinable"),
-    "an optimizer alone": (lambda: stagereg.Join([sgd()]), "put the DDP module first"),
-    "a wrapped optimizer": (lambda: stagereg.Join([StepLR(sgd(), 1).optimizer]), "put the DDP module first"),
-    "a function alone": (lambda: stagereg.Join([print]), "put the DDP module first"),
+    "an optimizer alone": (lambda: stagereg.Join([sgd()]), "Put the DDP module first"),
+    "a wrapped optimizer": (lambda: stagereg.Join([StepLR(sgd(), 1).optimizer]), "Put the DDP module first"),
+    "a function alone": (lambda: stagereg.Join([print]), "Put the DDP module first"),
     "a number": (lambda: stagereg.Join([3]), "a int cannot take part"),
     "a string": (lambda: stagereg.Join("ddp"), "a str cannot take part"),
     "no list": (
         lambda: stagereg.Join(nn.Linear(1, 1)),
-        r"must be a list, as in Join\(\[model, optimizer\]\), not a Linear",
+        r"must be a list, such as Join\(\[model, optimizer\]\), got a Linear",
     ),
     "None": (lambda: stagereg.Join(None), "must be a list"),
     "LBFGS": (lambda: stagereg.Join([LBFGS([nn.Parameter(torch.zeros(1))])]), "Leave the optimizer out of the list"),
     "a schedule that needs a metric": (lambda: stagereg.Join([ReduceLROnPlateau(sgd())]), "it needs metrics"),
     "a function with an argument": (lambda: stagereg.Join([lambda loss: None]), "it needs loss"),
-    "no time": (lambda: optioned(timeout=0), r"Join\(timeout=\.\.\.\) must be a number of seconds above 0"),
+    "no time": (lambda: optioned(timeout=0), r"Join\(timeout=\.\.\.\) must be a number of seconds greater than 0"),
     "no DDP": (lambda: bound("ddp", module=nn.Linear(1, 1)), "needs a DistributedDataParallel module"),
 }
 
@@ -84,8 +84,8 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_be_shadowed_is_refused_on_every_rank() -> None:
     for *overlapped, sparse, enabled in run_ranks(refused, 2, timeout_s=30):
-        assert ["overlap_with_ddp=True cannot be joined; build it without" in each for each in overlapped] == [
-            True
-        ] * JOINABLES
+        assert [
+            "overlap_with_ddp=True cannot be joined. Build the optimizer without" in each for each in overlapped
+        ] == [True] * JOINABLES
         assert "sparse gradients cannot be joined" in sparse
         assert enabled == "False"

@@ -109,4 +109,4 @@ def test_a_rank_that_answers_cannot_request() -> None:
         return str(caught.value)
 
     (text,) = on_ranks(1, act)
-    assert "passed over an empty batch" in text
+    assert "skipped an empty batch" in text

@@ -182,7 +182,7 @@ CAUSES = [
     "one backward of each model in each step, in the order of the list: 0 (Sequential), 2 (Sequential). Loop",
     "after a step without a backward of 2 (Sequential)",
     "did not step equally often",
-    "nothing in the list of joinables zeroes gradients as the loop does",
+    "no listed joinable zeroes gradients as the loop does",
 ]
 
 

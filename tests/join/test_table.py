@@ -114,7 +114,7 @@ CASES = {
     "the shortest breaks alone": Case(breaks=((0, 1),), columns=HOOKED, sizes="mixed"),
     "two ranks break": Case(breaks=((2, 2), (0, 1)), columns=HOOKED),
     "one rank breaks alone, no hook for it": Case(
-        breaks=((2, 3),), columns=("fsdp1",), fails="left the loop while others go on"
+        breaks=((2, 3),), columns=("fsdp1",), fails="left the loop while other ranks continue"
     ),
     "past the announced length": Case(announced=(1, 2, 3), modes=("planned",)),
     "short of the announced length": Case(announced=(5, 7, 9), modes=("planned",)),

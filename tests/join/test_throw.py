@@ -88,7 +88,7 @@ def ending_early(rank: int, world_size: int) -> tuple[int, str, bool]:
 
 
 def test_a_rank_that_ends_before_its_length_is_the_same_error_on_all() -> None:
-    said = "Rank 1 exhausted all inputs after 2 steps, while others have more."
+    said = "Rank 1 exhausted all inputs after 2 steps, but other ranks have more."
     assert run_ranks(ending_early, 3) == [(2, said, True)] * 3
 
 

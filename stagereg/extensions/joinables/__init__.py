@@ -1,4 +1,4 @@
-"""Joinables of more kinds: FSDP2 modules, ``ZeroRedundancyOptimizer``, and metrics that count over all ranks.
+"""Additional joinables: FSDP2 modules, ``ZeroRedundancyOptimizer``, and metrics over all ranks.
 
-Without this folder a join takes DDP modules, optimizers, schedulers and functions, and refuses the others by name.
+Without this subpackage, a join accepts DDP modules, optimizers, schedulers and functions, and refuses these by name.
 """

@@ -1,11 +1,11 @@
 """``fsdp2``: a module sharded by ``torch.distributed.fsdp.fully_shard``, in stagereg's ``Join`` or in torch's.
 
-Nothing but the module knows its collectives. A rank without data therefore runs the module itself: forward on an
-*empty* version of its last inputs, backward from gradients of zero. All-gathers and reduce-scatters are then those of
-the active ranks, and the gradients of this rank's shards end as the step's reduced ones. What it had added up without a
-reduction goes into the next one, since FSDP2 adds it there by itself.
+Only running the module runs its collectives. A rank without data therefore runs the module itself: a forward on an
+*empty* version of its last inputs, and a backward from zero gradients. Its all-gathers and reduce-scatters then match
+those of the active ranks, and its shards end with the step's reduced gradients. Gradients that it accumulated without a
+reduction are included in the next reduction, because FSDP2 adds them.
 
-The internals of FSDP2 used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
+This module uses internals of FSDP2 in torch 2.13 (``distributed/fsdp/_fully_shard``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from stagereg.registry import register
 
 @register("join_hook", "fsdp2")
 class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
-    """Shadows an FSDP2 module by running it on empty inputs; the reduced gradients end in the shards' ``grad``."""
+    """Shadows an FSDP2 module by running it on empty inputs; reduced gradients end in the shards' ``grad``."""
 
     def main_hook(self) -> None:
         """Run one forward and backward on empty inputs."""
         joinable, module = self.joinable, self.joinable.module
         if not joinable.handles:
             raise JoinError(
-                "an fsdp2 joinable has left its join, but ranks still take steps. Make a new Join of torch's for every "
-                "epoch, or use stagereg.Join."
+                "an fsdp2 joinable has left its join, but ranks still take steps. Construct torch's Join anew for "
+                "every epoch, or use stagereg.Join."
             )
         joinable.shadow()
         as_left = joinable.will_reduce
@@ -69,10 +69,10 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             joinable.shadowed()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Stop watching. All shards are what they should be already; torch's ``Join`` calls nothing after this."""
+        """Stop watching, because torch's ``Join`` makes no later call. All shards are already correct."""
         was_shadowed = self.joinable.was_shadowed
         self.joinable.detach()
-        if was_shadowed:  # the others have done so after their last step, if that is their policy
+        if was_shadowed:  # the other ranks have treated their gradients after their last step
             self.joinable.forget_gradients()
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
@@ -84,31 +84,31 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             if isinstance(error, JoinError) or is_broken_operation(error):
                 raise
             raise JoinError(
-                f"{type(module).__name__} cannot run on an empty batch, as a rank without data has to: "
-                f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0."
+                f"{type(module).__name__} cannot run on an empty batch, but a rank without data must run it: "
+                f"{type(error).__name__}: {error}. Make its forward accept tensors whose first dimension is 0."
             ) from error
 
 
 @register("joinable", "fsdp2")
 class Fsdp2Joinable(ReducingJoinable):
-    """Joins an FSDP2 module. ``Join`` wraps a bare one in this by itself.
+    """Joins an FSDP2 module. ``Join`` wraps a bare FSDP2 module in this class automatically.
 
     Joined ranks run the module on empty inputs and end every step with the step's reduced gradients in their shards'
-    ``grad``, so an optimizer that follows in the list of joinables keeps parameters and optimizer state right. The
-    module's forward has to take tensors whose first dimension is 0. ``set_requires_gradient_sync`` is to be called
-    before the forward, in the same steps on all ranks. In torch's ``Join``, make a new ``Join`` for each epoch.
+    ``grad``, so an optimizer after this joinable in the list keeps parameters and optimizer state correct. The module's
+    forward must accept tensors whose first dimension is 0. Call ``set_requires_gradient_sync`` before the forward, in
+    the same steps on all ranks. With torch's ``Join``, construct a new ``Join`` for each epoch.
 
     Args:
-        module: the root module, to which ``fully_shard`` was applied last; the one that the loop calls.
-        hook: another hook in the place of ``fsdp2``.
+        module: the root module, to which ``fully_shard`` was applied last, and which the loop calls.
+        hook: a hook to use instead of ``fsdp2``.
 
     Keyword arguments of ``Join`` that it takes:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
-            number of ranks, as FSDP2 does it; False: divided by the number of active ranks. Where the module has a
-            divisor of its own, that is scaled alike.
+            world size, as in FSDP2; False: divided by the number of active ranks. A custom divisor of the module is
+            scaled in the same way.
 
     Raises:
-        JoinError: the module is no FSDP2 module, or its mesh has several dimensions and not all ranks.
+        JoinError: the module is not an FSDP2 module, or its mesh has several dimensions and not all ranks.
     """
 
     own_hook = Fsdp2Hook
@@ -128,7 +128,7 @@ class Fsdp2Joinable(ReducingJoinable):
     def watch(self) -> None:
         groups, self._params = _groups(self.module), list(self.module.parameters())
         self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
-        # The smallest shard that says something of the loop's policy; a rank may have nothing but empty ones.
+        # The smallest shard that reveals the loop's gradient policy; a rank may have only empty shards.
         shards = [shard for shard in _shards(self.module) if shard.requires_grad and local(shard).numel()]
         self.watched = sorted(shards, key=lambda shard: local(shard).numel())[:1]
         super().watch()
@@ -140,19 +140,19 @@ class Fsdp2Joinable(ReducingJoinable):
 
     @property
     def will_reduce(self) -> bool:
-        """Whether the next backward reduces the gradients (``set_requires_gradient_sync``), as all parts must alike."""
+        """Whether the next backward reduces gradients (``set_requires_gradient_sync``); equal for all submodules."""
         groups = _groups(self.module)
         reduces = {bool(group.reduce_grads) for group in groups}
         half_way = any(group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups)
         if half_way or len(reduces) > 1:
             raise JoinError(
-                "in a join, all parts of an FSDP2 module reduce their gradients among all ranks, or none does: call "
-                "set_requires_gradient_sync() on the root, and not set_requires_all_reduce()."
+                "in a join, either all submodules of an FSDP2 module reduce their gradients or none does. Call "
+                "set_requires_gradient_sync() on the root module, not set_requires_all_reduce()."
             )
         return reduces != {False}
 
     def on_step(self) -> None:
-        """Announce the step, on a rank that has data."""
+        """Announce the step, on a rank with data."""
         if not self.is_shadowing:
             self.reduces = torch.is_grad_enabled() and self.will_reduce
             self.trained = [(param, param.requires_grad) for param in self._params]
@@ -160,7 +160,7 @@ class Fsdp2Joinable(ReducingJoinable):
             self.expect_forward()
 
     def leaves(self) -> Iterable[torch.Tensor]:
-        """Return the whole parameters, which the forward has used."""
+        """Return the unsharded parameters, which the forward has used."""
         each = (param for group in _groups(self.module) for param in group.fsdp_params)
         return (param._unsharded_param for param in each if hasattr(param, "_unsharded_param"))
 
@@ -169,20 +169,20 @@ class Fsdp2Joinable(ReducingJoinable):
         self._refuse_in_plain_loop("torch.autograd.grad")
 
     def _on_second_backward(self) -> None:
-        """Refuse a second backward in a plain loop: it has collectives of its own."""
+        """Refuse a second backward in a plain loop: it runs its own collectives."""
         self._refuse_in_plain_loop("a second backward after one forward")
 
     def _refuse_in_plain_loop(self, what: str) -> None:
         session = self.session
         if session is not None and not self.is_shadowing and (session.loop is None or not session.loop.iterates):
             raise JoinError(
-                f"{what} ran through {type(self.module).__name__} in a plain loop. It gathers the sharded parameters, "
-                "and ranks without data do not take part. Loop over join.iterate(loader), in any mode but torch: all "
-                "ranks then run the loop's body."
+                f"{what} ran through {type(self.module).__name__} in a plain loop. This gathers the sharded "
+                "parameters, but ranks without data do not take part. Loop over join.iterate(loader), in any mode but "
+                "torch: all ranks then run the loop's body."
             )
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep an empty version of what the module is called with in a step, and publish that of the first."""
+        """Store an empty version of a step's inputs, and publish the inputs of the first step."""
         if self.is_shadowing or not torch.is_grad_enabled():
             return
         policy = self.policy
@@ -194,7 +194,7 @@ class Fsdp2Joinable(ReducingJoinable):
         policy.inputs.append(empty)
 
     def after_forward(self, is_step: bool) -> None:
-        """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""
+        """Announce whether the backward after this forward reduces, and set the divisor, on an active rank."""
         if not is_step or self.is_shadowing:
             return
         membership = self.membership
@@ -207,9 +207,9 @@ class Fsdp2Joinable(ReducingJoinable):
             self.divide_by(membership.read().syncing)
 
     def on_backward(self) -> None:
-        """A backward has begun, which is about to add to the gradients.
+        """Handle a backward that is about to add to the gradients.
 
-        A rank without data may wait for an active one to publish its policy, which does so before it gathers.
+        A rank without data may wait for an active rank to publish its policy before that rank gathers.
         """
         if self.is_shadowing and self.reduces is not None:
             self.reduces = None
@@ -218,58 +218,60 @@ class Fsdp2Joinable(ReducingJoinable):
         elif self.reduces is not None and self.will_reduce != self.reduces:
             raise JoinError(
                 "set_requires_gradient_sync() was called between a forward and its backward. In a join, call it before "
-                "the forward, which announces it to ranks without data."
+                "the forward, which announces the setting to ranks without data."
             )
         super().on_backward()
 
     def empty_inputs(self) -> list[Any]:
-        """Joined rank: return the empty inputs of the last step, of every forward in it; or another rank's first."""
+        """Return, on a joined rank, the empty inputs of all forwards of its last step, or another rank's first."""
         policy = self.policy
         if not policy.inputs:
-            policy.wait("inputs", self.session, "publishing what inputs look like")
+            policy.wait("inputs", self.session, "publishing the first inputs")
             try:
                 policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
             except JoinError as error:
-                raise JoinError(f"This rank never had a batch, and no other's will do: {error}") from error
+                raise JoinError(
+                    f"This rank never had a batch, and cannot use the batch of another rank: {error}"
+                ) from error
         for empty in policy.inputs:
             if isinstance(empty, JoinError):
                 raise JoinError(f"The inputs of {type(self.module).__name__}: {empty}") from empty
         return policy.inputs
 
     def divide_by(self, count: int) -> None:
-        """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
+        """Make this step's backward divide as if ``count`` ranks trained the module; 0 if it does not reduce."""
         size = self._group.size()
         for group, before, _ in self._divisors:
             group.gradient_divide_factor = (size if before is None else before) * (count or size) / size
-            # With a divisor of one's own FSDP2 asks for a reduction that only NCCL has.
+            # With a custom divisor, FSDP2 requests a reduction that only NCCL supports.
             group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
 
     def forget_gradients(self) -> None:
-        """Do with the gradients of the step before what the loop of the active ranks has done."""
+        """Treat the gradients of the previous step as the loop of the active ranks does."""
         for param in _shards(self.module):
             self.policy.forget(param)
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """Return the ranks that train the module together. Raises: ``JoinError`` if they are a part of a larger mesh."""
+    """Return the process group that trains the module. Raises: ``JoinError`` if it is part of a larger mesh."""
     mesh = next(param.device_mesh for param in cast(nn.Module, module).parameters() if isinstance(param, DTensor))
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
     raise JoinError(
-        f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined if it has all ranks, not {mesh.size()} of "
-        f"{dist.get_world_size()}. Build it on a mesh of one dimension."
+        f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined only if it has all ranks, not "
+        f"{mesh.size()} of {dist.get_world_size()}. Build the module on a one-dimensional mesh."
     )
 
 
 def _groups(module: FSDPModule) -> list[Any]:
     states = [part._get_fsdp_state() for part in cast(nn.Module, module).modules() if isinstance(part, FSDPModule)]
-    # torch 2.11 has no list, but one group or None.
+    # torch 2.11 has one group or None instead of a list.
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return list({id(group): group for each in groups for group in each if group is not None}.values())
 
 
 def _shards(module: FSDPModule) -> list[torch.Tensor]:
-    """The sharded parameters, which the optimizer has; during a step the module's own may be whole ones."""
+    """Return the sharded parameters, which the optimizer uses; in a step, the module may have unsharded ones."""
     return [param.sharded_param for group in _groups(module) for param in group.fsdp_params]

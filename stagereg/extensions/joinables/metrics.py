@@ -1,7 +1,7 @@
-"""``metrics``: sums and counts over all ranks, in and after a join, so that means are over samples and exact.
+"""``metrics``: sums and counts over all ranks, in and after a join, so that means are exact means over samples.
 
-A mean of the ranks' means is wrong where they have unequal numbers of samples, and a collective in the loop hangs where
-some have left it. Here every rank adds up by itself, and ranks that have left answer from a thread.
+A mean of the ranks' means is wrong if the ranks have different numbers of samples, and a collective in the loop hangs
+if some ranks have left. Here, every rank accumulates locally, and ranks that have left respond from a thread.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Number = float | torch.Tensor
 
 @register("join_hook", "metrics")
 class MetricsHook(BuiltInHook["MetricsJoinable"]):
-    """Answers for as long as this rank is in the join without data."""
+    """Responds to requests while this rank is in the join without data."""
 
     def on_exhausted(self) -> None:
         self.joinable.responder.start()
 
     def main_hook(self) -> None:
-        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
+        """Start responding, if not started: torch's ``Join`` makes no earlier call."""
         self.joinable.responder.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -43,14 +43,14 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
 
 @register("joinable", "metrics")
 class MetricsJoinable(BuiltInJoinable):
-    """Adds up metrics on each rank, and over the ranks when asked to.
+    """Accumulates metrics on each rank, and sums them over the ranks on request.
 
     List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. Without ``torch.distributed``
-    it is this process's metrics alone.
+    it covers this process only.
 
     Args:
-        process_group: the ranks to add over; ``None`` is the default group.
-        hook: another hook in the place of ``metrics``.
+        process_group: the ranks to sum over; ``None`` is the default group.
+        hook: a hook to use instead of ``metrics``.
 
     Example::
 
@@ -70,23 +70,23 @@ class MetricsJoinable(BuiltInJoinable):
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, hook: Callable[..., JoinHook] | None = None
     ) -> None:
-        super().__init__(hook, process_group)  # on the CPU: what is exchanged are a few numbers
+        super().__init__(hook, process_group)  # on the CPU: only a few numbers are exchanged
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: Responder | None = None
-        self.in_use = False  # in a join that has not ended, where some rank may wait at the responder
+        self.in_use = False  # in a join that has not ended, so that some rank may wait at the responder
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
-        """Add to this rank's totals; no collective.
+        """Add to this rank's totals. Not collective.
 
         Args:
-            **metrics: for each name a sum and the number of samples (or of whatever the mean is over) that it is of:
-                numbers, or tensors of one element, which stay on their device and are added there in float64. On an
-                empty batch of ``join.iterate``, a sum of zero whose count is a number in the batch counts as none,
-                since the number is of an earlier batch; this waits for the device.
+            **metrics: by name, a sum and the number of samples (or other units) in the sum: numbers, or one-element
+                tensors, which stay on their device and are accumulated there in float64. On an empty batch of
+                ``join.iterate``, a sum of zero whose count is a number in the batch is ignored, because that number
+                belongs to an earlier batch; this check synchronizes with the device.
 
         Raises:
-            JoinError: something else was given.
+            JoinError: a metric is not a sum and a count.
         """
         added = {name: _pair(name, given) for name, given in metrics.items()}
         loop = None if self.session is None else self.session.loop
@@ -99,25 +99,26 @@ class MetricsJoinable(BuiltInJoinable):
                 self._totals[name] = (before[0] + total, before[1] + count)
 
     def compute(self, reset: bool = False) -> dict[str, float]:
-        """Return the mean of every metric over the samples of all ranks, by name; of what has samples on some rank.
+        """Return the mean of every metric over the samples of all ranks, by name, if any rank has samples of it.
 
-        In a join, all ranks that still have data call it at the same point of the loop; those that have left it answer
-        by themselves, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In torch's
-        ``Join`` call it after the forward of a step, since ranks do not answer before they know that the step is on.
+        Collective. In a plain loop, all ranks with data call it at the same point of the loop; ranks that have left
+        respond from a thread, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In
+        torch's ``Join``, call it after the forward of a step, because ranks respond only once the step has been
+        announced.
 
         Args:
-            reset: start anew afterwards, on all ranks; also on those that have left the loop, which a :meth:`reset` of
-                the others would not reach.
+            reset: reset the totals afterwards on all ranks, including ranks that have left the loop, which
+                :meth:`reset` on the other ranks would not reach.
 
         Raises:
-            JoinError: a rank without data called it, or a rank has ended the join already.
+            JoinError: a rank without data called it, or a rank has already ended the join.
         """
         shares = [self._own()]
         if dist.is_available() and dist.is_initialized():
             if self.responder.running:
                 raise JoinError(
-                    "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask "
-                    "itself. Call compute() in the loop or after the join, not in a function that the join calls on "
+                    "this rank has no more data, so it only responds to metrics.compute() of other ranks and cannot "
+                    "call it. Call compute() in the loop or after the join, not in a function that the join calls on "
                     "ranks without data."
                 )
             self.responder.request()
@@ -132,26 +133,26 @@ class MetricsJoinable(BuiltInJoinable):
         return means
 
     def reset(self) -> None:
-        """Start anew on this rank alone. In a join use ``compute(reset=True)``, which reaches all ranks."""
+        """Reset the totals of this rank only. In a join use ``compute(reset=True)``, which resets all ranks."""
         with self._lock:
             self._totals.clear()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook. Collective where it is the first time."""
+        """Return the hook. The first call is collective."""
         self.detach()
         _ = self.responder
         self.in_use = True
         return super().join_hook(**kwargs)
 
     def detach(self) -> None:
-        """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""
+        """Drop a responder that was not closed because the join failed; some rank may still wait for it."""
         if self.in_use:
             self.in_use, self._responder = False, None
         super().detach()
 
     @property
     def responder(self) -> Responder:
-        """Asks the other ranks, or answers them. Collective where it is the first time."""
+        """Sends requests to the other ranks, or responds to them. The first access is collective."""
         if self._responder is None:
             group = self.join_process_group
             resources = resources_of(group)
@@ -170,7 +171,7 @@ class MetricsJoinable(BuiltInJoinable):
             return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
 
     def _exchange(self, channel: ControlChannel, reset: bool) -> list[dict[str, tuple[float, float]]]:
-        """Return the totals of all ranks, and start anew if one of them is to ``reset``."""
+        """Return the totals of all ranks, and reset them if any rank requested ``reset``."""
         answers = channel.gather((reset, self._own()))
         if any(reset for reset, _ in answers):
             self.reset()
@@ -183,8 +184,8 @@ def _pair(name: str, given: Any) -> tuple[Number, Number]:
         return total, count
     except (TypeError, ValueError, RuntimeError):
         raise JoinError(
-            f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers "
-            f"or tensors of one element, not {given!r}"
+            f"the metric {name!r} takes a sum and a count, such as metrics.add({name}=(loss_sum, len(batch))): numbers "
+            f"or one-element tensors, got {given!r}"
         ) from None
 
 

@@ -1,8 +1,8 @@
 """``zero``: a ``ZeroRedundancyOptimizer``, in stagereg's ``Join`` or in torch's.
 
-A joined rank owns a shard of the parameters that no other rank updates, so it steps that shard and takes part in the
-broadcasts. Right numbers need the step's gradients in ``param.grad`` first; stagereg's ``ddp`` hook puts them there,
-torch's does not: in torch's ``Join`` put the ``ddp`` joinable before it (``after=``).
+A joined rank owns a shard of the parameters that no other rank updates, so it steps this shard and takes part in the
+broadcasts. Correct results need the step's gradients in ``param.grad`` first: stagereg's ``ddp`` hook stores them there
+but torch's does not. In torch's ``Join``, list the ``ddp`` joinable before this one (``after=``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class ZeroHook(StepHook):
 
 @register("joinable", "zero")
 class ZeroJoinable(BuiltInJoinable):
-    """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own. It cannot be listed first.
+    """Joins a ``ZeroRedundancyOptimizer``: joined ranks continue to step their shards. Cannot be the first joinable.
 
-    ``Join`` wraps a bare optimizer of that class in this by itself.
+    ``Join`` wraps a bare optimizer of this type automatically.
 
     Args:
-        optimizer: the optimizer, without ``overlap_with_ddp``: its step would happen inside DDP's backward.
-        after: the joinable of the model whose gradients it needs; ``no_sync`` steps are then left out. ``None``: the
-            nearest one before it in the list of stagereg's ``Join``.
-        hook: another hook in the place of ``zero``.
+        optimizer: the optimizer, without ``overlap_with_ddp``, which would step inside DDP's backward.
+        after: the joinable of the model whose gradients it needs; ``no_sync`` steps are skipped. ``None``: the nearest
+            such joinable before it in the list of stagereg's ``Join``.
+        hook: a hook to use instead of ``zero``.
     """
 
     own_hook = ZeroHook
@@ -49,11 +49,14 @@ class ZeroJoinable(BuiltInJoinable):
             raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
         super().__init__(hook, optimizer.join_process_group, optimizer.join_device, optimizer)
         self.optimizer = optimizer
-        self.step = lambda: optimizer.step()  # looked up in each step: a scheduler replaces the method
+        self.step = lambda: optimizer.step()  # resolved in each step, because a scheduler replaces the method
         self.after = after
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Raises: ``JoinError`` if the optimizer steps inside DDP's backward."""
         if self.optimizer._overlap_with_ddp:
-            raise JoinError("a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be joined; build it without")
+            raise JoinError(
+                "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be joined. Build the optimizer without "
+                "overlap_with_ddp."
+            )
         return super().join_hook(**kwargs)

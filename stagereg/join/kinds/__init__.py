@@ -1,1 +1,1 @@
-"""What can take part in a join, one kind a file: the joinable, and the hook for ranks without data."""
+"""Kinds of joinables, one per file: the joinable, and its hook for ranks without data."""

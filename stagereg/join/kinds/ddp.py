@@ -1,10 +1,10 @@
 """``ddp``: a ``DistributedDataParallel`` module, in stagereg's ``Join`` or in torch's.
 
-In torch's ``Join`` DDP's own forward announces the rank; in stagereg's the joinable does. Off torch's wire, the divisor
-and the rank whose buffers count come from the join's membership. The hook's collectives are those of torch's own hook,
-in its order. Three things differ. The reduced gradients become those of the parameters; what a loop has added up
-without a reduction has its share in the next one; and a rank without data reports no parameters as used.
-It uses internals of ``DistributedDataParallel`` as they are in torch 2.13 (``nn/parallel/distributed.py``).
+In torch's ``Join``, DDP's own forward announces the rank; in stagereg's, the joinable does. Except with torch's
+protocol, the join's membership provides the divisor and the rank whose buffers are broadcast. The hook runs the same
+collectives as torch's hook, in the same order, with three differences. Reduced gradients are written to the parameters;
+gradients accumulated without a reduction contribute to the next one; ranks without data report no parameters as used.
+This module uses internals of ``DistributedDataParallel`` in torch 2.13 (``nn/parallel/distributed.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
         joinable, ddp = self.joinable, self.joinable.module
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
-                "a DDP module with static_graph=True learns its graph in its first step, so a rank that never had a "
+                "a DDP module with static_graph=True records its graph in its first step, so a rank that never had a "
                 "batch cannot shadow it. Give every rank a batch, or use join.iterate."
             )
         joinable.shadow()
@@ -51,11 +51,11 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
             ddp.reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take parameters and buffers from the last rank to join, as torch does."""
+        """Copy parameters and buffers from the last rank to join, as torch does."""
         session, ddp = self.joinable.session, self.joinable.module
-        self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
+        self.joinable.end_steps()  # torch's ``Join`` may be entered again, so keep watching
         if session is not None and session.all_took_every_step and not ddp.modules_buffers:
-            return  # it is the same on all ranks
+            return  # the model is equal on all ranks
         announce_write()  # a stager may still be copying these parameters
         ddp._sync_final_model(is_last_joiner)
         if self.joinable.was_shadowed:
@@ -89,23 +89,23 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
                 param.grad.copy_(reduced[param])
 
     def _share(self, active: int) -> float:
-        """The factor by which this rank's gradients of steps before enter the reduction; 0 where they do not."""
+        """Return the factor of this rank's accumulated gradients in the reduction; 0 to exclude them."""
         carries = self.joinable.policy.carries
         if not carries and not self.joinable.is_unfinished:
             return 0.0
         ddp = self.joinable.module
         if ddp._get_ddp_logging_data().get("comm_hook"):
-            return 1.0  # a communication hook divides by itself
+            return 1.0  # communication hooks divide the gradients themselves
         if self.joinable.divides_by_world:
             return 1.0 / dist.get_world_size(ddp.process_group)
-        # Of what all ranks carry alike, the mean over the active ranks has it in full.
+        # Gradients carried by all ranks are fully included in the mean over the active ranks.
         return 0.0 if carries else 1.0 / active
 
     def _unused_everywhere(self) -> set[torch.Tensor]:
-        """Match DDP's exchange of the parameters used, where there is one; return those that no rank has used."""
+        """Match DDP's exchange of used parameters, if there is one; return the parameters that no rank used."""
         ddp = self.joinable.module
         used = ddp.reducer._get_local_used_map()
-        if not ddp.static_graph:  # else exchanged once for all, in the first step
+        if not ddp.static_graph:  # static graphs exchange this only once, in the first step
             if not ddp.find_unused_parameters:
                 return set()
             used = torch.zeros_like(used)
@@ -120,14 +120,14 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
 
 @register("joinable", "ddp")
 class DdpJoinable(ReducingJoinable):
-    """Joins a DDP module. ``Join`` wraps a bare one in this by itself; name it where torch's ``Join`` is used.
+    """Joins a DDP module. ``Join`` wraps a bare DDP module in this class automatically; torch's ``Join`` does not.
 
-    Joined ranks end every step with the step's reduced gradients in ``param.grad``, so an optimizer that follows in the
-    list of joinables keeps parameters and optimizer state equal on all ranks.
+    Joined ranks end every step with the step's reduced gradients in ``param.grad``, so an optimizer after this joinable
+    in the list keeps parameters and optimizer state equal on all ranks.
 
     Args:
-        module: the DDP module, or what ``torch.compile`` made of it.
-        hook: another hook in the place of ``ddp``.
+        module: the DDP module, or the result of ``torch.compile`` on it.
+        hook: a hook to use instead of ``ddp``.
 
     Keyword arguments of ``Join`` that it takes:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
@@ -135,7 +135,7 @@ class DdpJoinable(ReducingJoinable):
     """
 
     own_hook = DdpHook
-    # DDP's forward reads the first of these, and the others are methods of its class.
+    # DDP's forward reads the first attribute; the others are methods of its class.
     replaced = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
     module: DistributedDataParallel
     _params: Sequence[torch.Tensor] = ()
@@ -148,21 +148,21 @@ class DdpJoinable(ReducingJoinable):
         self.module = module
 
     def watch(self) -> None:
-        """Have the module's forward announce through the join. Refuses sparse gradients, which DDP cannot shadow."""
+        """Watch the module: its forward announces through the join. Raises: ``JoinError`` for sparse gradients."""
         ddp = self.module
         layers = (each for each in ddp.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
         if any(layer.sparse for layer in layers):
             raise JoinError(
-                "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
-                f"Build its Embedding layers with sparse=False, or the join with {option('join.enable', False)} if all "
+                "a DDP module with sparse gradients cannot be joined, because joined ranks cannot send zeros for them. "
+                f"Build its Embedding layers with sparse=False, or set {option('join.enable', False)} if all "
                 "inputs are even."
             )
-        # The smallest gradient is the cheapest to look at, unless parameters may be left out of a step.
+        # The smallest gradient is the cheapest to check, unless parameters may be unused in a step.
         self._params = list(ddp.parameters())
         params = sorted((param for param in self._params if param.requires_grad), key=torch.numel)
         self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
-        ddp.logger._set_uneven_input_join()  # type: ignore[union-attr]  # its logs tell of joins
+        ddp.logger._set_uneven_input_join()  # report joins in DDP's logging data
         values = self.divides_by_world, self._announce_reduction, self._common_rank
         vars(ddp).update(zip(self.replaced, values, strict=True))
 
@@ -173,7 +173,7 @@ class DdpJoinable(ReducingJoinable):
             self.leave_out_of_copies(self.module.module)
 
     def end_steps(self) -> None:
-        """No step follows: forget the divisor of the last step, if it had one."""
+        """Clear the divisor of the last step, because no step follows."""
         self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
@@ -198,12 +198,12 @@ class DdpJoinable(ReducingJoinable):
         return self._params
 
     def _on_second_backward(self) -> None:
-        """Refuse to add gradients of this rank alone to reduced ones."""
+        """Refuse to add gradients of this rank alone to reduced gradients."""
         if self.session is not None and self.policy.step_begins and self.will_reduce:
             raise JoinError(
                 f"a second backward ran through a forward of {type(self.module.module).__name__}. DDP reduces the "
                 "gradients in the first backward after a forward only, so the second backward adds gradients of this "
-                "rank alone. Add the losses up and run one backward, or run a forward before each backward."
+                "rank alone. Sum the losses and run one backward, or run a forward before each backward."
             )
 
     def _on_other_backward(self) -> None:
@@ -217,7 +217,7 @@ class DdpJoinable(ReducingJoinable):
             )
 
     def on_step(self) -> None:
-        """Announce the step, except in torch's ``Join``, where DDP's own forward does."""
+        """Announce the step, except in torch's ``Join``, where DDP's own forward announces."""
         training = torch.is_grad_enabled() and self.trains
         self.reduces = training and self.will_reduce
         if self.session is None:
@@ -231,32 +231,32 @@ class DdpJoinable(ReducingJoinable):
             and self._join_config.throw_on_early_termination
             and self._rebuilds_buckets(self.begun)
         ):
-            # DDP's forward begins with a collective, in which ranks out of data do not take part.
+            # DDP's forward begins with a collective in which ranks without data do not take part.
             membership.raise_if_exhausted()
         if membership is None or ddp.will_sync_module_buffers():
             self.expect_forward()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have DDP's forward announce only a step of torch's wire."""
-        before = self.begun - (is_step and self.trains)  # steps; DDP does it in a forward of a frozen module too
+        """Let DDP's forward announce only steps of torch's protocol."""
+        before = self.begun - (is_step and self.trains)  # DDP rebuilds even if the module is frozen
         if torch.is_grad_enabled() and self._rebuilds_buckets(before):
             self.expect_forward()
-        settings = vars(self.module)  # to set an attribute of a module takes long
+        settings = vars(self.module)  # setting attributes of a module is slow
         config = settings["_join_config"]
-        # Whether the next step shares buffers is what a step sets, by whether it reduces, and no other forward.
+        # Only a step sets whether the next step shares buffers (whether it reduces); other forwards must not.
         sets_next = is_step and torch.is_grad_enabled()
         kept = ("_join_config",) if sets_next else ("_join_config", "require_forward_param_sync")
         self._forward_settings = {name: settings[name] for name in kept}
         if not is_step:
             settings.update(_join_config=config._replace(enable=False), require_forward_param_sync=False)
-        elif self.session is not None:  # the step is announced
+        elif self.session is not None:  # the step is already announced
             settings["_join_config"] = config._replace(is_first_joinable=False)
 
     def after_forward(self, is_step: bool) -> None:
         vars(self.module).update(self._forward_settings)
 
     def _inner_forward_done(self, *_: Any) -> None:
-        # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
+        # The all-reduce has had the whole forward to complete, and nothing of the step has been prepared yet.
         membership = self.membership if self.in_step else None
         if membership is None:
             return
@@ -268,9 +268,10 @@ class DdpJoinable(ReducingJoinable):
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
-        """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire.
+        """Replace DDP's method: announce to joined ranks whether this step reduces, with torch's protocol.
 
-        Where the active ranks divide, the sum is the divisor too: how many of them reduce.
+        If gradients are divided by the number of active ranks, the sum is also the divisor: the number of reducing
+        ranks.
         """
         if self.membership is None:
             work = self.announce_reduction(self.will_reduce)
@@ -278,17 +279,17 @@ class DdpJoinable(ReducingJoinable):
                 self.module.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
-        """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end.
+        """Replace DDP's method: return the rank whose buffers, or finally whose model, all ranks copy.
 
-        The lowest with data, so rank 0 as long as it has some, as without a join and in checkpoints; on torch's wire
-        the highest, as torch has it.
+        This is the lowest rank with data, so rank 0 while it has data, as without a join and in checkpoints. With
+        torch's protocol it is the highest rank, as in torch.
         """
         membership = self.membership
         if membership is None:
             return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
         if not membership.over:
             return membership.read().ranks[0]
-        if self.session is not None and self.session.all_took_every_step:  # all are candidates
+        if self.session is not None and self.session.all_took_every_step:  # all ranks are candidates
             return 0
         size = self.module.process_group.size()
         lowest = torch.tensor([rank if is_candidate else size], dtype=torch.int64, device=self.module.device)
@@ -296,18 +297,18 @@ class DdpJoinable(ReducingJoinable):
         return int(lowest.item())
 
     def _rebuilds_buckets(self, begun: int) -> bool:
-        """Return whether DDP rebuilds its buckets in this forward: once, and on all ranks together.
+        """Return whether DDP rebuilds its buckets in this forward: once, on all ranks together.
 
         ``begun``: the number of previous steps of this module in this join.
         """
         ddp = self.module
         if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
-            return False  # it has, or never will
+            return False  # has rebuilt, or never will
         return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
 
 def _done_work(value: float) -> Any:
-    """A work that has ended with a value; DDP takes it for the divisor of the step that is under way."""
+    """Return a completed work with a value, which DDP uses as the divisor of the current step."""
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result([torch.full((1,), value, dtype=torch.float32, device="cpu")])
     return _create_work_from_future(done)

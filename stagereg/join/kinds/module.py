@@ -1,7 +1,7 @@
-"""``module``: any module whose ranks run its collectives by themselves: FSDP1, tensor parallelism, layers of one's own.
+"""``module``: a module whose ranks run its collectives directly: FSDP1, tensor parallelism, or custom layers.
 
-Its steps can only be run, so it can be joined by ``join.iterate`` alone. ``Join`` wraps ``FullyShardedDataParallel``
-modules, and modules with ``DTensor`` parameters, in this by itself.
+Its collectives cannot be shadowed, so such a module supports ``join.iterate`` only. ``Join`` wraps
+``FullyShardedDataParallel`` modules, and modules with ``DTensor`` parameters, in this joinable automatically.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ModuleHook(BuiltInHook["ModuleJoinable"]):
     """Refuses to shadow."""
 
     def main_hook(self) -> None:
-        """Raise ``JoinError``: this rank has left a loop that others go on with."""
+        """Raise ``JoinError``: this rank has left a loop that other ranks continue."""
         raise JoinError(
-            "this rank has left the loop while others go on, and nothing but the loop body can take part in the steps "
+            "this rank has left the loop while other ranks continue, but only the loop body can take part in the steps "
             f"of a {type(self.joinable.module).__name__}. Loop over join.iterate(loader), which runs the body on all "
-            "ranks, and leave it on all of them at the same step."
+            "ranks, and leave the loop on all ranks at the same step."
         )
 
 
@@ -40,9 +40,9 @@ class ModuleJoinable(TrackedJoinable):
 
     Args:
         module: the module that the loop body calls.
-        process_group: the ranks that train it together; ``None``: that of an FSDP1 module, or else the default group.
-        device: of the group's collectives.
-        hook: another hook in the place of ``module``: it can take part in the steps of ranks that go on.
+        process_group: the ranks that train it together; ``None``: the group of an FSDP1 module, or the default group.
+        device: the device of the group's collectives.
+        hook: a hook to use instead of ``module``, which can take part in the steps of continuing ranks.
     """
 
     own_hook = ModuleHook
@@ -65,12 +65,12 @@ class ModuleJoinable(TrackedJoinable):
         self.gathers = is_sharded or any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""
+        """Return the hook. Raises: ``JoinError`` if gradients should not be divided by the world size."""
         several = dist.get_world_size(self.join_process_group) > 1
         if not kwargs.get("divide_by_initial_world_size", True) and several:
             raise JoinError(
                 f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
-                f"{option('join.divide_by_initial_world_size', False)} cannot be had; use join.mean(loss_sum, n, "
+                f"{option('join.divide_by_initial_world_size', False)} is unsupported. Use join.mean(loss_sum, n, "
                 "over='active')."
             )
         return super().join_hook(**kwargs)

@@ -1,12 +1,12 @@
-"""What ``ddp`` and ``fsdp2`` share: a module of which the ranks reduce the gradients.
+"""The base of ``ddp`` and ``fsdp2``: a module whose gradients the ranks reduce.
 
-A training loop zeroes the gradients of one step before the next, drops them, or carries them over, and so must a rank
-without data. It goes by what it saw while it had data: each rank looks at one gradient as a backward begins. A rank
-that had data for less than two steps cannot know, and asks one that has seen more, through the store.
+Between two steps, a training loop zeroes the gradients, sets them to None, or carries them over; a rank without data
+must do the same. It follows what it observed while it had data: each rank inspects one gradient as a backward begins. A
+rank that had data for fewer than two steps queries a rank that observed more, through the rendezvous store.
 
-Once a loop has carried gradients over, a rank without data keeps its own: the functions in the list zero its gradients
-as they zero the gradients of the others. Ranks with data then publish in each step whether they carried gradients, and
-a rank without data that did otherwise raises, before anything steps.
+Once a loop has carried gradients over, a rank without data retains its own: the functions in the list zero its
+gradients as they zero those of other ranks. In each step, ranks with data then publish whether they carried gradients;
+a rank without data that did otherwise raises, before any optimizer steps.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from stagereg.kernel.shadow import TorchWire
 
 
 class ReducingJoinable(TrackedJoinable):
-    """Joins a module of which the ranks reduce the gradients."""
+    """Joins a module whose gradients the ranks reduce."""
 
     reduces_gradients = True
     reduced = False
-    watched: Sequence[torch.Tensor] = ()  # the gradient of the first that has one shows what the loop does with them
-    reduces: bool | None = None  # between a step's forward and its backward, whether that will reduce the gradients
-    is_unfinished = False  # whether the last backward has not reduced them, so that they wait for the next one
-    has_met = False  # whether the forward of the step under way has run collectives
-    was_shadowed = False  # whether the last step here was the hook's, so that the loop has not seen its gradients
+    watched: Sequence[torch.Tensor] = ()  # the first of these with a gradient shows how the loop treats gradients
+    reduces: bool | None = None  # between a step's forward and its backward: whether the backward will reduce
+    is_unfinished = False  # whether the last backward did not reduce, so that gradients await the next reduction
+    has_met = False  # whether the forward of the current step has run collectives
+    was_shadowed = False  # whether the hook ran the last step here, so that the loop has not seen its gradients
     module: Any
 
     def watch(self) -> None:
@@ -66,7 +66,7 @@ class ReducingJoinable(TrackedJoinable):
 
     @property
     def policy(self) -> ZeroGradPolicy:
-        """What is known of what the loop does with its gradients, in this join and those before."""
+        """The known gradient policy of the loop, in this join and in previous joins of the module."""
         if (found := _policies.get(self.module)) is None:
             found = _policies[self.module] = ZeroGradPolicy(self.join_process_group)
         return found
@@ -78,11 +78,11 @@ class ReducingJoinable(TrackedJoinable):
             order.check(self)
 
     def on_backward(self) -> None:
-        """A backward has begun, which is about to add to the gradients: look at what the loop has left there."""
+        """Handle a backward that is about to add to the gradients: check what the loop has left in them."""
         if self.reduces is None:
             return
         if self.gathers and not self.reduces and self.membership is not None:
-            self.membership.read()  # Raises if another rank reduces gradients; the ranks have met in the forward.
+            self.membership.read()  # raises if another rank reduces; the forward has synchronized the ranks
         if self.session is not None and (order := self.session.order) is not None:
             order.backward_begins(self, self.reduces, self.gathers)
         policy = self.policy
@@ -96,7 +96,7 @@ class ReducingJoinable(TrackedJoinable):
         self.has_met = False
 
     def announce_reduction(self, reduces: bool) -> dist.Work:
-        """Announce on torch's wire whether this step reduces gradients. The sum is the number of ranks that do.
+        """Announce with torch's protocol whether this step reduces gradients. The sum counts the ranks that do.
 
         A rank that does not reduce gradients waits for the sum.
 
@@ -108,25 +108,25 @@ class ReducingJoinable(TrackedJoinable):
             work.wait()
             if int(work.get_future().value()[0].item()):
                 raise JoinError(
-                    f"in step {self.session.steps}, this rank does not reduce its gradients, and another does "
+                    f"in step {self.session.steps}, this rank does not reduce its gradients, but another rank does "
                     f"(no_sync). {BY_NUMBER}"
                 )
         return work
 
     def shadow(self) -> None:
-        """A step of the active ranks is about to be shadowed."""
+        """Prepare to shadow a step of the active ranks."""
         self.policy.set_active(False)
         self.was_shadowed = True
 
     def ask(self) -> None:
-        """A step is shadowed, and is going to be reduced: find out with which gradients it begins on this rank."""
+        """Find out with which gradients a shadowed step that will be reduced begins on this rank."""
         self.policy.ask(self.session, None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
-        """A shadowed step has been reduced, with the gradients that this rank had accumulated.
+        """Record that a shadowed step has been reduced, with the gradients that this rank had accumulated.
 
         Raises:
-            JoinError: the active ranks began it with other gradients.
+            JoinError: the active ranks began the step with other gradients.
         """
         self.policy.confirm(is_whole=not self.is_unfinished)
         self.policy.step_begins, self.is_unfinished = True, False
@@ -141,15 +141,15 @@ class ReducingJoinable(TrackedJoinable):
             self._steps[optimizer] += 1
 
     def optimizer_steps(self) -> list[int]:
-        """Return how often optimizers of this module have stepped in this join; all ranks should return the same.
+        """Return this module's optimizer step counts in this join; all ranks should return the same counts.
 
-        Without SGD on a DDP module if it has no momentum: it has no state, and the parameters are made equal after the
-        loop.
+        Excludes SGD without momentum on a DDP module, because it has no state, and parameters are synchronized after
+        the loop.
         """
         needed = [
             each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
         ]
-        inner = {id(getattr(each, "optim", None)) for each in needed}  # of ZeRO, which a rank without a shard lacks
+        inner = {id(getattr(each, "optim", None)) for each in needed}  # in ZeRO; ranks without a shard lack them
         return sorted(self._steps[each] for each in needed if id(each) not in inner)
 
     def _gradient(self) -> torch.Tensor | None:
@@ -162,23 +162,23 @@ Habit = Literal["drops", "zeroes", "carries"]
 
 _ADVICE = "Accumulate under no_sync() (FSDP2: set_requires_gradient_sync(False)), or loop over join.iterate(loader)."
 _OTHERWISE = (
-    "ranks with data began a step %s gradients of the steps before, and this rank, which has no more data, began it "
-    "%s: nothing in the list of joinables zeroes gradients as the loop does. List one function that steps the "
+    "ranks with data began a step %s gradients of earlier steps, but this rank, which has no more data, began it "
+    "%s: no listed joinable zeroes gradients as the loop does. List one function that steps the "
     f"optimizer and zeroes the gradients, and zero them nowhere else in the loop. {_ADVICE}"
 )
 
 
 class ZeroGradPolicy:
-    """What is known of one module's loop, here and through the store. All ranks make these in the same order."""
+    """The known gradient policy of one module's loop. All ranks construct their instances in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.joins = 0  # that have been entered
-        self.steps = 0  # that have been reduced in this join, on this rank or while it had no data
-        self.step_begins = True  # with the next backward, as the last one was reduced
-        self.inputs: list[Any] | None = None  # empty ones of each forward in the last step, to run the module on
+        self.joins = 0  # number of joins entered
+        self.steps = 0  # steps reduced in this join, including shadowed steps
+        self.step_begins = True  # the next backward begins a step, because the last one was reduced
+        self.inputs: list[Any] | None = None  # empty inputs of each forward in the last step, for running the module
         self.habit: Habit = "drops"  # as far as it is known
-        self._last: list[list[int]] = []  # of the last two steps: join, step, and whether it began with gradients
-        self._carried = False  # ... the step that is shadowed, on this rank
+        self._last: list[list[int]] = []  # the last two steps: join, step, whether it began with gradients
+        self._carried = False  # whether the shadowed step began with gradients on this rank
         self._in_doubt = True
         self._active = False
         self.store = PrefixStore(resources_of(group).next_name("carry"), group.get_group_store())
@@ -189,14 +189,14 @@ class ZeroGradPolicy:
         return self.habit == "carries"
 
     def forget(self, param: torch.Tensor) -> None:
-        """Do with a gradient of the step before what the loop has done with those of the ranks that have data."""
+        """Treat a gradient of the previous step as the loop treats gradients of ranks with data."""
         if self.habit == "drops":
             param.grad = None
         elif self.habit == "zeroes" and param.grad is not None:
             param.grad.zero_()
 
     def observe(self, gradient: torch.Tensor | None) -> None:
-        """A step's backward is about to add to a gradient; the first one does not show what the loop does between."""
+        """Record a gradient before a step's backward. The first step does not reveal the loop's policy."""
         carried = _is_nonzero(gradient)
         if carried and self.steps:
             self.habit = "carries"
@@ -210,17 +210,18 @@ class ZeroGradPolicy:
             self.store.set("policy", self.habit)
 
     def set_active(self, active: bool) -> None:
-        """Publish whether this rank has data, and will publish what its loop does; nothing if that is known here."""
+        """Publish whether this rank has data and will publish its policy; no effect once the policy is known."""
         if self._in_doubt and active != self._active:
             self._active = active
             self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None, gradient: torch.Tensor | None) -> None:
-        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step.
+        """Determine the policy on a rank without data, in a step. A rank with data publishes its policy within this
+        step.
 
-        The step begins with ``gradient`` on this rank, unless the loop never carries any.
+        The step begins with ``gradient`` on this rank, unless the loop never carries gradients.
         """
-        if self._in_doubt and self.steps:  # in the first step no rank knows yet
+        if self._in_doubt and self.steps:  # in the first step no rank has observed the policy
             self._in_doubt = False
             if self.store.check(["policy"]) or self.store.add("active", 0):
                 self.wait("policy", session, "the backward")
@@ -228,9 +229,9 @@ class ZeroGradPolicy:
         self._carried = self.carries and _is_nonzero(gradient)
 
     def confirm(self, is_whole: bool) -> None:
-        """Rank without data: a step was reduced, so ranks with data have published if they began it with gradients.
+        """Check a reduced step on a rank without data, after ranks with data published how they began the step.
 
-        Raises: ``JoinError`` if it was not what this rank did, unless it began the step as they did, in ``no_sync``.
+        Raises: ``JoinError`` if this rank began the step differently, unless it began with the others, in ``no_sync``.
         """
         if not self.store.check(["carried"]):
             return
@@ -241,13 +242,13 @@ class ZeroGradPolicy:
         self.habit = habit
 
     def wait(self, key: str, session: JoinSession | None, what: str) -> None:
-        """Wait until a rank has published ``key``. In torch's ``Join``, without a session, reading it does."""
+        """Wait until a rank has published ``key``. Without a session, in torch's ``Join``, reading the key waits."""
         if session is not None:
             session.peers.detector.wait(lambda seconds: wait_for_keys(self.store, [key], seconds), what)
 
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
-"""Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
+"""Global, because two joins share only the module, which must not get attributes of stagereg."""
 
 
 def _is_plain_sgd(optimizer: Optimizer) -> bool:
@@ -259,5 +260,5 @@ def _is_nonzero(gradient: torch.Tensor | None) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, which may be a whole one."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,7 +1,7 @@
-"""``step``: the local work of a training step: an optimizer, an LR schedule, an average of the weights, a counter.
+"""``step``: the local work of a training step, such as an optimizer, LR schedule, weight average or counter.
 
-What has no collectives of its own still has to happen on ranks without data, or replicas drift apart. One function for
-all that follows ``backward()`` is the surest way, since ranks with data and without then run the very same lines.
+Work without collectives must also run on ranks without data, otherwise replicas diverge. Listing one function for all
+work after ``backward()`` is safest, because ranks with and without data then run the same lines.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class StepHook(BuiltInHook["StepJoinable"]):
 
 @register("joinable", "step")
 class StepJoinable(BuiltInJoinable):
-    """Has a function called on joined ranks, once per step of the active ranks. Cannot be the first joinable.
+    """Makes joined ranks call a function once per step of the active ranks. Cannot be the first joinable.
 
-    ``Join`` wraps optimizers, schedulers and functions in this by itself.
+    ``Join`` wraps optimizers, schedulers and functions in this class automatically.
 
     Args:
-        step: the function, or an optimizer or scheduler, whose ``step`` it is then. It may run collectives, if the
-            active ranks run the same ones.
-        after: the joinable of the model whose gradients it needs; the function is then left out in steps without a
-            reduction (``no_sync``). ``None``: the nearest one before it in the list of stagereg's ``Join``.
-        hook: another hook in the place of ``step``.
+        step: the function, or an optimizer or scheduler whose ``step`` is called. The function may run collectives if
+            the active ranks run the same ones.
+        after: the joinable of the model whose gradients the function needs; steps without a reduction (``no_sync``) are
+            skipped. ``None``: the nearest such joinable before it in the list of stagereg's ``Join``.
+        hook: a hook to use instead of ``step``.
     """
 
     has_no_collectives = True
@@ -62,9 +62,9 @@ def _refuse_arguments(step: Callable[..., object]) -> None:
         raise JoinError(f"the step joinable needs a function, an optimizer or a scheduler, not a {type(step).__name__}")
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # written in C: the call itself will tell
+    except (TypeError, ValueError):  # functions written in C have no signature; calling them shows errors
         return
-    # A scheduler wraps its optimizer's step in a function that still shows the unbound one's ``self``.
+    # A scheduler wraps its optimizer's step in a function that still has the unbound method's ``self``.
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
     needs = [p.name for p in named if p.default is p.empty]
     if needs:
@@ -76,6 +76,6 @@ def _refuse_arguments(step: Callable[..., object]) -> None:
             )
         name = getattr(step, "__qualname__", repr(step))
         raise JoinError(
-            f"joined ranks would call {name}() without arguments, but it needs {', '.join(needs)}. Put a function that "
-            "has what it needs in the list, as in Join([model, lambda: scheduler.step(last_loss())])."
+            f"joined ranks would call {name}() without arguments, but it needs {', '.join(needs)}. List a function "
+            "that needs no arguments, such as Join([model, lambda: scheduler.step(last_loss())])."
         )

@@ -108,7 +108,12 @@ class Odd(nn.Module):
 
 ODD: dict[str, tuple[int, bool, bool, tuple[str, ...]]] = {
     "cannot run on nothing": (0, False, False, ("Odd cannot run on an empty batch",)),
-    "cannot be emptied": (0, True, True, ("it is no tensor, array", "stagereg.empty_batch.register(CLASS, function)")),
+    "cannot be emptied": (
+        0,
+        True,
+        True,
+        ("it is not a tensor, array", "stagereg.empty_batch.register(CLASS, function)"),
+    ),
     "cannot be emptied, and need not": (2, True, True, ("0.400000",)),
 }
 """Steps of the first rank, whether the module is careful, and its batches opaque; the parts of the result."""

@@ -30,4 +30,4 @@ def first(rank: int, world_size: int) -> str:
 
 def test_a_sharded_optimizer_cannot_be_listed_first() -> None:
     for text in run_ranks(first, 2, timeout_s=30):
-        assert "a ZeroRedundancyOptimizer does not; put the DDP module first" in text
+        assert "a ZeroRedundancyOptimizer does not. Put the DDP module first" in text
