@@ -119,7 +119,8 @@ class ResumableSampler(Sampler[int]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         if not 0 <= self.rank < self.num_replicas:
             raise ConfigError(
-                f"ResumableSampler: rank must be in 0..num_replicas-1={self.num_replicas - 1}, got {self.rank}."
+                f"ResumableSampler: rank must be below num_replicas={self.num_replicas} and at least 0, got "
+                f"{self.rank}."
             )
         try:
             self.length = len(dataset)

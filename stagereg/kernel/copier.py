@@ -108,7 +108,7 @@ class HostCopier:
         moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
         try:
             with torch.no_grad(), no_collection():
-                pending.staged  # created while other threads copy
+                pending.staged  # noqa: B018  # created while other threads copy
                 events = self.engine.fetch(pending.pairs(pending.layout.remote, pending.layout.packed))
         finally:
             moving.finish()

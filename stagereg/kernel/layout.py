@@ -1,12 +1,12 @@
-"""Where each tensor of a state dict lies in one block of host memory.
+"""The position of each tensor of a state dict in one block of host memory.
 
-A :class:`Layout` is the plan that is made once and kept while the state dict stays as it is. Tensors that share memory
-are put in one *region*, so that tied weights are copied once and stay tied; a view costs the bytes it spans and not its
-storage's. A view with holes (a column of a matrix) keeps its strides while the holes cost less than the data or than a
-page; beyond that it is packed, and its copy is contiguous.
+A :class:`Layout` is a plan that is made once and reused while the state dict does not change. Tensors that share memory
+are put into one *region*, so tied weights are copied once and remain tied; a view costs the bytes that it spans, not
+its whole storage. A view with holes (a column of a matrix) keeps its strides while the holes cost less than the data or
+a page; otherwise it is packed, and its copy is contiguous.
 
-It reads addresses and shapes and copies nothing. :func:`tensors_over` makes the copy's tensors over memory that is
-laid out so.
+Planning reads addresses and shapes and copies nothing. :func:`tensors_over` creates the copy's tensors over memory with
+this layout.
 """
 
 from __future__ import annotations
@@ -22,56 +22,57 @@ from stagereg.errors import StagingError
 from stagereg.kernel.state_dict import span_of, why_without_data
 from stagereg.kernel.transfer import Batch
 
-_ALIGNMENT = 64  # bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size
+_ALIGNMENT = 64  # alignment of regions in bytes; a cache line, and a multiple of every dtype's size
 _PAGE = 4096
 
 Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, int]]
-"""What must be equal for a layout to fit again. Of each tensor: address, dtype, shape, stride, address and bytes of the
-storage, device."""
+"""The properties that must be equal for a layout to be reused. Per tensor: address, dtype, shape, stride, address and
+bytes of the storage, device.
+"""
 
-_Run = tuple[int, int, int, int]  # index of the device, first byte, byte after the last, index of the tensor
+_Run = tuple[int, int, int, int]  # device index, first byte, byte after the last, tensor index
 
 
 @dataclass(slots=True)
 class Region:
-    """A run of source bytes that is copied as it is."""
+    """A range of source bytes that is copied unchanged."""
 
-    source: int  # index of a tensor whose storage has the bytes
-    address: int  # where it starts in the source device's memory
+    source: int  # index of a tensor whose storage contains the bytes
+    address: int  # start in the source device's memory
     nbytes: int
-    members: list[int]  # indices of the tensors that lie in it
-    offset: int = 0  # where its copy starts in host memory
+    members: list[int]  # indices of the tensors in the region
+    offset: int = 0  # start of its copy in host memory
 
 
 @dataclass(slots=True)
 class Piece:
-    """Where one tensor's copy is."""
+    """The position of one tensor's copy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
-    span: int  # elements from its first to its last, both included; 0 for an empty tensor, which lies nowhere
-    start: int = 0  # elements before its first in the storage of the copy
-    offset: int = 0  # where that storage starts in host memory; copies that share memory have the same
-    nbytes: int = 0  # of that storage
+    span: int  # elements from the first to the last, inclusive; 0 for an empty tensor, which has no position
+    start: int = 0  # elements before the first one in the copy's storage
+    offset: int = 0  # start of that storage in host memory; copies that share memory have equal offsets
+    nbytes: int = 0  # size of that storage
 
 
 @dataclass(slots=True)
 class Layout:
-    """A plan for one state dict. Tensors are given by their indices."""
+    """A plan for one state dict. Tensors are referred to by index."""
 
-    signature: Signature  # what the plan depends on
-    pieces: list[Piece]  # of each tensor
-    regions: list[Region]  # those in host memory
-    batch: Batch  # their moves
-    remote: list[Region]  # those on an accelerator
-    packed: list[int]  # the tensors that are copied element by element
+    signature: Signature  # inputs of the plan
+    pieces: list[Piece]  # by tensor
+    regions: list[Region]  # regions in host memory
+    batch: Batch  # copies of these regions
+    remote: list[Region]  # regions on accelerators
+    packed: list[int]  # tensors that are copied element by element
     nbytes: int  # host memory needed
-    alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None of tensors that share memory
-    unfinished: list[int]  # the tensors that are something else than neighbouring elements in one dimension
+    alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None for tensors that share memory
+    unfinished: list[int]  # tensors that are not adjacent elements in one dimension
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
-    """Return what a layout depends on. Costs about half a microsecond a tensor."""
+    """Return the properties that a layout depends on. Takes about half a microsecond per tensor."""
     rows: Signature = []
     try:
         for x in tensors:
@@ -79,7 +80,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
             row = (x.data_ptr(), x.dtype, x.shape, x.stride(), storage.data_ptr(), storage.nbytes(), x.get_device())
             rows.append(row)
     except RuntimeError as error:
-        raise StagingError([len(rows)], f"its memory cannot be reached ({error})") from error
+        raise StagingError([len(rows)], f"its memory is inaccessible ({error})") from error
     return rows
 
 
@@ -87,7 +88,8 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
     """Plan host memory for plain strided tensors.
 
     Raises:
-        StagingError: a tensor reaches beyond its storage, as after its storage was freed; ``path`` is the index.
+        StagingError: a tensor extends beyond its storage, for example after the storage was freed; ``path`` is the
+            index.
     """
     pieces: list[Piece] = []
     runs: list[_Run] = []
@@ -99,7 +101,7 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
             continue
         nbytes = span * x.element_size()
         if address == 0 or address + nbytes > base + available:
-            freed = f"it needs {nbytes} bytes but its storage holds {available}; was it freed or resized in use?"
+            freed = f"it needs {nbytes} bytes but its storage has {available}. Was the storage freed or resized in use?"
             raise StagingError([i], why_without_data(x) or freed)
         wide = nbytes > max(2 * x.nbytes, _PAGE)
         (holed if wide else runs).append((device, address, address + nbytes, i))
@@ -115,23 +117,23 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
-    """Join runs that overlap, or that touch within one storage."""
+    """Merge ranges that overlap, or that are adjacent within one storage."""
     regions: list[Region] = []
-    last: tuple[int, int] | None = None  # device and storage of the newest region
+    last: tuple[int, int] | None = None  # device and storage of the last region
     for device, begin, end, i in sorted(runs):
         base = rows[i][4]
         if last == (device, base) and begin <= regions[-1].address + regions[-1].nbytes:
             regions[-1].nbytes = max(regions[-1].nbytes, end - regions[-1].address)
             regions[-1].members.append(i)
             continue
-        aligned = base + (begin - base) // 16 * 16  # so that a view of a wider dtype starts on its own grid
+        aligned = base + (begin - base) // 16 * 16  # aligned so that a view with a wider dtype is aligned, too
         regions.append(Region(i, aligned, end - aligned, [i]))
         last = (device, base)
     return regions
 
 
 def _adopt(holed: list[_Run], regions: list[Region], rows: Signature) -> list[int]:
-    """Give a view with holes to the region it lies in, if any; return those that must be packed."""
+    """Add each view with holes to the region that contains it, if any; return the views that must be packed."""
     starts = [(rows[region.source][6], region.address) for region in regions]
     packed: list[int] = []
     for device, begin, end, i in holed:
@@ -160,7 +162,7 @@ def _assign(
             piece, size = pieces[i], tensors[i].element_size()
             start = (rows[i][0] - region.address) // size
             piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
-            if len(region.members) == 1:  # its storage need not have what alignment has added in front
+            if len(region.members) == 1:  # its storage does not need the alignment bytes in front
                 piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
                 alone[i] = (tensors[i].dtype, piece.span, piece.offset)
     first: dict[tuple[object, ...], int] = {}  # equal views are packed once
@@ -178,9 +180,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
-    """Make the staged tensors over ``view``, host memory from where the layout begins.
+    """Create the staged tensors over ``view``, host memory that begins at the start of the layout.
 
-    Those of one region share one storage, which has the region's bytes and no more.
+    Tensors of one region share one storage, which has exactly the region's bytes.
     """
     frombuffer = torch.frombuffer
     made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
@@ -206,13 +208,13 @@ def region_bytes(region: Region, storage: torch.UntypedStorage) -> torch.Tensor:
     Raises:
         StagingError: the storage was freed or resized since the layout was planned; ``path`` is the index of a tensor.
     """
-    if not is_in(region, storage):  # set_ would make a storage that is too small grow
+    if not is_in(region, storage):  # set_ would enlarge a storage that is too small
         raise StagingError([region.source], "its storage was freed or resized while it was being copied")
     source = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return source.set_(storage, region.address - storage.data_ptr(), (region.nbytes,), (1,))
 
 
 def is_in(region: Region, storage: torch.UntypedStorage) -> bool:
-    """Return whether the source bytes of a region still are in a storage."""
+    """Return whether the source bytes of a region are still in a storage."""
     base = storage.data_ptr()
     return base <= region.address and region.address + region.nbytes <= base + storage.nbytes()

@@ -1,15 +1,15 @@
-"""Host memory for copies: blocks, and the pool that lends them.
+"""Host memory for copies: blocks, and the pool that leases them.
 
-A :class:`Block` is whole pages of memory, touched ahead of use, and page-locked where an accelerator profits from it.
-A :class:`Lease` is one copy that is out, until its last tensor is freed or its reader calls :meth:`Pool.release`. Each
-tensor over :meth:`Lease.view` holds the lease, and the block comes back to the pool when nothing holds the lease.
+A :class:`Block` consists of whole pages of memory, pre-faulted, and page-locked if this speeds up an accelerator. A
+:class:`Lease` covers one copy, until its last tensor is freed or its reader calls :meth:`Pool.release`. Each tensor
+over :meth:`Lease.view` holds the lease, and the block returns to the pool when nothing holds the lease.
 
-If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
-promised to release its copies (``Pool.readers_release``), at most one second otherwise. After that it goes on with
-fresh memory, and logs so once. From then on, a reader without the promise is not waited for.
+If ``max_in_flight`` copies are leased, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
+promised to release its copies (``Pool.readers_release``), otherwise at most one second. After that it uses new memory,
+and logs this once. From then on, it does not wait for a reader without the promise.
 
-A forked child, such as a worker of a ``DataLoader``, does not get the blocks: a write to a page that a child has as
-well would cost a page fault. The child may read copies whose reader has not promised to release them.
+A forked child, such as a worker of a ``DataLoader``, does not get the blocks: writing to a page that a child shares
+would cost a page fault. The child may read copies whose reader has not promised to release them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stagereg.errors import StagerClosedError, StagingError
 log = logging.getLogger("stagereg")
 
 WAIT_WITHOUT_RELEASE_S = 1.0
-"""Seconds that the pool waits at most for a reader that has not promised to release its copies."""
+"""Maximum seconds that the pool waits for a reader that has not promised to release its copies."""
 
 _POLL_S = 0.002
 _COLLECT_EVERY_S = 1.0
@@ -46,7 +46,7 @@ _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Block:
-    """One block of host memory, whole pages; ``threads`` touch the new ones. A forked child does not get it."""
+    """One block of host memory, in whole pages, pre-faulted by ``threads``. A forked child does not get the block."""
 
     _private: PrivateMemory | None = None  # the memory, if it can be withheld from a forked child
 
@@ -64,18 +64,18 @@ class Block:
         return self._memory.data_ptr()
 
     def view(self) -> memoryview:
-        """A new view of the whole block. The block lives while any view does."""
+        """Return a new view of the whole block. The block lives as long as any view."""
         return view_of(self._memory)
 
     def inherit(self, inherited: bool) -> None:
-        """Choose whether a child that is forked from now on gets the block."""
+        """Choose whether children forked from now on get the block."""
         if self._private is not None:
             self._private.inherit(inherited)
 
     def _lock(self) -> None:
         """Page-lock the memory until it is unmapped.
 
-        With CUDA this does not use torch's allocator, which rounds sizes up and keeps what is freed.
+        With CUDA this does not use torch's allocator, which rounds sizes up and caches freed memory.
         """
         try:
             if not torch.cuda.is_available():
@@ -89,22 +89,22 @@ class Block:
             owner = os.getpid(), torch.cuda.current_device()
             weakref.finalize(self._memory, _unlock, *owner, self.address).atexit = False
         except RuntimeError as error:
-            log.warning("stagereg: %d bytes could not be page-locked (%s); using pageable memory", self.nbytes, error)
+            log.warning("stagereg: cannot page-lock %d bytes (%s). Using pageable memory.", self.nbytes, error)
 
     def _map(self) -> torch.Tensor:
-        # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
+        # Private pages: mmap's default, shared pages, are slower to allocate and cannot be huge pages.
         try:
             self._private = private_memory(self.nbytes)
         except (OSError, MemoryError, ValueError, OverflowError) as error:
-            raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
+            raise StagingError([], f"cannot allocate {self.nbytes / 2**30:.2f} GiB of host memory ({error})") from error
         return torch.frombuffer(self._private, dtype=torch.uint8)
 
     def _touch(self, threads: int) -> None:
-        """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy.
+        """Let the kernel back the pages now, on several threads, instead of with page faults during the copy.
 
-        A kernel that does not know how answers with an error, and pages are then touched on first use.
+        A kernel without this feature returns an error, and pages are then faulted in on first use.
         """
-        # Not mmap.madvise, which would keep all of Python waiting: it holds the GIL.
+        # mmap.madvise would block all Python threads, because it holds the GIL.
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(self.address, self.nbytes, _MADV_HUGEPAGE)
@@ -114,65 +114,65 @@ class Block:
         with ThreadPoolExecutor(threads) as workers:
             for call in others:
                 workers.submit(advise, *call)
-            advise(*first)  # here: a thread cannot be started while another has the kernel back pages
+            advise(*first)  # on this thread: no thread can be started while another one populates pages
 
 
 def _unlock(process: int, device: int, address: int) -> None:
-    if process != os.getpid():  # a forked child, which CUDA does not serve
+    if process != os.getpid():  # CUDA does not work in a forked child
         return
-    with torch.cuda.device(device):  # the thread may have another one, which this would set up, at a cost in memory
+    with torch.cuda.device(device):  # initializing the thread's own device would cost memory
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def view_of(memory: torch.Tensor) -> memoryview:
-    """Return a new view of a tensor of bytes, which lives while the view does."""
+    """Return a new view of a tensor of bytes; the view keeps the tensor alive."""
     block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
     block._owner = memory  # type: ignore[attr-defined]
     return memoryview(block).cast("B")
 
 
 class Lease:
-    """One copy that is out, and its block, see :meth:`Pool.lease`."""
+    """The lease of one copy on a block; see :meth:`Pool.lease`."""
 
     def __init__(self, block: Block, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
         self.block = block
         self._copies = copies
 
     def view(self) -> memoryview:
-        """A new view of the block. While it lives, the block is in use and the lease goes on."""
+        """Return a new view of the block. The block is in use, and the lease lasts, while the view lives."""
         view = self.block.view()
         owner: Any = view.obj
         owner.held = self
         return view
 
     def hand_out(self, copy: Any) -> Any:
-        """Return ``copy``, by which :meth:`Pool.release` then knows this lease."""
+        """Return ``copy``, and register this lease for :meth:`Pool.release` of ``copy``."""
         self._copies[id(copy)] = self
         return copy
 
 
 class Pool:
-    """Lends blocks to a bounded number of copies at once.
+    """Leases blocks to a bounded number of copies at once.
 
     One copy::
 
         lease = pool.lease(nbytes)
-        view = lease.view()  # tensors are made over it with torch.frombuffer
+        view = lease.view()  # create tensors over it with torch.frombuffer
         return lease.hand_out(state_dict_of_those_tensors)
 
-    Unused blocks are kept, the largest first, up to ``max_in_flight`` times what one copy needs. One thread at a time
-    may call :meth:`lease`; any thread may call :meth:`release` and :meth:`close`.
+    Unused blocks are retained, the largest first, up to ``max_in_flight`` times the size of one copy. One thread at a
+    time may call :meth:`lease`. :meth:`release` and :meth:`close` are thread-safe.
 
     Args:
         max_in_flight: leases at once before :meth:`lease` waits; None for no bound.
-        wait_s: seconds that it waits at most.
-        keep: use a block again that came back; otherwise it is freed.
-        pin: page-lock; None means where an accelerator is available. Where that cannot be, pageable memory is used and
-            logged once.
-        threads: threads that touch new pages.
+        wait_s: maximum seconds to wait.
+        keep: reuse returned blocks; otherwise they are freed.
+        pin: page-lock the memory; None: if an accelerator is available. If this fails, pageable memory is used and the
+            failure is logged once.
+        threads: threads that pre-fault new pages.
 
     Attributes:
-        readers_release: whether the reader has promised to :meth:`release` its copies; False at first.
+        readers_release: whether the reader has promised to :meth:`release` its copies; initially False.
     """
 
     def __init__(
@@ -184,33 +184,36 @@ class Pool:
         threads: int = 2,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
-            raise StagingError([], f"stager.max_in_flight must be at least 1, not {max_in_flight}")
+            raise StagingError([], f"stager.max_in_flight must be at least 1, got {max_in_flight}")
         self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self.wait_s = wait_s
         self.readers_release = False
-        self._expected = 0  # bytes that one copy needs
+        self._expected = 0  # bytes of one copy
         there = torch.accelerator.is_available()
-        # Of the ranks on this machine, which would all log the same, the first does.
+        # only the first rank of each machine logs this
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
-            log.info("stagereg: no accelerator here, so copies are staged in pre-faulted memory, not page-locked")
+            log.info(
+                "stagereg: no accelerator is available, so copies are staged in pre-faulted memory that is not "
+                "page-locked."
+            )
         self._make = lambda nbytes: Block(nbytes, pin is not False and there, threads)
         self._keep = keep
-        # Finalizers on any thread change these two, by one atomic step each.
+        # Finalizers on any thread change these two attributes, by one atomic operation each.
         self._out: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._free: list[Block] = []
         self._copies: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._overdrawn = False
         self._closed = False
-        self._in_use: weakref.WeakSet[Lease] = weakref.WeakSet()  # those that were released included
+        self._in_use: weakref.WeakSet[Lease] = weakref.WeakSet()  # including released leases
         _pools.add(self)
 
     @property
     def in_flight(self) -> int:
-        """Copies that are still out."""
+        """Number of copies that are leased."""
         return len(self._out)
 
     def lease(self, nbytes: int) -> Lease:
-        """Return a lease for one more copy of ``nbytes`` bytes, waiting if ``max_in_flight`` are out."""
+        """Return a lease for one more copy of ``nbytes`` bytes. Waits if ``max_in_flight`` copies are leased."""
         self.check_open()
         if self.in_flight >= self.max_in_flight:
             self._wait()
@@ -223,7 +226,7 @@ class Pool:
         return lease
 
     def _block(self, nbytes: int) -> Block:
-        """Return a block that is not in use: the smallest kept one that is large enough, or a new one."""
+        """Return an unused block: the smallest retained one that is large enough, or a new one."""
         if nbytes > self._expected:
             self._expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
@@ -236,13 +239,13 @@ class Pool:
         return block
 
     def release(self, copy: object) -> None:
-        """End the lease of a copy that was handed out, and empty it if it is a dict; on any thread.
+        """End the lease of a copy that was handed out, and clear the copy if it is a dict. Thread-safe.
 
-        Memory over which other tensors live is not used again before they are gone.
+        Memory that other tensors use is not reused before these tensors are freed.
         """
         lease = self._copies.pop(id(copy), None)
         if isinstance(copy, dict):
-            copy.clear()  # first, so that the blocks are back when a waiting ``lease`` goes on
+            copy.clear()  # first, so that the blocks are back when a waiting ``lease`` continues
         if lease is not None:
             self._out.discard(lease)
 
@@ -252,18 +255,18 @@ class Pool:
             raise StagerClosedError
 
     def close(self) -> None:
-        """Free what is kept. Memory still in use lives until its readers let go. Closing twice is harmless."""
+        """Free unused blocks. Memory still in use lives until its readers release it. Idempotent."""
         self._closed = True
         self._free.clear()
 
     def inherit_copies(self, inherited: bool) -> None:
-        """Choose whether a child that is forked now gets the copies that a reader without the promise holds."""
+        """Choose whether a child forked now gets the copies held by a reader without the promise."""
         if not self.readers_release:
             for lease in list(self._in_use):
                 lease.block.inherit(inherited)
 
     def renew(self) -> None:
-        """Forget all blocks and copies: this is a forked child, and they belong to its parent."""
+        """Drop all blocks and copies in a forked child, because they belong to the parent."""
         self._out, self._copies, self._in_use = weakref.WeakSet(), weakref.WeakValueDictionary(), weakref.WeakSet()
         self._free = []
 
@@ -271,7 +274,7 @@ class Pool:
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         if self._overdrawn and not self.readers_release:
             limit = 0.0
-        # A failed save can leave its copy in a dead reference cycle. Collecting garbage visits every object of the
+        # A failed save can leave its copy in a dead reference cycle. Garbage collection visits all objects of the
         # program, so a reader that releases its copies gets a second first.
         collect_at = min(_COLLECT_EVERY_S, limit / 2) if self.readers_release else 0.0
         began = time.monotonic()
@@ -287,12 +290,12 @@ class Pool:
                 self.check_open()
         if self.in_flight >= self.max_in_flight and not self._overdrawn:
             self._overdrawn = True
-            text = "stagereg: %d staged copies are still held after %.1f s, so fresh memory is taken; "
-            text += "drop copies that are no longer needed, or raise max_in_flight"
+            text = "stagereg: %d staged copies are still held after %.1f s, so new memory is allocated. "
+            text += "Drop copies that are no longer needed, or raise max_in_flight."
             log.warning(text, self.in_flight, limit)
 
     def _trim(self) -> None:
-        """Free the blocks that are more than may be kept, the smallest first."""
+        """Free the blocks that exceed the retention bound, the smallest first."""
         most = self.max_in_flight * _whole_pages(self._expected)
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
@@ -303,7 +306,7 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _give_back(pool: weakref.ref[Pool], block: Block, process: int) -> None:
-    """End the use of a block. Runs wherever the last reference died, in a finalizer: takes no lock."""
+    """Return a block to its pool. Runs in a finalizer, on the thread that drops the last reference; takes no lock."""
     owner = pool()
     if owner is not None and owner._keep and not owner._closed and process == os.getpid():
         owner._free.append(block)

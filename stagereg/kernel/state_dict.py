@@ -1,16 +1,16 @@
-"""Take a state dict apart into plain tensors, and put a copy of it together around other ones.
+"""Decompose a state dict into plain tensors, and build a copy of it around other tensors.
 
-:func:`flatten` walks a state dict once, with a pickler: what it pickles is the structure (same types, order, keys,
-sharing, cycles). Objects such as dataclasses are taken apart like containers, by what pickle would keep of them. The
-plain strided tensors it meets are listed; what has its own way to be deep-copied, and no tensors, is copied at once.
-:meth:`TreeSpec.unflatten` unpickles the structure with the staged tensors where the source had theirs: wrapped again as
-``Parameter``, DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes. What
-cannot be staged is refused with its path in the dict.
+:func:`flatten` walks a state dict once, with a pickler. The pickle holds the structure: types, order, keys, sharing and
+cycles. Objects such as dataclasses are decomposed like containers, into the state that pickle would store. Plain
+strided tensors are listed; objects with their own deep copy, and without tensors, are copied at once.
+:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors in place of the source's, wrapped again as
+``Parameter``, DTensor, ShardedTensor or traceable subclass, with their Python attributes. Values that cannot be staged
+raise an error with their path in the dict.
 
-A lazy conjugation or negation is carried out, since what sends tensors to other processes loses it.
+Lazy conjugation and negation are resolved, because transfers of tensors to other processes lose them.
 
-Most calls stage a state dict of the same structure over the same memory as the call before. :class:`Recognizer`
-remembers one and recognises it at a third of the cost of :func:`flatten` and a layout.
+Most calls stage a state dict with the structure and memory of the previous call. :class:`Recognizer` remembers the last
+one and recognizes it at a third of the cost of :func:`flatten` and a layout.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from stagereg.errors import StagingError, UnstageableTypeError
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # not a public name of torch; without it no state dict is recognised
+except ImportError:  # not a public name of torch; without it no state dict is recognized
     TensorGuards = None  # type: ignore[assignment, misc]
 
-# Immutable values: the copy holds the very same object.
+# Immutable values: the copy holds the same object.
 ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
     types.FunctionType, types.BuiltinFunctionType,
 })  # fmt: skip
 
-# Of kinds that have many types: ``copy.deepcopy`` takes these for immutable too.
+# Base classes of many types that ``copy.deepcopy`` treats as immutable, too.
 _ATOMIC = (types.CodeType, property, weakref.ref)
 
-# What torch's type_check admits besides containers and tensors.
+# Types that torch's type_check accepts in addition to containers.
 _CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None), torch.Tensor)
 
-_Reduced = tuple[Any, ...]  # what pickle calls a reduce value
+_Reduced = tuple[Any, ...]  # a reduce value, in pickle's terms
 
 
 class TreeSpec:
     """A state dict's copy without its tensors.
 
-    ``tensors`` are the plain strided ones of the source, each object once, neither detached nor copied yet.
-    ``lazy`` are those, by index, that have been flipped into memory of their own.
+    ``tensors``: the source's plain strided tensors, each object once, neither detached nor copied. ``lazy``: by index,
+    the tensors whose lazy conjugation or negation was resolved in new memory.
     """
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class TreeSpec:
         self._pickled = b""
 
     def release_sources(self) -> None:
-        """Empty ``tensors`` and ``lazy``; what is left is enough for :meth:`unflatten`."""
+        """Clear ``tensors`` and ``lazy``, which :meth:`unflatten` does not need."""
         self.tensors.clear()
         self.lazy.clear()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
-        """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
+        """Return the finished copy, with ``staged[i]`` instead of ``tensors[i]``. Call only once."""
         finished = list(staged)
         for i, finish in self._finish.items():
             finished[i] = finish(finished[i])
@@ -85,10 +85,10 @@ class TreeSpec:
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
-    """Take ``state``, nested containers and objects, apart; the error has the path of what cannot be staged.
+    """Decompose ``state``, nested containers and objects. Errors contain the path of the value that cannot be staged.
 
-    ``type_check``: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None, as torch does under
-    that name; otherwise such a leaf is copied as ``copy.deepcopy`` would, but for its tensors, which are listed.
+    ``type_check``: refuse leaves that are not a tensor, number, string, bytes, ``BytesIO`` or None, as in torch.
+    Otherwise such leaves are copied as ``copy.deepcopy`` would, except for their tensors, which are listed.
     """
     try:
         return _flatten(state, type_check)
@@ -98,7 +98,7 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
 
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
-    """Return the keys that lead to the tensor that :func:`flatten` lists at ``index``; for error messages."""
+    """Return the keys that lead to the tensor at ``index`` in :func:`flatten`'s list, for error messages."""
     wanted = _identities(flatten(state))[index]
     return _path_to(state, lambda x: wanted in _identities(flatten(x)), {})
 
@@ -113,7 +113,7 @@ def _identities(spec: TreeSpec) -> list[tuple[Any, ...]]:
 
 def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tuple[object, ...]:
     """Return the keys that lead to the innermost value for which ``is_there`` is true."""
-    met[id(x)] = x  # what has its id there must not be freed; a dict may make its values
+    met[id(x)] = x  # keep alive, so that no other object gets this id; a dict may create its values
     for key, value in entries_of(x):
         if id(value) not in met and is_there(value):
             return (key, *_path_to(value, is_there, met))
@@ -159,11 +159,11 @@ def _check_types(x: Any, met: set[int]) -> None:
 
 
 def _tensor(index: int) -> Any:
-    """Stands in the structure for a staged tensor."""
+    """Placeholder in the structure for a staged tensor."""
 
 
 def _constant(index: int) -> Any:
-    """Stands in the structure for a value that is copied already, or is no part of it."""
+    """Placeholder in the structure for a value that is already copied, or shared with the source."""
 
 
 def _set_attributes(x: torch.Tensor, attributes: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class _StructureUnpickler(pickle.Unpickler):
 
 
 class _StructurePickler(pickle.Pickler):
-    """Pickles a structure, and puts what is in it into ``spec``."""
+    """Pickles a structure, and stores its tensors and constants in ``spec``."""
 
     def __init__(self, file: io.BytesIO, spec: TreeSpec) -> None:
         super().__init__(file, protocol=5)
@@ -188,7 +188,7 @@ class _StructurePickler(pickle.Pickler):
         self._own: dict[type, frozenset[str]] = {}
 
     def reducer_override(self, x: Any) -> Any:
-        """Called for each object once; not for exact dicts, lists, sets, tuples, numbers and strings."""
+        """Called once per object, except exact dicts, lists, sets, tuples, numbers and strings."""
         kind = type(x)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._plain(x)
@@ -197,7 +197,7 @@ class _StructurePickler(pickle.Pickler):
         if issubclass(kind, (dict, list, set, frozenset)) or hasattr(kind, "n_sequence_fields"):
             return NotImplemented
         if issubclass(kind, tuple):
-            return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # whatever its constructor takes
+            return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # independent of the constructor's arguments
         if issubclass(kind, torch.Tensor):
             return self._subclass(x)
         return self._object(x)
@@ -207,7 +207,7 @@ class _StructurePickler(pickle.Pickler):
         return _constant, (len(self._spec._constants) - 1,)
 
     def _object(self, x: Any) -> _Reduced:
-        """What ``copy.deepcopy`` would copy, in the same order of ways: atoms, ``__deepcopy__``, pickle's protocol."""
+        """Return a reduce value that copies like ``copy.deepcopy``: atoms, ``__deepcopy__``, pickle's protocol."""
         kind = type(x)
         if isinstance(x, (type, *_ATOMIC)):
             return self._constant(x)
@@ -219,13 +219,13 @@ class _StructurePickler(pickle.Pickler):
         if any(isinstance(each, torch.Tensor) for each in copied.values()):
             raise UnstageableTypeError(
                 [],
-                f"a {kind.__module__}.{kind.__qualname__} has tensors, and a __deepcopy__ of its own, which would copy "
-                "them where they are, one by one; put them into the state dict themselves",
+                f"a {kind.__module__}.{kind.__qualname__} has tensors and its own __deepcopy__, which would copy "
+                "them on their device, one by one. Put the tensors themselves into the state dict",
             )
         return constant
 
     def _subclass(self, x: Any) -> _Reduced:
-        if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
+        if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: valid after the wait
             return self.reducer_override(x.trigger_wait())
         if isinstance(x, ShardedTensor):
             return self._sharded(x)
@@ -235,8 +235,8 @@ class _StructurePickler(pickle.Pickler):
             raise StagingError([], why)
         if x.layout is torch.strided and not has_storage(x):
             name = f"{type(x).__module__}.{type(x).__qualname__}"
-            text = f"a {name} has no storage, and does not name the tensors in it; give it __tensor_flatten__"
-            raise UnstageableTypeError([], f"{text}, or put these into the state dict themselves")
+            text = f"a {name} has no storage and does not list its inner tensors. Implement __tensor_flatten__"
+            raise UnstageableTypeError([], f"{text}, or put the inner tensors themselves into the state dict")
         return self._plain(x)
 
     def _plain(self, x: torch.Tensor) -> _Reduced:
@@ -249,7 +249,7 @@ class _StructurePickler(pickle.Pickler):
                 y = y.as_subclass(kind)
             return y.requires_grad_() if wants_grad else y
 
-        if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # no single strided block to plan for
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # not a single strided block
             copied = self._constant(finish(_attempt(lambda y: y.detach().cpu().clone(), x)))
             return self._with_attributes(copied, vars(x))
         index = len(self._spec.tensors)
@@ -264,21 +264,21 @@ class _StructurePickler(pickle.Pickler):
         return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
 
     def _wrapper(self, x: Any) -> _Reduced:
-        """DTensor and other traceable wrappers, through their own flatten protocol."""
+        """Handle DTensor and other traceable wrappers, through their own flatten protocol."""
         (names, context), size, stride, kind = x.__tensor_flatten__(), x.size(), x.stride(), type(x)
         parts = {name: getattr(x, name) for name in names}
-        x._clear_non_serializable_cached_data()  # of what size() keeps in its __dict__, before torch 2.13
+        x._clear_non_serializable_cached_data()  # before torch 2.13, size() caches values in __dict__
 
         def make(inner: dict[str, Any]) -> Any:
             return kind.__tensor_unflatten__(inner, context, size, stride)
 
-        if kind not in self._own:  # the attributes that the protocol brings back by itself
+        if kind not in self._own:  # attributes that the protocol restores itself
             self._own[kind] = frozenset(vars(make(parts))).union(names)
         return self._with_attributes((make, (parts,)), {k: v for k, v in vars(x).items() if k not in self._own[kind]})
 
     def _sharded(self, x: ShardedTensor) -> _Reduced:
-        """A ShardedTensor over staged shards; its metadata says where they lie now: on the CPU."""
-        whole, group, rrefs = x.metadata(), x._process_group, x._init_rrefs  # not x, which has the source's tensors
+        """Handle a ShardedTensor with staged shards; its metadata places the shards on the CPU."""
+        whole, group, rrefs = x.metadata(), x._process_group, x._init_rrefs  # do not capture x: it has the tensors
         pieces = [shard.metadata for shard in x.local_shards()]
 
         def make(parts: list[torch.Tensor]) -> ShardedTensor:
@@ -300,7 +300,7 @@ class _StructurePickler(pickle.Pickler):
 
 
 def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
-    """Return ``copier(x)``; what that raises becomes an ``UnstageableTypeError`` that names the type."""
+    """Return ``copier(x)``; exceptions become an ``UnstageableTypeError`` that names the type."""
     try:
         return copier(x)
     except StagingError:
@@ -311,34 +311,36 @@ def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
 
 
 def why_without_data(x: torch.Tensor) -> str | None:
-    """Say why a tensor that has a shape has no memory; None where it has."""
+    """Return why a tensor with a shape has no memory; ``None`` if it has memory."""
     if x.device.type != "meta" and not isinstance(x, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
         return None
-    return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
+    return (
+        f"a {type(x).__name__} on {x.device} has no data to stage. Materialize it first, for example by a forward pass"
+    )
 
 
 def has_storage(x: torch.Tensor) -> bool:
-    """Whether a strided tensor has memory of its own; a subclass that wraps other tensors has none."""
+    """Return whether a strided tensor has its own memory; subclasses that wrap other tensors do not."""
     try:
         x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # of a storage that is there in name only
+    except (RuntimeError, NotImplementedError):  # the storage has no memory
         return False
     return True
 
 
 def span_of(x: torch.Tensor) -> int:
-    """Return the elements from the first of ``x`` in memory to its last, both included; 0 for an empty tensor."""
+    """Return the number of elements from the first of ``x`` in memory to its last, inclusive; 0 for an empty tensor."""
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
 def _flipped(x: torch.Tensor) -> torch.Tensor:
-    """Carry out the lazy negation and conjugation of ``x``, in new memory with the same strides."""
+    """Resolve the lazy negation and conjugation of ``x``, in new memory with the same strides."""
     return x.as_strided((span_of(x),), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
 
-# -- the same state dict once more
+# -- recognizing a state dict
 
-_CHUNK = 512  # tensors that are looked at several times in a row, while the cache has them
+_CHUNK = 512  # tensors that are checked several times in a row, while they are in the CPU cache
 
 _CONTAINERS = (dict, list, OrderedDict)
 
@@ -346,12 +348,12 @@ _attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 
 
 class Recognizer:
-    """Recognises a state dict of the same structure, over the same memory, as the one that it was made of.
+    """Recognizes a state dict with the structure and memory of the one from which it was created.
 
-    It takes only what is common and plain: dicts, lists and ``OrderedDict`` of bare tensors, each met once, and of
-    immutable values. Tensors are compared by address and by torch's own guards in C++ (``TensorGuards`` of
-    ``torch.compile``: type, dispatch keys, dtype, device, ``requires_grad``, sizes, strides). Everything else takes the
-    long way through :func:`flatten`, which is always right.
+    Supports only common plain state dicts: dicts, lists and ``OrderedDict`` of bare tensors, each used once, and
+    immutable values. Tensors are compared by address and by torch's C++ guards (``TensorGuards`` of ``torch.compile``:
+    type, dispatch keys, dtype, device, ``requires_grad``, sizes, strides). All other state dicts go through
+    :func:`flatten`, which is slower and always correct.
     """
 
     def __init__(self, spec: _PlainSpec) -> None:
@@ -363,14 +365,14 @@ class Recognizer:
 
     @classmethod
     def of(cls, state: Any, tensors: Sequence[torch.Tensor]) -> Recognizer | None:
-        """Remember ``state``, of which :func:`flatten` lists ``tensors``; None if it is not of the plain kind."""
+        """Remember ``state``, whose ``tensors`` :func:`flatten` lists; ``None`` if the state dict is not plain."""
         if TensorGuards is None or any(x.requires_grad or _attributes(x) for x in tensors):
             return None
         spec = _PlainSpec(state)
         return cls(spec) if spec.is_plain and list(map(id, spec.tensors)) == list(map(id, tensors)) else None
 
     def match(self, state: Any) -> TreeSpec | None:
-        """Return what :func:`flatten` would make of ``state``; None if it is not as it was."""
+        """Return the result of :func:`flatten` for ``state``, or ``None`` if it has changed."""
         spec = _PlainSpec(state)
         if not spec.is_plain or spec.structure != self._structure or any(map(_attributes, spec.tensors)):
             return None
@@ -378,23 +380,23 @@ class Recognizer:
         for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
             if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
                 return None
-        # With as many addresses as tensors, none is met twice.
+        # with as many addresses as tensors, no tensor occurs twice
         return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None
 
 
 class _PlainSpec(TreeSpec):
-    """The copy of a plain state dict, made in one pass with the source's tensors in it."""
+    """The copy of a plain state dict, built in one pass with the source's tensors in it."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.is_plain = True  # otherwise nothing else here is valid
-        self.structure: list[tuple[Any, ...]] = []  # of each container: type, keys, types of the values
+        self.structure: list[tuple[Any, ...]] = []  # per container: type, keys, types of the values
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()
         self._root = self._copy(state)
 
     def release_sources(self) -> None:
-        self.unflatten([torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self.tensors))  # in their places
+        self.unflatten([torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self.tensors))
         super().release_sources()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
@@ -404,7 +406,7 @@ class _PlainSpec(TreeSpec):
                 for key in keys:
                     container[key] = next(rest)
             else:
-                container.update(zip(keys, rest))  # noqa: B905  # the shorter one ends it
+                container.update(zip(keys, rest))  # noqa: B905  # the shorter iterable ends the zip
         return self._root
 
     def _copy(self, x: Any) -> Any:
@@ -434,7 +436,7 @@ class _PlainSpec(TreeSpec):
                 self.tensors.append(value)
                 run.append(key)
             elif kind not in ATOMS and not (kind is tuple and all(type(item) in ATOMS for item in value)):
-                self._runs.append((new, run))  # the tensors inside come next
+                self._runs.append((new, run))  # tensors in the nested container follow
                 run = []
                 new[key] = self._copy(value)
         self._runs.append((new, run))

@@ -1,8 +1,8 @@
-"""Moving bytes: the compiled part or ``memmove`` on a few threads, and non-blocking copies on side streams.
+"""Byte transfers: the compiled extension or ``memmove`` on a few threads, and non-blocking copies on side streams.
 
-Without the compiled part, one large ``memmove`` still uses the C library's non-temporal path, which ``Tensor.copy_``
-never does. ctypes lets go of the GIL during each of these.
-A :class:`CopyEngine` knows addresses and nothing of state dicts; ``layout`` decides which bytes go where.
+Without the compiled extension, a single large ``memmove`` still uses the C library's non-temporal path, which
+``Tensor.copy_`` never does. ctypes releases the GIL during each call. A :class:`CopyEngine` handles addresses only, not
+state dicts; ``layout`` determines the destination of all bytes.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ import stagereg.kernel.compiled as compiled
 from stagereg.base.forks import RenewedInChild
 from stagereg.errors import StagingError
 
-COPY_THREADS = "stagereg-copy"  # how the names of copying threads begin
+COPY_THREADS = "stagereg-copy"  # name prefix of copying threads
 
 _Move = tuple[int, int, int]  # offset in host memory, address of the source, bytes
 _Piece = Callable[[int], None]  # work on a block of memory, called with the address of its first byte
 
-_WORTH_A_THREAD = 2**20  # less than this, and another thread costs more than it saves
+_WORTH_A_THREAD = 2**20  # bytes below which another thread costs more than it saves
 
 
 class CopyEngine:
-    """Threads and streams that copy. One thread at a time may call it, and is one of ``threads``."""
+    """Threads and streams that copy. One thread at a time may call the engine, and counts as one of ``threads``."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
-            raise StagingError([], f"stager.threads must be at least 1, not {threads}")
+            raise StagingError([], f"stager.threads must be at least 1, got {threads}")
         self.threads = threads
         self.renew()
         _engines.add(self)
 
     def renew(self) -> None:
-        """Forget all threads and streams, which a forked child does not have."""
+        """Drop all threads and streams, which do not exist in a forked child."""
         self._workers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix=COPY_THREADS)
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
-        """Begin to work on the pieces with other threads, which keep ``held`` alive. The caller has to finish it."""
+        """Start work on the pieces on other threads, which keep ``held`` alive. The caller must finish the task."""
         task = CopyTask(base, pieces)
-        with suppress(RuntimeError):  # while a process ends, Python 3.12 starts no thread any more
+        with suppress(RuntimeError):  # at interpreter exit, Python 3.12 starts no more threads
             for _ in range(min(self.threads, len(pieces)) - 1):
                 self._workers.submit(task.work, held)
         return task
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
-        """Copy tensor by tensor, each pair being where to and where from; return the events of the ends, by device.
+        """Copy tensors, given as (destination, source) pairs; return one event per device, at the end of its copies.
 
-        From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
-        the caller's stream is not made to wait. What comes from host memory is copied already.
+        Copies from an accelerator are queued on a separate stream, after the work that the caller has queued; the
+        caller's stream does not wait. Copies from host memory are complete on return.
         """
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for to, source in pairs:
@@ -76,7 +76,7 @@ class CopyEngine:
         return events
 
     def close(self) -> None:
-        """End the threads. Closing twice is harmless."""
+        """Stop the threads. Idempotent."""
         self._streams.clear()
         self._workers.shutdown(wait=True)
 
@@ -85,15 +85,15 @@ _engines = RenewedInChild(CopyEngine.renew)
 
 
 class CopyTask:
-    """Pieces of work on the block of memory that begins at ``base``, of which any thread may take the next."""
+    """Pieces of work on the block of memory that begins at ``base``; any thread may take the next piece."""
 
     def __init__(self, base: int, pieces: Iterable[_Piece]) -> None:
         self._base, self._pieces = base, deque(pieces)
-        self._busy: list[threading.Lock] = []  # one for each thread that takes pieces, which holds it meanwhile
+        self._busy: list[threading.Lock] = []  # one lock per thread that takes pieces, held while it does
         self._failure: Exception | None = None
 
     def work(self, held: object = None) -> None:
-        """Take pieces as long as there are any. What one raises ends the task for all."""
+        """Take pieces while any are left. An error in a piece ends the task for all threads."""
         busy = threading.Lock()
         with busy:
             try:
@@ -104,7 +104,7 @@ class CopyTask:
                     except IndexError:
                         return
                     work(self._base)
-            except BaseException as error:  # of a piece, or an interrupt such as a Ctrl-C anywhere between them
+            except BaseException as error:  # an error of a piece, or an interrupt such as Ctrl-C between two pieces
                 interrupted = StagingError([], f"the copy was interrupted ({error!r})")
                 self._failure = error if isinstance(error, Exception) else interrupted
                 self._pieces.clear()
@@ -112,7 +112,7 @@ class CopyTask:
 
     @property
     def is_begun_whole(self) -> bool:
-        """Whether no piece is left for another thread to take."""
+        """Whether all pieces have been taken."""
         return not self._pieces
 
     def cancel(self) -> None:
@@ -120,7 +120,7 @@ class CopyTask:
         self._pieces.clear()
 
     def finish(self) -> None:
-        """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
+        """Take the remaining pieces, and wait for those of other threads. Raises the error of a piece."""
         try:
             self.work()
         finally:
@@ -132,14 +132,14 @@ class CopyTask:
 
 
 class Batch:
-    """Moves from host memory to host memory that are made together, any number of times."""
+    """Copies within host memory that are made together, any number of times."""
 
     def __init__(self, moves: Sequence[_Move]) -> None:
         self._moves = moves
         self._pieces: list[_Piece] = []
 
     def pieces(self, threads: int) -> list[_Piece]:
-        """Return the moves as a :class:`CopyTask` takes them: a single piece, or enough for some threads."""
+        """Return the copies as pieces for a :class:`CopyTask`: a single one, or enough for several threads."""
         if not self._pieces:
             is_much = sum(nbytes for *_, nbytes in self._moves) >= _WORTH_A_THREAD
             self._pieces = [*map(piece, filter(None, _split(self._moves, threads if is_much else 1)))]
@@ -147,7 +147,7 @@ class Batch:
 
 
 def piece(moves: Sequence[_Move]) -> _Piece:
-    """Return what makes ``moves`` one after the other on the thread that calls it."""
+    """Return a function that makes ``moves`` in order on the calling thread."""
     if compiled.copy:
         table = array("Q", chain.from_iterable(moves))
         return functools.partial(compiled.copy, (ctypes.c_uint64 * len(table)).from_buffer(table), len(moves))
@@ -160,7 +160,7 @@ def _move(moves: Sequence[_Move], base: int) -> None:
 
 
 def _split(moves: Sequence[_Move], ways: int) -> list[list[_Move]]:
-    """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
+    """Divide ``moves`` into ``ways`` lists of equal bytes, splitting a move at the end of a list."""
     share = -(-sum(nbytes for *_, nbytes in moves) // ways)
     shares: list[list[_Move]] = [[] for _ in range(ways)]
     done = 0

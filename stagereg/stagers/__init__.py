@@ -1,7 +1,7 @@
-"""Stagers: one plugin a file, each a choice of when, and into which memory, the kernel copies.
+"""Stagers, one plugin per file. Each decides when the kernel copies, and into which memory.
 
-``async_stager`` has the protocol; ``host`` the body of those that copy before they return (``blocking``,
-``pinned_cached``). ``overlapped`` copies later (``deferred_copy``); ``guard`` finds what only an optimizer writes and
-calls before each write, ``hooks`` before methods of torch, and ``step_observer`` finds other writes.
+``async_stager`` defines the protocol; ``host`` is the base of stagers that copy before they return (``blocking``,
+``pinned_cached``). ``overlapped`` copies later (``deferred_copy``): ``guard`` finds memory that only an optimizer
+writes and calls back before each write, ``hooks`` before methods of torch; ``step_observer`` finds other writes, and
 ``device_sources`` finds writes on accelerators.
 """

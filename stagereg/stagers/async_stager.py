@@ -1,8 +1,8 @@
-"""What a stager is, under torch's names.
+"""The protocol of stagers, under torch's names.
 
-The signatures are those of ``torch.distributed.checkpoint.staging.AsyncStager`` (torch 2.13), so a stager written for
-torch is one here, and one written here goes into ``torch.distributed.checkpoint.async_save(async_stager=...)``.
-What torch leaves open, the contract settles: see :class:`AsyncStager`.
+The signatures match ``torch.distributed.checkpoint.staging.AsyncStager`` (torch 2.13), so stagers written for torch
+work here, and stagers written here work in ``torch.distributed.checkpoint.async_save(async_stager=...)``.
+:class:`AsyncStager` specifies what torch leaves open.
 """
 
 from __future__ import annotations
@@ -16,42 +16,44 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 StateDict: TypeAlias = dict[str, Any]
-"""Nested dicts, lists and tuples of tensors and other values, as ``torch.distributed.checkpoint`` takes them."""
+"""Nested dicts, lists and tuples of tensors and other values, as ``torch.distributed.checkpoint`` accepts them."""
 
 
 @runtime_checkable
 class AsyncStager(Protocol):
-    """Makes a copy of a state dict that training cannot change any more.
+    """Makes a copy of a state dict that training can no longer change.
 
-    The order of calls, by a checkpointer or by ``torch.distributed.checkpoint.async_save``:
+    A checkpointer, or ``torch.distributed.checkpoint.async_save``, calls the methods in this order:
 
-    1. ``stage(state_dict)`` on the training thread. It returns the copy, or a future of it.
+    1. ``stage(state_dict)`` on the training thread. It returns the copy, or a future of the copy.
     2. A writer starts to read the copy, on another thread or in another process.
     3. ``synchronize_staging()``, if ``should_synchronize_after_execute``. After it, the source may be written again.
-    4. The writer drops the copy when it has written it. Steps 1 to 3 may come again before.
+    4. The writer drops the copy when it has been written. Steps 1 to 3 may be repeated before this step.
     5. ``close()``, after the last checkpoint.
 
     A stager promises:
 
-    1. *Isolation.* Once staging is complete, no later write to the source shows in the copy.
-    2. *In flight.* Memory handed out stays as it is until the last tensor of the copy is gone, whoever held it.
-    3. *Fidelity.* The copy has the source's structure, objects with tensors included, dtypes, strides, shared storage,
-       placements and attributes; lazy conjugation is carried out; a view costs its own bytes. Strides go where they
-       would cost more: a view with large holes, such as a column of a big matrix, is packed. On purpose a stager may
-       change values and dtypes, never the structure: keys, containers, shapes, types. A ``Checkpointer`` refuses that.
-    4. *Change.* Keys, shapes and dtypes may differ from call to call. What cannot be staged is an error with its path.
-    5. *End.* ``close()`` frees everything, twice is harmless, and use after it is an error. Errors of background work
-       surface at the next call and at ``close()``.
+    1. *Isolation.* Once staging is complete, later writes to the source do not change the copy.
+    2. *In flight.* Memory handed out does not change until the last tensor of the copy is freed, whoever holds the
+       tensor.
+    3. *Fidelity.* The copy has the source's structure, including objects with tensors, and its dtypes, strides, shared
+       storage, placements and attributes. Lazy conjugation is resolved. A view costs its own bytes; a view with large
+       holes, such as a column of a big matrix, is packed and loses its strides. A stager may change values and dtypes
+       on purpose, but never the structure: keys, containers, shapes, types. A ``Checkpointer`` refuses such a change.
+    4. *Change.* Keys, shapes and dtypes may differ between calls. Values that cannot be staged raise an error with
+       their path.
+    5. *End.* ``close()`` frees everything and is idempotent; later use raises an error. Errors of background work are
+       raised by the next call and by ``close()``.
 
-    A subclass has to write ``stage``; the rest fits a stager that is done when ``stage`` returns, but for
-    ``should_synchronize_after_execute``, which is True by default as in torch.
+    A subclass must implement ``stage``. The defaults suit a stager that has finished when ``stage`` returns, except
+    ``should_synchronize_after_execute``, which is True by default, as in torch.
     """
 
     _synchronize_after_execute: bool = True
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether the checkpointer is to call ``synchronize_staging`` right after the writer has started."""
+        """Whether the checkpointer should call ``synchronize_staging`` right after the writer has started."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: StateDict) -> Future[StateDict] | StateDict:
@@ -59,60 +61,60 @@ class AsyncStager(Protocol):
         raise NotImplementedError(f"{type(self).__name__} must implement stage(state_dict)")
 
     def synchronize_staging(self) -> None:
-        """Return when the copy of the last ``stage`` is complete; raise what went wrong with it."""
-        return  # a body, so that type checkers do not take the method for an abstract one
+        """Return when the copy of the last ``stage`` is complete; raise its error if it failed."""
+        return  # a body, so that type checkers do not treat the method as abstract
 
     def close(self) -> None:
-        """Free everything. Called once or more, after the last ``stage``."""
+        """Free everything. Called at least once, after the last ``stage``. Idempotent."""
         return
 
 
-# What a stager may offer besides. A checkpointer asks with isinstance; a stager needs not inherit from these.
+# Optional features of stagers. A checkpointer checks for them with isinstance; inheriting is not necessary.
 
 
 @runtime_checkable
 class ReleasesCopies(Protocol):
-    """A stager whose reader may say when it is done with a copy, instead of only dropping it."""
+    """A stager whose reader can release a copy explicitly, instead of only dropping it."""
 
     def expect_release(self) -> None:
         """Wait longer for this reader, which promises to release each copy. Called before the first ``stage``."""
 
     def release(self, staged: StateDict) -> None:
-        """End the reader's use of a copy, on any thread.
+        """End the reader's use of a copy. Thread-safe.
 
-        Empties ``staged``, which is what ``stage`` or its future returned. The next ``stage`` does not wait for this
-        copy any more. Whoever else holds tensors of it keeps their memory: it is not used again before they are gone.
+        Clears ``staged``, the result of ``stage`` or of its future. The next ``stage`` does not wait for this copy.
+        Other holders of its tensors keep their memory, which is not reused before these tensors are freed.
         """
 
 
 @runtime_checkable
 class WatchesOptimizers(Protocol):
-    """A stager that copies less at once if it knows an optimizer before its first step."""
+    """A stager that copies less before ``stage`` returns if it knows an optimizer before the optimizer's first step."""
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Take notice of ``optimizer``, which is about to train what will be staged."""
+        """Register ``optimizer``, which is about to train the state that will be staged."""
 
 
 @runtime_checkable
 class ConfirmsCopies(Protocol):
-    """A stager that copies while training continues, and finds out later whether the source was written meanwhile."""
+    """A stager that copies while training continues, and determines later whether the source was written meanwhile."""
 
     def confirm(self) -> None:
-        """Confirm the copies that are complete. Called on the training thread, which runs no operation of torch now."""
+        """Confirm complete copies. Called on the training thread, while it runs no operation of torch."""
 
     def copy_at_once(self, tensors: Iterable[torch.Tensor] | None) -> None:
-        """Copy ``tensors`` before ``stage`` returns from now on, in place of those of the call before.
+        """From now on, copy ``tensors`` before ``stage`` returns, instead of the tensors of the previous call.
 
-        ``None`` stands for everything in the next ``stage``.
+        ``None`` means all tensors, in the next ``stage`` only.
         """
 
 
 @runtime_checkable
 class UnconfirmedCopy(Protocol):
-    """A future of such a stager. Its ``result`` returns or raises when it is known whether the source was written."""
+    """A future of such a stager. ``result`` returns or raises when it is known whether the source was written."""
 
     def copied(self) -> StateDict:
         """Return the copy when its bytes are complete. Thread-safe."""
 
     def when_copied(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` then, or when the copy has failed; on any thread. The caller then asks for the outcome."""
+        """Call ``call()`` when the copy is complete or has failed, on any thread. The caller then reads the outcome."""

@@ -1,17 +1,17 @@
-"""A copy that is made while its source is not written: begun in one call, finished at the latest before the next write.
+"""A copy made while its source is not written: started in one call, and finished before the next write at the latest.
 
-A :class:`DeferredCopy` consists of pieces that any thread may take: a background thread takes one after the other, and
-a thread that is about to write takes the pieces that are left (copy before overwrite). Regions on an accelerator are
-copied on a side stream, which waits for the work that was queued before. Whichever thread comes first queues these
-copies. A writer's stream waits for the copies, and the writer until they are queued.
+A :class:`DeferredCopy` consists of pieces that any thread may take: a background thread takes them one by one, and a
+thread that is about to write takes the remaining pieces (copy before overwrite). Regions on an accelerator are copied
+on a side stream, which waits for the work that was queued before. Whichever thread comes first queues these copies. A
+writer's stream waits for the copies, and the writer itself waits until they are queued.
 
-Writes without that call are found by two things, both cheap. The version counters of the tensors, which most in-place
-operations of torch move. And samples of the bytes, taken at the beginning and compared with the same points of the
-*copy*: a write that bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a
-whole tensor. On request, a checksum of every byte (CRC-32) is compared instead of the counters of host memory.
+Two inexpensive checks find writes without that call. Version counters of tensors change with most in-place operations
+of torch. Byte samples are taken at the beginning and compared with the same positions of the *copy*: a write that
+bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a whole tensor. On
+request, a checksum of every byte (CRC-32) is compared instead of the counters of host memory.
 
-torch moves a counter only when the operation has returned. So the counters are read a second time, at a moment at which
-the training thread runs no operation: :meth:`DeferredCopy.fence`. Until then the copy is complete, and not *confirmed*.
+torch changes a counter only when the operation has returned. So the counters are read again while the training thread
+runs no operation: :meth:`DeferredCopy.fence`. Until then the copy is complete, but not *confirmed*.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from stagereg.kernel.layout import Layout, Region, is_in
 from stagereg.kernel.transfer import Batch, CopyTask, piece
 from stagereg.stagers.device_sources import DeviceSources
 
-_PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
+_PIECE_BYTES = 2**22  # a writer waits for at most one piece of another thread: well below a millisecond
 SAMPLE_BYTES = 64
-_MOST_BLOCKS = 4  # of memory that are used in turns
-_MAX_BYTES_BETWEEN = 2**22  # from one sample to the next
-_STILL_S = 0.5  # seconds without a fence after which counters that stood still are taken for final
-_SLICE_S = 0.05  # of that wait, so that a process that was stopped meanwhile does not count as one that stood still
+_MOST_BLOCKS = 4  # blocks of memory that are used in turns
+_MAX_BYTES_BETWEEN = 2**22  # maximum distance between two samples
+_STILL_S = 0.5  # seconds without a fence after which unchanged counters are taken as final
+_SLICE_S = 0.05  # seconds; divides the wait, so that a suspended process does not count as unchanged
 
 
 class CopySplit:
-    """The regions of a layout, split into those that are copied at once and those that are copied later.
+    """The regions of a layout, divided into regions copied at once and regions copied later.
 
-    Made once for a layout, as long as the same may be deferred. In host memory, regions below ``least`` bytes are not.
+    Reused for a layout while the same regions may be deferred. Host regions below ``least`` bytes are copied at once.
     """
 
     def __init__(self, layout: Layout, may_defer: Callable[[Region], bool], least: int) -> None:
@@ -54,16 +54,16 @@ class CopySplit:
         self.pieces = _pieces(self.deferred)
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
-        self.streams: dict[torch.device, torch.Stream] = {}  # for those, by device; made when needed
+        self.streams: dict[torch.device, torch.Stream] = {}  # for these regions, by device; created when needed
         # Indices of the tensors in all deferred regions, and in those on an accelerator.
         self.members_remote = [i for region in self.deferred_remote for i in region.members]
         self.members = [i for region in self.deferred for i in region.members] + self.members_remote
-        # Where to look for a change in host memory: both ends of each region, and regular points between them.
+        # Positions of samples in host memory: both ends of each region, and regular points between them.
         self.samples = [(region, at) for region in self.deferred for at in sample_offsets(region.nbytes)]
         self._sampler = functools.lru_cache(_MOST_BLOCKS + 1)(functools.partial(_sampler_of, self.samples))
 
     def sampled(self, base: int | None = None) -> bytes:
-        """Return the samples of the source, one after the other, or of the copy in the block at ``base``."""
+        """Return the samples of the source, concatenated, or of the copy in the block at ``base``."""
         return self._sampler(base)()
 
     def differing(self, before: bytes, after: bytes) -> list[Region]:
@@ -75,7 +75,7 @@ class CopySplit:
 
 
 def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
-    """Return what copies regions, small ones together."""
+    """Return functions that copy the regions, small ones together."""
     pieces: list[list[tuple[int, int, int]]] = []
     room = 0
     for region in regions:
@@ -113,13 +113,13 @@ def _sampler_of(samples: Sequence[tuple[Region, int]], base: int | None) -> Call
 
 
 class DeferredCopy:
-    """The part of a copy that is made later, of a source that is as it is at the time of construction.
+    """The deferred part of a copy, of the source as it is at the time of construction.
 
     Args:
         pending: the whole copy.
-        split: which part is made later.
-        events: by device, the ends of the copies that are queued already.
-        thorough: compare every byte in host memory, and not its counters and samples, to find writes.
+        split: the regions that are copied later.
+        events: by device, the ends of the copies that are already queued.
+        thorough: to find writes, compare every byte in host memory, instead of version counters and samples.
     """
 
     def __init__(
@@ -139,22 +139,22 @@ class DeferredCopy:
         self._checksums = [_checksum(r.address, r.nbytes) for r in split.deferred] if thorough else []
         self._written: list[int] | None = None  # None until the copy is complete
         self._began, self._ended = time.monotonic(), math.inf
-        self._fenced = threading.Event()  # ``_written`` is final
+        self._fenced = threading.Event()  # set when ``_written`` is final
         self.touched: set[int] = set()  # source tensors that were written before the fence, harmlessly or not
 
     def run(self) -> list[int]:
-        """Copy all that is left. Called once, on a background thread.
+        """Copy the remaining pieces. Called once, on a background thread.
 
         Returns:
-            Indices of the source tensors that were written, freed or resized before they were copied; the copy is
-            unusable if there are any.
+            Indices of the source tensors that were written, freed or resized before they were copied. If there are any,
+            the copy is unusable.
 
         Raises:
             StagingError: a source on an accelerator was freed or resized before its copy was queued.
         """
         try:
             self._finish()
-        finally:  # the queued copies write to the memory, whether or not all of them could be queued
+        finally:  # queued copies write to the memory, even if not all of them could be queued
             for _, event in self._events:
                 event.synchronize()
         written = self._members_of(region for sources in self._remote.values() for region in sources.written())
@@ -162,11 +162,11 @@ class DeferredCopy:
         return sorted({*self._find_written(), *written})
 
     def finish_before_write(self) -> None:
-        """Return when the source may be written. Called by any thread that is about to, any number of times.
+        """Block until the source may be written. Called by any thread that is about to write, any number of times.
 
-        That thread runs no operation meanwhile, so this is a :meth:`fence` too.
+        That thread runs no operation meanwhile, so the call is also a :meth:`fence`.
         """
-        with contextlib.suppress(Exception):  # run() raises it
+        with contextlib.suppress(Exception):  # run() raises the error
             self._finish()
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
@@ -174,22 +174,22 @@ class DeferredCopy:
         self.fence()
 
     def fence(self) -> None:
-        """Confirm the copy, if it is complete: read the counters once more.
+        """Confirm the copy, if it is complete, by reading the counters again. Idempotent.
 
-        Called on the thread that stages and trains, which runs no operation of torch now. Idempotent.
+        Called on the thread that stages and trains, while it runs no operation of torch.
         """
         with self._lock:
             if self._written is None or self._fenced.is_set():
                 return
-            # By operations that began before the copy ended, or later: nothing tells them apart.
+            # Operations that began before the copy ended cannot be told apart from later ones.
             self.touched.update(self._moved(), self._changed_samples())
             self._written = sorted({*self._written, *self.touched})
             self._fenced.set()
 
     def await_fence(self) -> list[int]:
-        """Return, as :meth:`run`, the tensors whose copy may be torn, once that is known. On a background thread.
+        """Return the tensors whose copy may be torn, like :meth:`run`, once this is known. On a background thread.
 
-        Without a fence that is after 0.5 s in which no counter has moved, or as long as the copy has taken, if longer.
+        Without a fence, this takes 0.5 s, or the duration of the copy if longer, in which no counter changes.
         """
         slices = max(_STILL_S, self._ended - self._began) / _SLICE_S if self._counted else 0
         while slices > 0 and not self._fenced.wait(_SLICE_S):
@@ -203,19 +203,19 @@ class DeferredCopy:
             return False
         try:
             storage = x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()
-        except (RuntimeError, NotImplementedError, ValueError):  # a tensor without one, such as a sparse one
+        except (RuntimeError, NotImplementedError, ValueError):  # a tensor without a storage, such as a sparse one
             return False
         return any(each._cdata == storage._cdata for each in self._storages.values())
 
     def _finish(self) -> None:
-        if not self._task.is_begun_whole and (replaced := self._replaced()):  # memory that was freed must not be read
+        if not self._task.is_begun_whole and (replaced := self._replaced()):  # freed memory must not be read
             self._task.cancel()
             with self._lock:
                 self._written = self._written or sorted(self._members_of(replaced))
         self._task.finish()
 
     def _find_written(self) -> list[int]:
-        """Look for writes once, after the copying and before the first permitted write."""
+        """Check for writes once, after the copying and before the first permitted write."""
         with self._lock:
             if self._written is None:
                 self._ended = time.monotonic()
@@ -230,7 +230,7 @@ class DeferredCopy:
             return self._written
 
     def _moved(self) -> set[int]:
-        """Return the tensors whose version counters have moved."""
+        """Return the tensors whose version counters have changed."""
         pairs = zip(self._counted, self._versions, strict=True)
         return {i for (i, x), version in pairs if x._version != version}
 
@@ -240,8 +240,8 @@ class DeferredCopy:
         return [region for region in regions if not is_in(region, self._storages[region.source])]
 
     def _changed_samples(self) -> set[int]:
-        """Return the tensors in host memory whose samples are not as at the beginning."""
-        if self._replaced():  # memory that was freed must not be read
+        """Return the tensors in host memory whose samples have changed since the beginning."""
+        if self._replaced():  # freed memory must not be read
             return set()
         return self._members_of(self._split.differing(self._samples, self._split.sampled()))
 
@@ -251,7 +251,7 @@ class DeferredCopy:
 
 
 def _sources(pending: PendingCopy, split: CopySplit) -> dict[torch.device, DeviceSources]:
-    """Return the sources of the deferred copies by accelerator, as they are on the caller's streams."""
+    """Return the sources of the deferred copies by accelerator, with their content on the caller's streams."""
     by_device: dict[torch.device, list[Region]] = {}
     for region in split.deferred_remote:
         by_device.setdefault(pending.sources[region.source].device, []).append(region)
@@ -265,10 +265,10 @@ def _sources(pending: PendingCopy, split: CopySplit) -> dict[torch.device, Devic
 def _queues(
     remote: dict[torch.device, DeviceSources], split: CopySplit, events: list[tuple[torch.device, torch.Event]]
 ) -> list[Callable[[int], None]]:
-    """Return, by device, what queues the deferred copies and adds the event of their end, on any thread."""
+    """Return, per device, a thread-safe function that queues the deferred copies and adds their end event."""
 
     def queue(base: int, device: torch.device, stream: torch.Stream) -> None:
-        # The device first: a thread may have another one, which leaving the stream would set up, at a cost in memory.
+        # Set the device first: leaving the stream would initialize the thread's other device, at a cost in memory.
         with torch.no_grad(), torch.accelerator.device_index(device.index), stream:
             try:
                 remote[device].queue()
@@ -278,7 +278,7 @@ def _queues(
     made: list[Callable[[int], None]] = []
     for device in remote:
         stream = split.streams.get(device) or split.streams.setdefault(device, torch.Stream(device))
-        stream.wait_event(torch.accelerator.current_stream(device).record_event())  # that of the caller, as it is now
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())  # the caller's current stream
         made.append(functools.partial(queue, device=device, stream=stream))
     return made
 

@@ -1,13 +1,13 @@
 """The sources of a deferred copy on one accelerator, and a check that no kernel wrote them during the copy.
 
-The host queues work long before the device runs it, so version counters do not find a write that moves no counter
-(``tensor.data``): such a kernel can run while the copy engine still reads the tensor. Two means find or prevent it:
+The host queues work long before the device runs it, so version counters miss a write that changes no counter
+(``tensor.data``): such a kernel can run while the copy engine still reads the tensor. Two measures find or prevent it:
 
 - Small tensors are gathered into one buffer on the device, on the caller's stream. Later writes do not reach the
   buffer.
-- Of each larger region a digest is computed on the caller's stream, and once more behind the copy. The digest is the
-  sum of the bytes, taken as 64-bit integers, so every write shows, unless all of its changes cancel out. Both digests
-  read the memory at the device's speed, which is about 80 times the speed of the link to the host.
+- For each larger region, a digest is computed on the caller's stream, and again after the copy. The digest is the sum
+  of the bytes, taken as 64-bit integers, so every write shows, unless all of its changes cancel out. Both digests read
+  the memory at the device's speed, which is about 80 times the speed of the link to the host.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeviceSources:
         self._differ = (self._before != digests(self._watched)).to("cpu", non_blocking=True)
 
     def written(self) -> list[Region]:
-        """Return the regions that were written before the copy had ended. Called when the queued work is complete."""
+        """Return the regions that were written before the copy had ended. Call when the queued work is complete."""
         # Nothing was queued if the copy has failed.
         return [region for region, differs in zip(self._large, self._differ.tolist(), strict=False) if differs]
 
@@ -56,7 +56,7 @@ def digests(sources: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a digest of each tensor: int64, of shape ``[len(sources)]``, on the device of the tensors.
 
     Args:
-        sources: uint8 tensors in one dimension, at addresses that are multiples of 8.
+        sources: one-dimensional uint8 tensors, at addresses that are multiples of 8.
     """
     if not sources:
         return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -69,7 +69,7 @@ def digests(sources: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gather(pending: PendingCopy, regions: Sequence[Region]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Copy small tensors into one buffer on their device; return where to copy each from there, by id of its region."""
+    """Copy small tensors into one device buffer; return their destinations and buffer slices, by id of the region."""
     small: list[Region] = []
     taken: list[torch.Tensor] = []
     room = _MOST_GATHERED_BYTES
@@ -84,7 +84,7 @@ def _gather(pending: PendingCopy, regions: Sequence[Region]) -> dict[int, tuple[
         return {}
     try:
         buffer = torch.cat(taken)
-    except torch.OutOfMemoryError:  # digests need no memory to speak of
+    except torch.OutOfMemoryError:  # digests need almost no memory
         return {}
     parts = buffer.split([region.nbytes for region in small])
     return {id(region): (pending.bytes_of(region), part) for region, part in zip(small, parts, strict=True)}

@@ -1,9 +1,9 @@
-"""What only an optimizer writes, and the moment before it does.
+"""Memory that only an optimizer writes, and callbacks before each write.
 
-A :class:`WriteGuard` calls back before any torch optimizer steps (a global step pre-hook, which is called for default,
-foreach and fused implementations, for ``ZeroRedundancyOptimizer`` and the optimizer inside it), before any module loads
-a state dict, and where :func:`announce_write` is called. It knows the optimizers that have stepped since it was made,
-or that it was shown, and so the memory that nothing else is meant to write between two steps: their parameters that
+A :class:`WriteGuard` calls back before any torch optimizer steps (through a global step pre-hook, which is called for
+default, foreach and fused implementations, for ``ZeroRedundancyOptimizer`` and its inner optimizer), before any module
+loads a state dict, and in :func:`announce_write`. It tracks the optimizers that have stepped since its creation, or
+that were passed to it, and so the memory that no other code should write between two steps: their parameters that
 require gradients, and their state.
 """
 
@@ -21,26 +21,24 @@ from stagereg.kernel.state_dict import flatten
 
 
 class WriteGuard:
-    """Calls ``before_write`` before a write that it can foresee, on the thread that is about to write.
-
-    It does so until it is closed or gone.
+    """Calls ``before_write`` before a foreseeable write, on the writing thread, until closed or garbage-collected.
 
     Args:
-        before_write: a bound method, which is held weakly; must not raise.
+        before_write: a bound method, held weakly; must not raise.
     """
 
     def __init__(self, before_write: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._addresses: list[int] = []  # of the tensors that were looked at last
+        self._addresses: list[int] = []  # addresses of the last inspected tensors
         self._owned: dict[tuple[int, int], int] = {}
         self._before_write = weakref.WeakMethod(before_write)
         self._removes = BEFORE_STEPS.add(self._before_step), LOADS.add(self._before_load)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured.add(optimizer)  # nothing is written now, and later by each replay, without a call
+            self._captured.add(optimizer)  # a capture writes nothing; each replay writes without a call
         else:
             self._optimizers.add(optimizer)
             self._before_load(None)
@@ -50,18 +48,18 @@ class WriteGuard:
             before_write()
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer that has not stepped yet, and whose step no CUDA graph has."""
+        """Register an optimizer that has not stepped yet, and whose step is in no CUDA graph."""
         self._optimizers.add(optimizer)
         self._watched.add(optimizer)
 
     def owned(self, is_known: Callable[[Optimizer], bool]) -> dict[tuple[int, int], int]:
-        """Return device index and address -> bytes of each tensor that only an optimizer writes.
+        """Return a mapping of (device index, address) to bytes, for each tensor that only an optimizer writes.
 
-        It counts the optimizers that :meth:`watch` was given, and those that have stepped and ``is_known`` accepts. It
-        is the same object as long as their addresses are the same ones.
+        Includes the optimizers passed to :meth:`watch`, and those that have stepped and that ``is_known`` accepts.
+        Returns the same object while their addresses do not change.
 
-        It does not count an optimizer that a CUDA graph has captured, or may have captured before this was made: that
-        optimizer may write without calling back.
+        Excludes optimizers that a CUDA graph has captured, or may have captured before this guard was created: they may
+        write without a callback.
         """
         announced = [
             optimizer
@@ -80,7 +78,7 @@ class WriteGuard:
         return self._owned
 
     def close(self) -> None:
-        """Call back no more. Twice is harmless."""
+        """Stop calling back. Idempotent."""
         for remove in self._removes:
             remove()
 
@@ -93,9 +91,9 @@ def written_by(optimizer: Optimizer) -> list[torch.Tensor]:
         found += [x for x in optimizer.state.get(p, {}).values() if isinstance(x, torch.Tensor)]
     if {*map(type, found)} <= {torch.Tensor, torch.nn.Parameter}:
         return found
-    return flatten(found).tensors  # DTensors come apart into the tensors inside
+    return flatten(found).tensors  # flatten lists the inner tensors of DTensors
 
 
 def announce_write() -> None:
-    """Call all guards back: parameters are about to be written by something that is no optimizer."""
+    """Call all guards back: code that is not an optimizer is about to write parameters."""
     LOADS.call(None)

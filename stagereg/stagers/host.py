@@ -1,4 +1,4 @@
-"""The stagers that are done when ``stage`` returns: a kernel copier behind torch's protocol."""
+"""Stagers that have finished when ``stage`` returns: a kernel copier behind torch's protocol."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from stagereg.stagers.memory_map import map_memory
 
 
 class HostStager(AsyncStager):
-    """Base of the stagers that copy with the kernel; a subclass chooses the memory by choosing the copier.
+    """Base of the stagers that copy with the kernel. A subclass chooses the memory by choosing the copier.
 
-    Not for use from several threads at once.
+    Not thread-safe.
 
-    A forked child, such as a worker of a ``DataLoader``, may call ``stage``, which takes memory of its own.
-    The child may read the copies that are held at the fork. It may not if their reader has promised to release them,
-    as a ``Checkpointer`` does: reading such a copy ends the child with SIGSEGV.
+    A forked child, such as a worker of a ``DataLoader``, may call ``stage``, which uses the child's own memory. The
+    child may read copies held at the time of the fork, unless their reader has promised to release them, as a
+    ``Checkpointer`` does: reading such a copy terminates the child with SIGSEGV.
 
     Args:
-        copier: what copies. The others are options that subclasses have in common, explained here for all of them.
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
-        threads: threads that copy from host memory, the caller's among them.
-        pin: page-lock the memory; None means where an accelerator is available.
+        copier: the copier. The other options are shared by subclasses and documented here for all of them.
+        max_in_flight: copies that writers may hold at once before ``stage`` waits for one to be dropped.
+        wait_s: maximum seconds that ``stage`` waits for a reader that releases its copies (``Checkpointer``); one
+            second for other readers. After that it allocates memory beyond the bound, which is logged once.
+        threads: threads that copy from host memory, including the caller's thread.
+        pin: page-lock the memory; None: if an accelerator is available.
     """
 
     _synchronize_after_execute = False
@@ -38,15 +38,15 @@ class HostStager(AsyncStager):
 
     def __getattr__(self, name: str) -> Any:
         if name == "_copier":
-            raise RegistryError(f"{type(self).__name__}.__init__ does not call super().__init__(), which it has to.")
+            raise RegistryError(f"{type(self).__name__}.__init__ must call super().__init__().")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.
+        """Return a complete copy of ``state_dict`` in host memory. Blocks until the bytes have arrived.
 
         Raises:
-            StagingError: an entry cannot be staged (the message has its path), or there is no memory for it.
-            StagerClosedError: after ``close()``.
+            StagingError: an entry cannot be staged (the message has its path), or memory cannot be allocated.
+            StagerClosedError: the stager is closed.
         """
         copied: StateDict = self._copier.copy(state_dict)
         return copied
@@ -67,21 +67,22 @@ class HostStager(AsyncStager):
                                               where=lambda x, path: path.startswith("optimizer."))
                     return super().stage(rounded)
 
-        Shapes, strides, shared memory, ``DTensor``, ``ShardedTensor`` and attributes stay as they are, and so does the
-        source. Only tensors of floating point with a dimension are changed: a count of steps has none. Other wrappers,
-        sparse and quantized tensors, and attributes of tensors are not changed.
+        Shapes, strides, shared memory, ``DTensor``, ``ShardedTensor``, attributes and the source do not change. Only
+        floating-point tensors with at least one dimension are changed, so step counts are not. Other wrappers, sparse
+        and quantized tensors, and attributes of tensors are not changed.
 
         Args:
             state_dict: the argument of ``stage``.
-            function: takes the elements of some memory as a tensor of one dimension, and returns a new tensor of as
-                many elements, of any dtype. It works element by element, as there may be others between those of views.
+            function: takes the elements of a memory range as a one-dimensional tensor, and returns a new tensor with as
+                many elements, of any dtype. Must work elementwise, because views may have other elements between
+                theirs.
             where: takes a tensor and its dotted name, ``"optimizer.state.0.exp_avg"``, and returns whether to change
-                the tensor; ``None`` changes all. If it refuses one of several tensors over the same memory, all of them
-                stay as they are.
+                the tensor; ``None`` changes all. If it refuses one of several tensors over the same memory, none is
+                changed.
 
         Raises:
-            StagingError: an entry cannot be staged; or the function has written into its argument, or returned a tensor
-                of another shape.
+            StagingError: an entry cannot be staged; or the function wrote into its argument, or returned a tensor of
+                another shape.
         """
         return map_memory(state_dict, function, where)
 
@@ -92,5 +93,5 @@ class HostStager(AsyncStager):
         self._copier.pool.release(staged)
 
     def close(self) -> None:
-        """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""
+        """Free unused memory. Copies still held remain valid. Idempotent."""
         self._copier.close()

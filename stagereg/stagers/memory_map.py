@@ -1,7 +1,7 @@
-"""Applies a function to the memory of some tensors of a state dict: for a stager that rounds or casts.
+"""Applies a function to the memory of some tensors of a state dict, for stagers that round or cast.
 
-A state dict has views, tied weights, wrappers and odd strides. So the function is given memory, once for all tensors
-over it, and the tensors are placed over the result as they were over the source. The source is left as it is.
+A state dict may have views, tied weights, wrappers and unusual strides. So the function receives memory, once for all
+tensors over it, and the tensors are placed over the result as they were over the source. The source is not changed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def map_memory(
     with torch.no_grad():
         spec = flatten(state_dict)
         chosen = _choose(state_dict, where)
-        over: dict[object, list[int]] = {}  # indices of tensors by memory
+        over: dict[object, list[int]] = {}  # tensor indices by memory
         for i, x in enumerate(spec.tensors):
             over.setdefault((x.device, x.dtype, x.untyped_storage().data_ptr()), []).append(i)
-        made = [x.detach() for x in spec.tensors]  # other objects: those of the source would get attributes
+        made = [x.detach() for x in spec.tensors]  # new objects: the source's must not get attributes
         for indices in over.values():
             paths = [chosen.get(id(spec.lazy.get(i, spec.tensors[i]))) for i in indices]
             if paths[0] is not None and all(paths) and all(_is_complete(spec.tensors[i]) for i in indices):
@@ -45,10 +45,10 @@ def map_memory(
 def _choose(
     state: StateDict, where: Callable[[torch.Tensor, str], bool] | None
 ) -> dict[int, tuple[object, ...] | None]:
-    """Return the path of each chosen tensor by its ``id``; ``None`` if ``where`` refuses the tensor under one path."""
+    """Return the path of each chosen tensor by its ``id``; ``None`` if ``where`` refuses the tensor under any path."""
     chosen: dict[int, tuple[object, ...] | None] = {}
     for path, x in _tensors(state, (), {}):
-        has_floats = x.dtype.is_floating_point and x.ndim > 0  # a count of steps has no dimensions
+        has_floats = x.dtype.is_floating_point and x.ndim > 0  # step counts have no dimensions
         takes = has_floats and (where is None or where(x, ".".join(map(str, path))))
         for part in _parts(x):
             chosen[id(part)] = path if takes and chosen.get(id(part), path) else None
@@ -62,13 +62,13 @@ def _tensors(
     if isinstance(value, torch.Tensor):
         yield path, value
     elif not isinstance(value, type) and id(value) not in entered:
-        entered[id(value)] = value  # not freed, so that no other value gets its id
+        entered[id(value)] = value  # kept alive, so that no other value gets this id
         for key, item in entries_of(value):
             yield from _tensors(item, (*path, key), entered)
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory in one that is plain or distributed; nothing of another wrapper's."""
+    """Return the tensors with memory in a plain or distributed tensor; empty for other wrappers."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
@@ -76,14 +76,14 @@ def _parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_complete(x: torch.Tensor) -> bool:
-    """Return whether all elements are in the storage. If not, the copier refuses the tensor by name."""
+    """Return whether all elements are in the storage. If not, the copier's error names the tensor."""
     return (x.storage_offset() + span_of(x)) * x.itemsize <= x.untyped_storage().nbytes() or not x.numel()
 
 
 def _mapped(
     tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor], path: Sequence[object]
 ) -> list[torch.Tensor]:
-    """Return tensors over what the function makes of the memory from the first element to the last."""
+    """Return tensors over the function's result for the memory from the first element to the last."""
     begin = min(x.storage_offset() for x in tensors)
     end = max(x.storage_offset() + span_of(x) for x in tensors)
     storage = max((x.untyped_storage() for x in tensors), key=lambda each: each.nbytes())
@@ -91,10 +91,10 @@ def _mapped(
     version = memory._version
     made = function(memory)
     if memory._version != version:
-        raise StagingError(path, "the function of map_memory() wrote into the state: have it return another tensor")
+        raise StagingError(path, "the function of map_memory() wrote into the state. Return a new tensor instead")
     if type(made) is not torch.Tensor or made.shape != memory.shape or made.layout is not torch.strided:
         shown = f"a {type(made).__name__} {[*made.shape]}" if isinstance(made, torch.Tensor) else f"{made!r:.80}"
-        text = f"the function of map_memory() made {shown} of a Tensor {[*memory.shape]}; have it return one like it"
+        text = f"the function of map_memory() returned {shown} for a Tensor {[*memory.shape]}. Keep the shape"
         raise StagingError(path, text)
     made = made.contiguous()
     at = made.storage_offset() - begin

@@ -1,4 +1,4 @@
-"""``overlapped``: returns at once and copies while training continues, until the next write is about to happen."""
+"""``overlapped``: returns at once and copies while training continues, until just before the next write."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ from stagereg.stagers.step_observer import Place, StepObserver
 class OverlappedStager(HostStager):
     """Copies parameters and optimizer state in the background, during the next forward and backward passes.
 
-    ``stage`` returns a future right away. A background thread copies the tensors that only a torch optimizer writes:
-    its parameters that require gradients, and its state. Just before an optimizer steps, a module loads a state dict,
-    or a storage is freed, resized or moved to shared memory, the thread that is about to do so copies the rest first.
-    Everything else is copied before ``stage`` returns, such as buffers, averages of the weights and the state of
-    unknown optimizers. An optimizer is known once it has stepped twice since this stager was made, or has been given to
+    ``stage`` returns a future at once. A background thread copies the tensors that only a torch optimizer writes: its
+    parameters that require gradients, and its state. Just before an optimizer steps, a module loads a state dict, or a
+    storage is freed, resized or moved to shared memory, the thread that runs this operation first copies the rest. All
+    other tensors are copied before ``stage`` returns, such as buffers, weight averages and the state of unknown
+    optimizers. An optimizer is known once it has stepped twice since this stager was created, or has been passed to
     :meth:`watch`.
 
-    Tensors that something writes between two steps are copied before ``stage`` returns too, once they are known:
-    :meth:`copy_at_once` was given them, or they were written between the first steps of their optimizer, or while an
-    earlier copy was under way.
+    Tensors that other code writes between two steps are also copied before ``stage`` returns, once they are known:
+    :meth:`copy_at_once` received them, or they were written between the first steps of their optimizer, or during an
+    earlier copy.
 
-    A copy is never handed out as good if the stager finds a write to its source: the future, or otherwise the next
-    call, raises a :class:`.WrittenWhileStagedError` that names the entry, and the next ``stage`` copies everything at
-    once. The page about checkpoints lists the writes that the stager finds. The future is done when the version
-    counters have been read at a moment without an operation of the training thread: the next step of an optimizer, the
-    next call of the stager on the thread that called ``stage``, or otherwise 0.5 s, or as long as the copy has taken,
+    If the stager finds a write to a copy's source, it never returns this copy as valid: the future, or otherwise the
+    next call, raises a :class:`.WrittenWhileStagedError` that names the entry, and the next ``stage`` copies everything
+    before it returns. The page about checkpoints lists the writes that the stager finds. The future completes when the
+    version counters have been read while the training thread runs no operation: at the next optimizer step, at the next
+    call of the stager on the thread that called ``stage``, or otherwise after 0.5 s, or the duration of the copy,
     without a change.
 
-    Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
-    Digests find writes to tensors of 256 KiB or more. Smaller tensors, up to 64 MiB of them, are copied on the device
-    before ``stage`` returns. Tensors of an optimizer that may be in a CUDA graph (``capturable=True``, unless given to
-    :meth:`watch`) are copied at once, since nothing announces a replay. SGD is captured without that option: make the
-    stager before the capture.
+    Tensors on accelerators are copied on a side stream; the optimizer's stream waits for it, the host does not. Digests
+    find writes to tensors of 256 KiB or more. Smaller tensors, up to 64 MiB of them, are copied on the device before
+    ``stage`` returns. Tensors of an optimizer that may be in a CUDA graph (``capturable=True``, unless passed to
+    :meth:`watch`) are copied before ``stage`` returns, because replays cannot be detected. SGD is captured without that
+    option: create the stager before the capture.
 
     Args:
-        threads: threads that copy what is copied at once, the caller's among them.
-        verify: compare a checksum of every byte in host memory, taken in ``stage``, with the checksum of the copy.
-            ``stage`` then reads the whole state: a mode to find unforeseen writes.
+        threads: threads that copy before ``stage`` returns, including the caller's thread.
+        verify: compare a checksum of every byte in host memory, computed in ``stage``, with the checksum of the copy.
+            ``stage`` then reads the whole state. Use this mode to find unexpected writes.
     """
 
-    # Bytes; smaller regions in host memory are copied at once, which costs less than a deferred copy of them.
+    # Bytes; smaller host regions are copied in ``stage``, which costs less than deferring them.
     _worth_deferring: int = 2**14
 
     def __init__(
@@ -82,18 +82,18 @@ class OverlappedStager(HostStager):
         self._all_at_once = False  # in the next ``stage``
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer before its first step, so that its state need not be copied at once.
+        """Register an optimizer before its first step, so that its state need not be copied before ``stage`` returns.
 
-        One with ``capturable=True`` is not known without this. Not for one whose step was captured in a CUDA graph
-        before this stager was made.
+        Required for optimizers with ``capturable=True``. Not for an optimizer whose step was captured in a CUDA graph
+        before this stager was created.
         """
         self._guard.watch(optimizer)
 
     def copy_at_once(self, tensors: Iterable[torch.Tensor] | None) -> None:
         """Copy tensors before ``stage`` returns from now on; with ``None``, copy everything so in the next ``stage``.
 
-        For tensors that are written without an announcement. The tensors replace those of the call before, and are
-        held. Called on the training thread.
+        For tensors that are written without a detectable call. The tensors replace those of the previous call, and are
+        kept alive. Called on the training thread.
         """
         if tensors is None:
             self._all_at_once = True
@@ -101,9 +101,9 @@ class OverlappedStager(HostStager):
             self._observer.expect(tensors)
 
     def confirm(self) -> None:
-        """Confirm the copies that are complete; the thread that called ``stage`` runs no operation of torch now.
+        """Confirm complete copies. The thread that called ``stage`` must run no operation of torch meanwhile.
 
-        On any other thread it does nothing.
+        No effect on any other thread.
         """
         self._copies.fence()
 
@@ -111,9 +111,9 @@ class OverlappedStager(HostStager):
         """Return the future of a complete copy of ``state_dict`` in host memory. Called on the training thread.
 
         Raises:
-            StagingError: an entry cannot be staged (the message has its path), there is no memory for it, or an earlier
-                copy failed and was not reported yet.
-            StagerClosedError: after ``close()``.
+            StagingError: an entry cannot be staged (the message has its path), memory cannot be allocated, or an
+                earlier copy failed and was not reported yet.
+            StagerClosedError: the stager is closed.
         """
         self._copier.pool.check_open()
         self._copies.finish_before_write()
@@ -126,20 +126,18 @@ class OverlappedStager(HostStager):
         try:
             future = self._copies.add(copy)
             self._thread.submit(self._copies.run, copy, pending, state_dict)
-        except BaseException:  # such as a Ctrl-C
+        except BaseException:  # such as Ctrl-C
             self._copies.drop(copy)
             raise
         return future
 
     def synchronize_staging(self) -> None:
-        """Wait until every copy so far is complete. Raises: ``StagingError`` if one failed and was not reported yet."""
+        """Wait until all copies are complete. Raises: ``StagingError`` if one failed and was not reported yet."""
         self._copies.wait()
         self._copies.raise_unseen()
 
     def close(self) -> None:
-        """Complete the copies, end the thread and free the memory that is kept. Copies still held stay valid.
-
-        Twice is harmless.
+        """Complete the copies, stop the thread and free unused memory. Copies still held remain valid. Idempotent.
 
         Raises:
             StagingError: a copy failed and was not reported yet; everything is closed nevertheless.
@@ -153,21 +151,21 @@ class OverlappedStager(HostStager):
         self._copies.raise_unseen()
 
     def _renew(self) -> None:
-        """Give up the copies that are not complete, and the thread, which a forked child does not have."""
+        """Fail incomplete copies, and replace the thread, which does not exist in a forked child."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
         self._copies.give_up()
 
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
-        """Copy what cannot wait, and return the rest as work to be done."""
+        """Copy the tensors that cannot wait, and return the rest as a deferred copy."""
         split, engine = self._split_for(pending), self._copier.engine
         events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
-        for device, event in events:  # whatever writes them next is queued on this stream
+        for device, event in events:  # later writes to these sources are queued on this stream
             torch.accelerator.current_stream(device).wait_event(event)
         engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
     def _learn(self) -> None:
-        """Have the tensors that were written while they were copied be copied at once from now on."""
+        """Remember tensors that were written during their copy: later calls copy them before ``stage`` returns."""
         found, failed = self._copies.take_touched()
         self._all_at_once |= failed
         owned = _Places(self._guard.owned(self._observer.has_observed)) if found else None
@@ -176,7 +174,7 @@ class OverlappedStager(HostStager):
             self._observer.find(*(whole or (place, nbytes)))
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
-        flags = list(map(torch.Tensor.is_inference, pending.sources))  # these have no version counter
+        flags = list(map(torch.Tensor.is_inference, pending.sources))  # inference tensors have no version counter
         inference = {i for i, flag in enumerate(flags) if flag} if True in flags else set[int]()
         owned = {} if self._all_at_once else self._guard.owned(self._observer.has_observed)
         depends_on = pending.layout, owned, dict(self._observer.all_written()), inference
@@ -198,13 +196,13 @@ _stagers = RenewedInChild(OverlappedStager._renew)
 
 
 class _Places:
-    """Runs of memory, given by their places and bytes."""
+    """Memory ranges, given by their places and bytes."""
 
     def __init__(self, runs: Mapping[Place, int]) -> None:
         self._runs, self._starts = runs, sorted(runs)
 
     def around(self, place: Place, nbytes: int) -> tuple[Place, int] | None:
-        """Return the run that has all of some bytes, which may be rows of a tensor; ``None`` if there is none."""
+        """Return the range that contains all of some bytes, such as rows of a tensor; ``None`` if there is none."""
         at = bisect.bisect_right(self._starts, place) - 1
         if at < 0 or self._starts[at][0] != place[0]:
             return None

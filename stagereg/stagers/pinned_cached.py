@@ -1,4 +1,4 @@
-"""``pinned_cached``: page-locked memory, made once and used again as soon as its reader is done."""
+"""``pinned_cached``: page-locked memory, allocated once and reused when its reader has finished."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stagereg.stagers.host import HostStager
 
 @register("stager", "pinned_cached")
 class PinnedCachedStager(HostStager):
-    """Copies into memory that is kept between calls: up to ``max_in_flight`` blocks of the size of the state dict.
+    """Copies into memory that is retained between calls: up to ``max_in_flight`` blocks of the state dict's size.
 
-    The memory is page-locked where an accelerator is there. Otherwise it is pageable and touched ahead of use; one log
-    line says so.
+    The memory is page-locked if an accelerator is available. Otherwise it is pageable and pre-faulted, and one log line
+    reports this.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The copies of a stager that are not confirmed yet, and their futures."""
+"""A stager's unconfirmed copies, and their futures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stagereg.stagers.step_observer import Place
 
 
 class CopyFuture(Future[Any]):
-    """The future of a :class:`.PendingCopy`: done when the copy is confirmed. :meth:`copied` returns the copy before.
+    """The future of a :class:`.PendingCopy`. Completes when the copy is confirmed; :meth:`copied` returns earlier.
 
     Attributes:
-        seen: whether somebody has asked for its outcome.
+        seen: whether a caller has read its outcome.
     """
 
     seen = False
@@ -36,9 +36,9 @@ class CopyFuture(Future[Any]):
 
     @property
     def _result(self) -> Any:
-        """The copy. Its tensors are made for the first caller who reads this, and not while training continues.
+        """The copy. Its tensors are created on the first read, not while training continues.
 
-        ``asyncio`` of Python 3.14 reads this and does not call :meth:`result`.
+        ``asyncio`` of Python 3.14 reads this attribute instead of calling :meth:`result`.
         """
         with self._lock:
             if isinstance(self._outcome, PendingCopy):
@@ -50,17 +50,17 @@ class CopyFuture(Future[Any]):
         self._outcome = self._outcome if outcome is None else outcome
 
     def set_copied(self, pending: PendingCopy) -> None:
-        """Let :meth:`copied` return the copy. On the background thread."""
+        """Let :meth:`copied` return the copy. Called on the background thread."""
         self._outcome = pending
         self._complete.set_result(None)
 
     def set_confirmed(self) -> None:
-        """Let :meth:`result` return the copy. On the background thread."""
+        """Let :meth:`result` return the copy. Called on the background thread."""
         self._copy = None
         self.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Let all methods raise ``error``. On the background thread."""
+        """Let all methods raise ``error``. Called on the background thread."""
         self._copy = self._outcome = None
         if not self._complete.done():
             self._complete.set_exception(error)
@@ -69,18 +69,18 @@ class CopyFuture(Future[Any]):
     def copied(self) -> Any:
         """Return the copy when its bytes are complete, before it is confirmed. Thread-safe.
 
-        The caller must not rely on it before :meth:`result` has returned as well, which raises if the source was
-        written meanwhile.
+        The caller must not rely on the copy before :meth:`result` has returned, which raises if the source was written
+        meanwhile.
         """
         self.seen = True
         self._complete.result()
         found = self._result
-        return super().result() if found is None else found  # which raises: it has failed meanwhile
+        return super().result() if found is None else found  # raises, because the copy has failed meanwhile
 
     def when_copied(self, call: Any) -> None:
         """Call ``call()`` when the bytes are complete, or the copy has failed; on any thread.
 
-        The caller takes over the report of a failure: the stager does not raise it in its next call.
+        The caller becomes responsible for a failure: the stager's next call does not raise it.
         """
         self.seen = True
         self._complete.add_done_callback(lambda _: call())
@@ -90,7 +90,7 @@ class CopyFuture(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         copy = self._copy
-        if copy is not None and threading.get_ident() == self._caller:  # which so runs no operation now
+        if copy is not None and threading.get_ident() == self._caller:  # this thread runs no operation now
             wait([self._complete], timeout)
             copy.fence()
         found = super().exception(timeout)
@@ -99,10 +99,10 @@ class CopyFuture(Future[Any]):
 
 
 class RunningCopies:
-    """The copies that are not confirmed yet, and the futures of those that failed.
+    """The unconfirmed copies, and the futures of failed copies.
 
-    Confirmed copies are not held. The guards and the background thread refer to this and not to the stager, so that a
-    stager that is dropped without being closed is freed.
+    Confirmed copies are not held. The guards and the background thread refer to this object instead of the stager, so
+    that a stager that is dropped without being closed is freed.
     """
 
     def __init__(self) -> None:
@@ -112,18 +112,18 @@ class RunningCopies:
         self._caller = 0
 
     def add(self, copy: DeferredCopy) -> CopyFuture:
-        """Return the future of a copy that is about to be run."""
+        """Return the future of a copy that is about to run."""
         self._caller = threading.get_ident()
         future = self._running[copy] = CopyFuture(copy)
-        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        future.set_running_or_notify_cancel()  # makes it impossible to cancel
         return future
 
     def drop(self, copy: DeferredCopy) -> None:
-        """Wait no longer for a copy, whose future nobody has."""
+        """Remove a copy whose future no caller holds."""
         self._running.pop(copy, None)
 
     def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
-        """Copy the rest and complete the future; on the background thread."""
+        """Copy the rest and complete the future. Called on the background thread."""
         future = self._running[copy]
         try:
             if not (written := copy.run()):
@@ -137,11 +137,11 @@ class RunningCopies:
         except BaseException as raised:
             interrupted = StagingError([], f"the copy was interrupted ({raised!r})")
             error = _named(state, raised) if isinstance(raised, Exception) else interrupted
-            error.__traceback__ = None  # its frames hold the memory
+            error.__traceback__ = None  # the traceback's frames hold the memory
             self._failed.append(future)
             future.fail(error)
         finally:
-            pending.storages.clear()  # whoever has the future must not keep the source's memory
+            pending.storages.clear()  # a holder of the future must not keep the source's memory alive
         self.drop(copy)
 
     def _note_touched(self, copy: DeferredCopy, pending: PendingCopy, failed: bool) -> None:
@@ -151,41 +151,41 @@ class RunningCopies:
             self._touched.append((places, failed))
 
     def take_touched(self) -> tuple[list[tuple[Place, int]], bool]:
-        """Return which memory was written while a copy was not confirmed, and whether a copy failed for it; once."""
+        """Return, once, the memory that was written during unconfirmed copies, and whether a copy failed for it."""
         taken = [self._touched.popleft() for _ in range(len(self._touched))]
         return [place for places, _ in taken for place in places], any(failed for _, failed in taken)
 
     def give_up(self) -> None:
-        """Fail the futures of a parent's copies in a forked child, where no thread completes them."""
+        """Fail the futures of the parent's copies in a forked child, where no thread completes them."""
         for copy, future in self._running.items():
-            CopyFuture.__init__(future, copy)  # a thread of the parent may have had its locks
+            CopyFuture.__init__(future, copy)  # a thread of the parent may have held its locks
             future.fail(StagingError([], "the copy was not complete when this process was forked"))
         self._running, self._failed = {}, deque()
 
     def finish_before_write(self) -> None:
-        """Return when no copy needs the sources any more, and confirm those copies."""
+        """Block until no copy needs the sources, and confirm those copies."""
         for copy in list(self._running):
             copy.finish_before_write()
 
     def finish_before_free(self, x: torch.UntypedStorage | torch.Tensor) -> None:
-        """Return when no copy reads from a storage any more, or from the storage of a tensor."""
+        """Block until no copy reads from a storage, or from the storage of a tensor."""
         for copy in list(self._running):
             if copy.reads(x):
                 copy.finish_before_write()
 
     def fence(self) -> None:
-        """Confirm the copies that are complete, if this is the thread that has begun them."""
+        """Confirm complete copies, if this thread has started them."""
         if self._running and threading.get_ident() == self._caller:
             for copy in list(self._running):
                 copy.fence()
 
     def wait(self) -> None:
-        """Return when every copy is confirmed or has failed."""
+        """Wait until every copy is confirmed or has failed."""
         self.finish_before_write()
         wait(list(self._running.values()))
 
     def raise_unseen(self) -> None:
-        """Raise the failure of a copy whose future was not asked; once."""
+        """Raise, once, the failure of a copy whose future was not read."""
         while self._failed:
             future = self._failed.popleft()
             if not future.seen:
@@ -193,7 +193,7 @@ class RunningCopies:
 
 
 def _named(state: StateDict, error: Exception) -> Exception:
-    """Return an error about the tensor of some index with the path that leads to it in ``state``."""
+    """Return the error with the path in ``state`` instead of a tensor index."""
     if type(error) is StagingError and len(error.path) == 1 and isinstance(error.path[0], int):
         return WrittenWhileStagedError(_path(state, error.path[0]), error.reason)
     return error
@@ -202,12 +202,12 @@ def _named(state: StateDict, error: Exception) -> Exception:
 def _written(state: StateDict, index: int) -> WrittenWhileStagedError:
     return WrittenWhileStagedError(
         _path(state, index),
-        "it was written, freed or resized while it was copied, by something that is neither a torch optimizer nor "
+        "it was written, freed or resized while it was copied, by code that is neither a torch optimizer nor "
         "load_state_dict. Call stage() again, which copies everything before it returns",
     )
 
 
 def _path(state: StateDict, index: int) -> tuple[object, ...]:
-    with contextlib.suppress(Exception):  # the state dict may be another one by now
+    with contextlib.suppress(Exception):  # the state dict may have changed by now
         return path_to(state, index)
     return ()

@@ -1,9 +1,9 @@
-"""Finds what writes the tensors of an optimizer between its steps: a layer in its forward pass, or the program.
+"""Detection of writes to an optimizer's tensors between its steps, by a layer in its forward or by the program.
 
-``nn.Embedding(max_norm=...)`` renormalizes rows of its weight whenever they are used; a WGAN clamps the weights of its
-critic; a codebook is reset. A copy of such tensors cannot wait for the next step of the optimizer. A
-:class:`StepObserver` compares version counters and samples of the bytes after one step and before the next one, in the
-first steps of an optimizer; and it is told of what copies find later.
+``nn.Embedding(max_norm=...)`` renormalizes rows of its weight when they are used; a WGAN clamps its critic's weights; a
+codebook is reset. A copy of such tensors cannot wait for the next step of the optimizer. A :class:`StepObserver`
+compares version counters and byte samples after one step and before the next one, during the first steps of an
+optimizer. It also records writes that copies detect later.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from stagereg.stagers.guard import written_by
 
 _log = logging.getLogger(__name__)
 
-_INTERVALS = 32  # between two steps that are observed, after that a write is found by the copy that it meets
+_INTERVALS = 32  # intervals between two steps that are observed; later writes are found by the copies that they disturb
 _LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
 
 Place = tuple[int, int]  # device index and address
 
 
 class StepObserver:
-    """Knows which memory of optimizers is written between their steps. For the training thread.
+    """Records which memory of optimizers is written between their steps. For the training thread.
 
     Attributes:
-        written: the bytes at each place that something else than an optimizer has written. It only grows.
+        written: by place, the bytes that code other than an optimizer has written. Entries are never removed.
     """
 
     def __init__(self) -> None:
         self.written: dict[Place, int] = {}
-        self._expected: list[torch.Tensor] = []  # not weakly: torch swaps no tensor that has a weak reference
+        self._expected: list[torch.Tensor] = []  # strong: torch cannot swap tensors with weak references
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in one whole interval at least
+        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # for at least one whole interval
         self._stepping: set[int] = set()
         self._intervals = 0
         self._before: _Moment | None = None
@@ -51,45 +51,45 @@ class StepObserver:
         ]
 
     def has_observed(self, optimizer: Optimizer) -> bool:
-        """Return whether the time from one step of an optimizer to the next was observed."""
+        """Return whether a whole interval between two steps of an optimizer was observed."""
         return optimizer in self._observed
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors as written between steps, in place of those that were given before."""
+        """Treat tensors as written between steps, instead of the tensors of the previous call."""
         self._expected = [*tensors]
 
     def find(self, place: Place, nbytes: int) -> None:
-        """Count memory as written between steps."""
+        """Treat memory as written between steps."""
         self.written[place] = max(nbytes, self.written.get(place, 0))
 
     def all_written(self) -> dict[Place, int]:
-        """Return ``written`` with the memory of expected tensors, as it is now."""
+        """Return ``written``, including the current memory of expected tensors."""
         for x in self._expected:
             for local in _plain(x):
                 self.find((local.get_device(), local.data_ptr()), local.nbytes)
         return self.written
 
     def close(self) -> None:
-        """Observe no more. Idempotent."""
+        """Stop observing. Idempotent."""
         for remove in self._removes:
             remove()
 
-    # Steps may be nested, as ZeroRedundancyOptimizer has an optimizer inside: an interval is one without any step.
+    # Steps may be nested, because ZeroRedundancyOptimizer contains an optimizer: an interval contains no step.
 
     def _before_load(self, _: object) -> None:
         self._before = None
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
-        """End no step by an error."""
+        """Suppress errors, so that no optimizer step fails."""
         try:
             yield
         except Exception:
             self._before = None
-            _log.debug("The tensors of an optimizer could not be observed.", exc_info=True)
+            _log.debug("Cannot observe the tensors of an optimizer.", exc_info=True)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._stepping:  # its last step has raised
+        if id(optimizer) in self._stepping:  # its last step raised
             self._stepping.clear()
         if not self._stepping and self._before is not None:
             before, self._before = self._before, None
@@ -114,9 +114,9 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 
 class _Moment:
-    """What the tensors of optimizers are after a step: version counters, and samples of those in host memory.
+    """The state of optimizers' tensors after a step: version counters, and samples of tensors in host memory.
 
-    It refers to no tensor, as that would keep its memory alive, and torch swaps no tensor that has a weak reference.
+    Holds no reference to a tensor: it would keep the memory alive, and torch cannot swap tensors with weak references.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -127,14 +127,14 @@ class _Moment:
         self._samples = _samples(self._sampled)
 
     def optimizers(self) -> list[Optimizer]:
-        """Return those that still exist."""
+        """Return the optimizers that still exist."""
         return [each for ref in self._optimizers if (each := ref()) is not None]
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return which of the tensors that these optimizers have now were written since."""
+        """Return the optimizers' current tensors that were written since."""
         now = {_identity(x): x for x in tensors}
         found = {key for key, version in self._versions.items() if key in now and now[key]._version != version}
-        if now.keys() >= set(self._sampled):  # otherwise some of the memory may be gone
+        if now.keys() >= set(self._sampled):  # otherwise some of the memory may be freed
             samples = _samples(self._sampled)
             found |= {
                 key for key, *both in zip(self._sampled, self._samples, samples, strict=True) if both[0] != both[1]
@@ -142,7 +142,7 @@ class _Moment:
         return [now[key] for key in found]
 
 
-_Identity = tuple[int, int, int]  # of a tensor: its id, address and bytes
+_Identity = tuple[int, int, int]  # id, address and bytes of a tensor
 
 
 def _identity(x: torch.Tensor) -> _Identity:
@@ -150,7 +150,7 @@ def _identity(x: torch.Tensor) -> _Identity:
 
 
 def _plain(x: torch.Tensor) -> list[torch.Tensor]:
-    local = getattr(x, "_local_tensor", x)  # of a DTensor
+    local = getattr(x, "_local_tensor", x)  # the local tensor of a DTensor
     return [local] if type(local) in (torch.Tensor, torch.nn.Parameter) else []
 
 

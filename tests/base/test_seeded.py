@@ -237,7 +237,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_what_has_no_index_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"with __getitem__, not Stream: the samples of an iterable dataset have no"):
+    with pytest.raises(ConfigError, match=r"with __getitem__, got Stream: the samples of an iterable dataset have no"):
         stagereg.data.seeded(Stream())
     with pytest.raises(ConfigError, match="whole number as seed, not 'a'"):
         stagereg.data.seeded(range(3), seed="a")  # type: ignore[arg-type]
@@ -250,11 +250,11 @@ def test_another_seed_of_the_samples_is_refused_with_both() -> None:
         return ResumableSampler(range(9) if seed is None else stagereg.data.seeded(range(9), seed=seed), 1, 0)
 
     state = sampler_of(3).state_dict()
-    with pytest.raises(CheckpointError, match=r"seed=3\), and here seed is 4: .* Use seed=3"):
+    with pytest.raises(CheckpointError, match=r"seed=3\), but now seed is 4: .* Use seed=3"):
         sampler_of(4).load_state_dict(state)
     late = sampler_of(None)
     late.load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"seed=3\), and here seed is 4"):
+    with pytest.raises(CheckpointError, match=r"seed=3\), but now seed is 4"):
         late.batches(DataLoader(stagereg.data.seeded(range(9), seed=4), sampler=late))  # type: ignore[arg-type]
     assert late.state_dict()["sample_seed"] == 3
     for saved, here in ((state, None), (sampler_of(None).state_dict(), 3)):

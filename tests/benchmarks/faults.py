@@ -221,7 +221,7 @@ def _plain(saw: str, home: Path) -> str:
     text = saw.replace(str(home / "run"), "DIR").replace(str(home), "HOME")
     text = re.sub(r"(step-\d+\.)[0-9a-f]{12}", r"\1TOKEN", text)
     text = re.sub(r"pid \d+", "pid PID", text)
-    text = re.sub(r".*no accelerator here.*\n", "", text)
+    text = re.sub(r".*no accelerator is available.*\n", "", text)
     return re.sub(r"(after|in) \d+ s\b", r"\1 N s", text).strip()
 
 

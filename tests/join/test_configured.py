@@ -231,7 +231,7 @@ def test_a_hook_option_of_another_type_is_refused(tmp_path: Path) -> None:
 def test_a_joinable_without_a_hook_is_refused() -> None:
     joinable = Told(print)
     joinable.own_hook = None
-    with pytest.raises(JoinError, match="a Told has no hook. Set own_hook, or pass a default to make_hook"):
+    with pytest.raises(JoinError, match=r"a Told has no hook\. Set own_hook, or pass a default to make_hook"):
         joinable.make_hook()
 
 

@@ -162,7 +162,7 @@ class DdpJoinable(ReducingJoinable):
         params = sorted((param for param in self._params if param.requires_grad), key=torch.numel)
         self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
-        ddp.logger._set_uneven_input_join()  # report joins in DDP's logging data
+        ddp.logger._set_uneven_input_join()  # type: ignore[union-attr]  # report joins in DDP's logging data
         values = self.divides_by_world, self._announce_reduction, self._common_rank
         vars(ddp).update(zip(self.replaced, values, strict=True))
 

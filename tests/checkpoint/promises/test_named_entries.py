@@ -22,7 +22,10 @@ class Failing:
 
 
 STATES = {
-    "storage": (lambda: {"a": {"b": torch._to_functional_tensor(torch.ones(2))}}, r"'a\.b'.*cannot be reached"),
+    "storage": (
+        lambda: {"a": {"b": torch._to_functional_tensor(torch.ones(2))}},
+        r"'a\.b'.*its memory is inaccessible",
+    ),
     "own": (lambda: {"mine": Failing()}, "'mine' cannot be saved: .*ValueError: no state yet"),
 }
 
