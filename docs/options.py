@@ -57,7 +57,7 @@ def _of_run() -> Iterator[str]:
             rows.append((_code(key), _code(default), _cell(" ".join(comment))))
         if not line.startswith("#"):
             comment = []
-    return _table(("option", "default", "what it is for"), rows)
+    return _table(("option", "default", "description"), rows)
 
 
 def _component(entry: Entry) -> Iterator[str]:
@@ -68,13 +68,13 @@ def _component(entry: Entry) -> Iterator[str]:
     if described.options:
         yield ""
         yield from _table(
-            ("option", "type", "default", "what it is for"),
+            ("option", "type", "default", "description"),
             [(_code(o.name), _code(o.type), _default(o), _cell(o.help)) for o in described.options],
         )
     if described.runtime:
         yield ""
         yield from _table(
-            ("passed by the program", "type", "", "what it is for"),
+            ("passed by the program", "type", "", "description"),
             [(_code(r.name), _code(r.type), "required" * r.required, _cell(r.help)) for r in described.runtime],
         )
 

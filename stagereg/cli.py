@@ -1,10 +1,10 @@
-"""The command ``stagereg``: a dispatcher, which imports the module of the sub-command that is asked for.
+"""The command ``stagereg``: a dispatcher that imports only the module of the requested subcommand.
 
-The module of a sub-command has ``add_to(commands)``, which adds a parser. The parser's default ``run`` takes the
-arguments and returns the exit code; it imports what it needs when it runs. A parser with a default ``as_a_rank`` runs
-in the environment that ``stagereg.main`` gives to ranks. Errors of the project are printed on one screen, without a
-traceback. Another package adds a sub-command by an entry point of the group ``stagereg.commands``: its name, and its
-module.
+The module of a subcommand has ``add_to(commands)``, which adds a parser. The parser's default ``run`` takes the
+arguments and returns the exit code; ``run`` imports its dependencies when it is called. A parser with a default
+``as_a_rank`` runs in the environment that ``stagereg.main`` gives to ranks. Errors of the project are printed without a
+traceback. Another package adds a subcommand with an entry point in the group ``stagereg.commands``: the entry point's
+name is the command, its value is the module.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ BUILT_IN = {
     "follow": "stagereg.commands.following",
     "convert": "stagereg.commands.converting",
 }
-"""The modules of the project's own sub-commands, in the order of ``--help``."""
+"""The modules of the project's own subcommands, in the order of ``--help``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of the process, and return its exit code.
 
-    0 is good, 2 is for a request that cannot be met, 130 is for an interruption, 141 for a reader that ended, and 1
-    depends on the sub-command.
+    0: success; 1: the subcommand defines it; 2: invalid request; 130: interrupted; 141: the reader of a pipe exited.
     """
     parser = argparse.ArgumentParser("stagereg", description="Checkpoint stagers, joins and checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"stagereg {__version__}")
@@ -69,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has ended, as `head` does
+    except BrokenPipeError:  # the reader of the pipe exited, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
 
 
 def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace | None:
-    """Return the parsed arguments; ``None`` if there are none, and the help is printed. Raises: ``StageregError``."""
+    """Return the parsed arguments; without arguments print the help and return ``None``. Raises: ``StageregError``."""
     commands = parser.add_subparsers(required=True, metavar="command")
     name = given[0] if given and not given[0].startswith("-") else ""
     others = {} if name in BUILT_IN else _of_other_packages()
@@ -85,14 +84,15 @@ def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.N
         _add(commands, name, known[name])
         return parser.parse_args(given)
     if name:
-        parser.error(f"no command {name!r}.{nearest(name, known)} There is: {', '.join([*BUILT_IN, *sorted(others)])}")
+        every = ", ".join([*BUILT_IN, *sorted(others)])
+        parser.error(f"unknown command {name!r}.{nearest(name, known)} The commands are: {every}")
     for module in dict.fromkeys([*BUILT_IN.values(), *others.values()]):
         added = [each for each in known if known[each] == module]
         try:
             _add(commands, added[0], module)
-        except StageregError as error:  # it says so itself when it is asked for
-            for each in (each for each in added if each not in commands.choices):
-                commands.add_parser(each, help=f"not there: {error}")
+        except StageregError as error:  # raised again when the user runs the command
+            for each in set(added).difference(commands.choices):
+                commands.add_parser(each, help=f"not available: {error}")
     if not given:
         parser.print_help(sys.stderr)
         return None
@@ -100,13 +100,13 @@ def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.N
 
 
 def _of_other_packages() -> dict[str, str]:
-    """Return the modules of sub-commands of other packages, by name; of two with one name the first counts."""
+    """Return the modules of subcommands of other packages, by name; the first package with a name wins."""
     points, _ = announced(ENTRY_POINTS)
     return {point.name: point.module for _, _, point in reversed(points) if point.name not in BUILT_IN}
 
 
 def _add(commands: Any, name: str, module: str) -> None:
-    """Add the parser of a sub-command. Raises: ``InstallationError`` if its module cannot be imported."""
+    """Add the parser of a subcommand. Raises: ``InstallationError`` if its module cannot be imported."""
     try:
         importlib.import_module(module).add_to(commands)
     except Exception as error:

@@ -18,7 +18,7 @@ from stagereg.errors import StageregError
 @pytest.mark.parametrize(
     ("arguments", "code", "out", "err"),
     [
-        (["shwo", "pinned_cached"], 2, "", "no command 'shwo'. Did you mean 'show'?"),
+        (["shwo", "pinned_cached"], 2, "", "unknown command 'shwo'. Did you mean 'show'?"),
         (["--version"], 0, f"stagereg {__version__}\n", ""),
         *(([command, "--help"], 0, "--json", "") for command in ("list", "show", "new", "check", "doctor")),
     ],
@@ -93,7 +93,7 @@ def test_another_package_adds_a_command_and_a_broken_one_costs_its_own_command_a
         cli.main(["--help"])
     shown = capsys.readouterr().out
     assert "say hello" in shown
-    assert "not there: `stagereg broken` cannot run" in " ".join(shown.split())
+    assert "not available: `stagereg broken` cannot run" in " ".join(shown.split())
     assert cli.main(["list", "stager"]) == 0  # a name of the project's own is not taken away
     assert "overlapped" in capsys.readouterr().out
 

@@ -1,7 +1,7 @@
-"""Benchmarks, as part of the product: ``stagereg bench staging|stall``.
+"""Benchmarks for users: ``stagereg bench staging|stall``.
 
-Each kind measures what is registered beside torch's own ways, interleaved in one run, as ratios to what the machine can
-do at best, measured in the same rounds. Start at ``command``, the command line; ``measure`` takes the samples,
-``states`` has what is staged, ``ceiling`` what the machine can do; ``staging`` and ``stall`` have the rows; ``report``
-has the output. What the project measures for itself is in ``tests/benchmarks``.
+Each benchmark interleaves registered components with torch's implementations in one run, and reports ratios to the
+machine's best speed, measured in the same rounds. ``command`` is the command line, ``measure`` takes the samples,
+``states`` has the state dicts, ``ceiling`` the machine's best speed, ``staging`` and ``stall`` the rows, ``report``
+the output. The project's own benchmarks are in ``tests/benchmarks``.
 """

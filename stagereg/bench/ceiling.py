@@ -1,7 +1,7 @@
-"""What the machine can do at best with as many bytes: copy them in memory, or bring them off the device.
+"""The machine's best speed for a number of bytes: a copy in host memory, or from the device to host memory.
 
-The rows are measured against these in the same rounds. Both sides of a copy are touched beforehand, and nothing looks
-at what the bytes are. ``memmove`` and ``device_copy`` return what is to be timed.
+Rows are measured against these copies in the same rounds. Source and target are touched beforehand. ``memmove`` and
+``device_copy`` return the function to time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-ROW = "ceiling"  # that all other rows of its table are a ratio to
+ROW = "ceiling"  # row to which all other rows of the table are a ratio
 
 
 def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
-    """Two threads, each with one ``memmove`` of half the bytes, without the GIL. Returns what was written.
+    """Return a copy by two threads, each with a ``memmove`` of half the bytes without the GIL.
 
-    glibc copies around the caches where a single copy is long enough. Both blocks have huge pages where there are any.
+    For long copies glibc bypasses the caches. Both blocks use huge pages if available.
     """
     source, target = (torch.frombuffer(memory(nbytes), dtype=torch.uint8) for _ in range(2))
     crew, half = ThreadPoolExecutor(1), nbytes // 2
@@ -38,14 +38,14 @@ def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
 
 
 def device_copy(nbytes: int, device: str) -> Callable[[], torch.Tensor]:
-    """One copy from the device into page-locked host memory."""
+    """Return a copy from the device to page-locked host memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def flush(folder: Path) -> None:
-    """Have every file below ``folder``, and each directory, on the disk when this returns."""
+    """Write every file and directory under ``folder`` to the disk (``fsync``)."""
     for place, _, files in os.walk(folder):
         for path in (*(os.path.join(place, name) for name in files), place):
             handle = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ def flush(folder: Path) -> None:
 
 
 def memory(nbytes: int) -> mmap.mmap:
-    """Return page-aligned memory that was written, with huge pages if the machine has any."""
+    """Return page-aligned, initialized memory, with huge pages if available."""
     made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         made.madvise(mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
-"""``stagereg bench``: its command line, from what was asked for to the tables.
+"""The command line of ``stagereg bench``.
 
-Everything that was asked for is checked before anything is measured. Imports no torch before that. The programs of
-``tests/benchmarks`` that measure rows have the same options and tables, by :func:`add_options` and :func:`run`.
+All arguments are checked before the measurement; torch is imported only for the check. The programs in
+``tests/benchmarks`` share the options and tables through :func:`add_options` and :func:`run`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _Measure = Callable[[argparse.Namespace, Sequence[str]], "list[Group]"]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="measure stagers, storages and checkpoints beside torch's own ways")
+    bench = commands.add_parser("bench", help="measure stagers, storages and checkpoints, compared with torch's own")
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_KINDS))
     for kind, (text, rounds, there, measure) in _KINDS.items():
         parser = kinds.add_parser(kind, help=text, description=text[0].upper() + text[1:] + ".")
         parser.set_defaults(as_a_rank=True)
         add_options(parser, rounds, there, measure, disk=kind == "stall")
         add = parser.add_argument
-        add("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
+        add("--device", choices=["cpu", "cuda"], default="cpu", help="device of the state; default: %(default)s")
         if kind == "staging":
-            add("--states", default="large,gpt,small", help="state dicts, with commas, %(default)s")
+            add("--states", default="large,gpt,small", help="comma-separated state dicts; default: %(default)s")
         else:
-            add("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
+            add("--torch-threads", default="1,2", help="comma-separated numbers of torch threads; default: %(default)s")
 
 
 def add_options(
@@ -51,26 +51,26 @@ def add_options(
     disk: bool = True,
     scale: float | None = 1.0,
 ) -> None:
-    """Add the options of programs that measure rows: ``there`` returns all names of rows, ``measure`` measures some.
+    """Add the options of a benchmark: ``there`` returns all names of rows, ``measure`` measures some of them.
 
-    ``disk``: whether it writes to one; ``scale``: the default of ``--scale``, ``None`` for no such option.
+    ``disk``: whether the benchmark writes files; ``scale``: the default of ``--scale``, ``None`` for no such option.
     """
     parser.set_defaults(run=run, there=there, measure=measure, device="cpu")
     add = parser.add_argument
-    add("--json", metavar="FILE", default="", help="write every sample there too")
+    add("--json", metavar="FILE", default="", help="also write every sample to this file")
     if disk:
-        add("--dir", default=".", help="a directory on the disk to write to, the current one")
-    add("--rounds", type=int, default=rounds, help="rounds that count, %(default)s")
-    add("--rows", default="", help="names of rows, with commas; all if not given")
+        add("--dir", default=".", help="directory on the disk to measure; default: the current directory")
+    add("--rounds", type=int, default=rounds, help="measured rounds, after one warm-up round; default: %(default)s")
+    add("--rows", default="", help="comma-separated names of rows; default: all")
     if scale is not None:
-        add("--scale", type=float, default=scale, help="of the bytes, %(default).3g")
+        add("--scale", type=float, default=scale, help="fraction of the bytes; default: %(default).3g")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Measure, print the tables, write the JSON. Returns the exit code: 1 if a row failed.
+    """Measure, print the tables and write the JSON file; return 1 if a row failed, else 0.
 
     Raises:
-        ConfigError: something that was asked for cannot be had; nothing was measured.
+        ConfigError: An argument is invalid; nothing was measured.
     """
     rows = _check(asked)
     import stagereg.bench.report as report
@@ -79,7 +79,7 @@ def run(asked: argparse.Namespace) -> int:
     environment = describe(asked.device)
     notes = [noise_warning(environment["load"][0], environment["cores"])]
     if "dir" in asked and file_system(Path(asked.dir)) in ("tmpfs", "ramfs"):
-        notes.append(f"--dir {asked.dir} is memory, not a disk: the figures are not those of a disk.")
+        notes.append(f"--dir {asked.dir} is in memory: the results are not those of a disk.")
     notes = [note for note in notes if note]
     for note in notes:
         warn(note)
@@ -94,7 +94,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def folder_below(root: str) -> tempfile.TemporaryDirectory[str]:
-    """A fresh directory below ``root``, to be entered."""
+    """Return a context manager that creates a temporary directory under ``root``."""
     return tempfile.TemporaryDirectory(prefix="stagereg-bench-", dir=os.path.abspath(root), ignore_cleanup_errors=True)
 
 
@@ -104,17 +104,17 @@ def _check(asked: argparse.Namespace) -> list[str]:
     from stagereg.bench.states import STATES
 
     if asked.rounds < 1:
-        raise ConfigError(f"--rounds must be at least 1, not {asked.rounds}.")
+        raise ConfigError(f"--rounds must be at least 1, got {asked.rounds}.")
     if "scale" in asked and not 0 < asked.scale <= 1:
-        raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
+        raise ConfigError(f"--scale must be above 0 and at most 1, got {asked.scale:g}.")
     if asked.json:
         _check_writable("--json", Path(asked.json).absolute().parent)
         if Path(asked.json).is_dir():
-            raise ConfigError(f"--json {asked.json} is a directory; name a file.")
+            raise ConfigError(f"--json {asked.json} is a directory. Name a file.")
     if "dir" in asked:
         _check_writable("--dir", Path(asked.dir))
     if asked.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
+        raise ConfigError("--device cuda: torch finds no CUDA device. Omit --device to measure on the CPU.")
     if "states" in asked:
         asked.states = known("state", asked.states, list(STATES))
     if "torch_threads" in asked:
@@ -128,30 +128,30 @@ def _check_writable(option: str, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
+        raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}") from error
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Return the whole numbers in the text of an option, in order. Raises: ``ConfigError``."""
+    """Parse the comma-separated positive integers of an option. Raises: ``ConfigError``."""
     names = _names(text)
     found = [decimal(name) or 0 for name in names]
     if 0 in found:
-        raise ConfigError(f"{option} takes whole numbers from 1 on, not {names[found.index(0)]!r}.")
+        raise ConfigError(f"{option} requires integers of at least 1, got {names[found.index(0)]!r}.")
     return found
 
 
 def _names(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     if not names:
-        raise ConfigError("There is nothing to measure: an option that takes names was given none.")
+        raise ConfigError("nothing to measure: an option with a list of names is empty")
     return list(dict.fromkeys(names))
 
 
 def known(what: str, text: str, there: Sequence[str]) -> list[str]:
-    """Return the names in the text of an option, in order. Raises: ``ConfigError`` for one that is not ``there``."""
+    """Parse the comma-separated names of an option. Raises: ``ConfigError`` for a name that is not in ``there``."""
     names = _names(text)
     if wrong := [name for name in names if name not in there]:
-        raise ConfigError(f"There is no {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nThere is: {', '.join(there)}")
+        raise ConfigError(f"unknown {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nChoose from: {', '.join(there)}")
     return names
 
 
@@ -171,7 +171,7 @@ def _staging(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
 def by_states(
     kind: str, cases: Callable[[State], list[Case]], asked: argparse.Namespace, rows: Sequence[str]
 ) -> list[Group]:
-    """Measure the cases that have one of ``rows``, and the ceiling, which the rows are a ratio to, for each state."""
+    """Measure, for each state, the cases with one of ``rows`` and the ceiling, to which the rows are a ratio."""
     import torch
 
     import stagereg.bench.report as report
@@ -211,7 +211,7 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
 
 
 _KINDS: dict[str, tuple[str, int, Callable[[argparse.Namespace], list[str]], _Measure]] = {
-    "staging": ("how long a loop waits for a copy, against the memory's speed", 11, _staging_rows, _staging),
-    "stall": ("what a checkpoint costs the training it interrupts", 20, _stall_rows, _stall),
+    "staging": ("measure the wait for a staged copy, relative to memory speed", 11, _staging_rows, _staging),
+    "stall": ("measure how much training time a checkpoint costs", 20, _stall_rows, _stall),
 }
-"""What each is for, its rounds, the names of its rows, and what measures them."""
+"""By benchmark: help, number of rounds, names of the rows, and the function that measures them."""

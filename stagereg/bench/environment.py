@@ -1,4 +1,4 @@
-"""What figures were measured on, and whether that makes them noisy."""
+"""The machine and the versions of a measurement, and a warning if the machine is busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagereg.base.version import __version__
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Versions, processor, cores, the load before the run (1, 5 and 15 minutes), and on ``cuda`` device and driver."""
+    """Return versions, processor, cores, load averages (1, 5, 15 minutes), and for ``cuda`` device and driver."""
     import torch
 
     found: dict[str, Any] = {
@@ -33,10 +33,10 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def noise_warning(load: float, cores: int) -> str:
-    """Return a line that says so if a 1-minute load average of ``load`` makes for noisy figures, or nothing."""
+    """Return a warning if the 1-minute load average ``load`` is above half the cores, else an empty string."""
     if load <= cores / 2:
         return ""
-    return f"The machine is busy (load {load:.1f} on {cores} cores): the figures will be noisy."
+    return f"The machine is busy (load {load:.1f} on {cores} cores): the results will be noisy."
 
 
 def _processor() -> str:

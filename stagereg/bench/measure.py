@@ -1,7 +1,7 @@
-"""How figures are measured: cases take turns, in another order each round, and each row has a median and a spread.
+"""Measures cases in turns, in another order each round; each row has a median and quartiles.
 
-So a busy minute falls on all of them. The first round only warms up. Figures are compared within one run and never
-across two. The modules with the rows define what is measured, and against which ceiling.
+A busy period of the machine affects all cases. The first round is a warm-up. Results of different runs must not be
+compared. The modules ``staging`` and ``stall`` define the rows and their ceilings.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from stagereg.errors import LaunchError
 
 T = TypeVar("T")
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 
 class Case:
-    """Something that is measured once a round, and gives a figure for each of ``rows``; see :meth:`turn`."""
+    """An operation that is measured once per round and yields a sample for each of ``rows``; see :meth:`turn`."""
 
     def __init__(self, *rows: str, turn: Callable[[], Iterator[float | None]] | None = None) -> None:
         self.rows = rows
         self._turn = turn
 
     def turn(self) -> Iterator[float | None]:
-        """Do it once: yields when it is ready, and then when the time of each row is over, the last one's last.
+        """Run the operation once: yield when ready, then at the end of the time of each row, in order.
 
-        What comes before the first ``yield`` and after the last one is not timed. A row that is no time, or has been
-        timed already, has its figure yielded.
+        Code before the first ``yield`` and after the last one is not timed. Yield a number for a row that is not a
+        time or was timed elsewhere.
         """
         if self._turn is None:
             raise NotImplementedError
         return self._turn()
 
     def sample(self, settle: Callable[[], None], clock: Callable[[], float]) -> Mapping[str, float]:
-        """Do it once and return seconds by row; for the last row the device has to be done (``settle``)."""
+        """Run the operation once and return seconds by row; ``settle`` waits for the device before the last row."""
         turn = self.turn()
         next(turn)
         settle()
@@ -65,15 +65,15 @@ class Case:
         return dict(zip(self.rows, seconds, strict=True))
 
     def prove(self) -> None:
-        """Raise if what was measured does not do what it should. Called once, after the last round."""
+        """Raise if the measured operation gives wrong results. Called once, after the last round."""
 
     def close(self) -> None:
-        """Free everything. Called once, after the last round of all cases."""
+        """Release all resources. Called once, after the last round of all cases."""
 
 
 @dataclass
 class Series:
-    """What one row has come to: seconds of each round in order, or what went wrong."""
+    """The result of a row: seconds of each round in order, or the failure."""
 
     row: str
     samples: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Series:
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the first and the third quartile, interpolated within the samples."""
+    """Return the first and third quartile, interpolated."""
     if len(samples) == 1:
         return samples[0], samples[0]
     first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -89,7 +89,7 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def standard_error(samples: Sequence[float]) -> float:
-    """Return that of the median, from the quartiles, as of samples that are distributed normally."""
+    """Return the standard error of the median, estimated from the quartiles for normally distributed samples."""
     first, third = spread(samples)
     return 0.93 * (third - first) / math.sqrt(len(samples))
 
@@ -102,11 +102,11 @@ def interleave(
     what: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Series]:
-    """Measure ``cases`` in turns: one round to warm up, then ``rounds`` that count; then let each prove itself.
+    """Measure ``cases`` in turns: one warm-up round, then ``rounds`` rounds; then call ``prove`` of each case.
 
-    Each round has another order, the same ones in each run and on each rank. Before each sample freed memory goes back
-    to the system: otherwise a case that takes fresh memory now and then finds pages that were touched before. A case
-    that fails is left out from then on, with the reason; its earlier samples do not count.
+    The order changes each round but is the same in all runs and on all ranks. Before each sample freed memory returns
+    to the system; otherwise a case that allocates memory would sometimes get pages already touched. A case that fails
+    is excluded from then on, with the reason, and loses its earlier samples.
 
     ``settle`` returns when the device is idle; ``before_round`` is not timed; ``what`` is for the progress line.
     """
@@ -125,7 +125,7 @@ def interleave(
         for number in range(rounds + 1):
             output.progress(f"{what}: round {number} of {rounds}")
             before_round()
-            gc.collect()  # what has grown old; to look at every object of torch takes longer than most samples
+            gc.collect()  # all generations once per round: slower than most samples
             for case in random.Random(number).sample(alive, len(alive)):
                 gc.collect(1)
                 if _malloc_trim is not None:
@@ -145,11 +145,11 @@ def interleave(
 
 
 def peaks(cases: Sequence[Case]) -> dict[str, int]:
-    """Return the most bytes of host memory that each row's case takes, above what the process had before.
+    """Return each row's peak host memory in bytes, above the memory of the process before the case.
 
-    Call it when all of them are closed: each starts afresh, is done twice, of which the second time finds what was
-    kept, and is closed again. Counted is what is resident in this process (``VmHWM``), which on Linux is all but what a
-    driver has handed out. A case that fails, and all of them where the system does not count, have no entry.
+    Call this function after all cases are closed: each case is run twice, so that the second run finds cached memory,
+    and closed again. The peak is the resident memory of this process (``VmHWM``), which on Linux excludes memory that a
+    driver allocated. A case that fails has no entry; without ``VmHWM`` no case has one.
     """
     found: dict[str, int] = {}
     for case in cases:
@@ -157,7 +157,7 @@ def peaks(cases: Sequence[Case]) -> dict[str, int]:
         if _malloc_trim is not None:
             _malloc_trim(0)
         with suppress(Exception):
-            Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident memory
             before = memory("VmRSS")
             for _ in range(2):
                 deque(case.turn(), maxlen=0)
@@ -168,7 +168,7 @@ def peaks(cases: Sequence[Case]) -> dict[str, int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out the hints that are for the user of one stager, not for one of all stagers in turn, and torch's log."""
+    """Suppress stagereg's hints about single stagers, warnings, and torch's log."""
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
     log = logging.getLogger("stagereg")
@@ -185,7 +185,7 @@ def quiet() -> Iterator[None]:
 
 
 def _save_quietly(*args: Any) -> None:
-    """What torch runs in its process that saves, but for its log, which would print several lines a checkpoint."""
+    """Run torch's checkpoint process without its log, which prints several lines per checkpoint."""
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
     logging.disable(logging.INFO)
@@ -193,15 +193,15 @@ def _save_quietly(*args: Any) -> None:
 
 
 def in_own_process(task: Callable[..., T], *args: Any, **environment: str) -> T:
-    """Run ``task(*args)`` in a fresh process with these environment variables too, and return what it returns.
+    """Run ``task(*args)`` in a new process with additional environment variables, and return its result.
 
-    Unlike a rank of ``run_ranks``, torch starts with these variables, there is no process group, and progress is shown.
+    Unlike a rank of ``run_ranks``, the process imports torch with these variables and has no process group.
 
     Raises:
-        LaunchError: it raised, or its process died.
+        LaunchError: The task raised, or its process died.
     """
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
             return pool.submit(task, *args).result()
         except Exception as error:
-            raise LaunchError(f"The process that measures failed: {type(error).__name__}: {error}") from error
+            raise LaunchError(f"The benchmark process failed: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""The output of a run: tables for people, and the same with every sample for programs."""
+"""The output of a benchmark: tables, and a JSON document with every sample."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from stagereg.bench.measure import Series, spread
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a table."""
+    """A row of a table."""
 
-    row: str  # its name
-    cells: Sequence[str] = ()  # its other columns; none if it could not be measured
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of each round by figure
-    figures: Mapping[str, float | list[float]] = field(default_factory=dict)  # others, by name; or one of each rank
-    failure: str = ""  # what went wrong
+    row: str  # name
+    cells: Sequence[str] = ()  # other columns; empty if the row failed
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # one per round, by metric
+    figures: Mapping[str, float | list[float]] = field(default_factory=dict)  # other metrics: a value, or one per rank
+    failure: str = ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that were measured together and may be compared, and the heads of their columns."""
+    """Rows that were measured together and may be compared, with the heads of their columns."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ class Group:
 
 
 def of_series(name: str, title: str, series: Sequence[Series], ceiling: str, peaks: Mapping[str, float]) -> Group:
-    """Make a group of rows that are a ratio to the row ``ceiling``; ``peaks``: host memory by row, in states."""
+    """Build a group with ratios to the row ``ceiling``; ``peaks``: host memory by row, relative to the state."""
     top = next(one for one in series if one.row == ceiling)
     lines = []
     for one in series:
@@ -49,7 +49,7 @@ def of_series(name: str, title: str, series: Sequence[Series], ceiling: str, pea
 
 
 def show(groups: Sequence[Group]) -> None:
-    """Print a table for each group, of lines of at most 120 columns."""
+    """Print a table for each group, at most 120 columns wide."""
     for group in groups:
         rows = []
         for line in group.lines:
@@ -60,7 +60,7 @@ def show(groups: Sequence[Group]) -> None:
 
 
 def plain(groups: Sequence[Group]) -> dict[str, Any]:
-    """The same and every sample, for JSON; times are seconds."""
+    """Return the groups with every sample, for JSON. Seconds."""
     return {"groups": [{"name": each.name, "title": each.title, "rows": [*map(_row, each.lines)]} for each in groups]}
 
 

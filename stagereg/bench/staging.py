@@ -1,8 +1,8 @@
-"""``stagereg bench staging``: how long a training loop waits for a copy, against the speed of the memory.
+"""``stagereg bench staging``: how long a training loop waits for a staged copy, relative to memory speed.
 
-One group of rows a state dict. Warm rows are the second and later calls of one stager, whose copy is dropped before
-the next call; ``first:`` rows are the first call of a fresh stager, constructing it included, each round a new one.
-The state changes before every round. After the rounds every stager has to show that its copy is equal to the state.
+Each state dict has one group of rows. Warm rows are the second and later calls of one stager; the copy is released
+before the next call. ``first:`` rows are the construction and first call of a new stager in each round. The state
+changes before every round. After the rounds the copy of every stager is compared with the state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from stagereg.errors import StagingError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager
 
-_BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
+_BACKGROUND = ("overlapped",)  # stage() returns before the copy is complete, so these stagers have two times
 
 _Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
-    """Later calls of one stager. Its rows are the time until the copy is there, or before it the time in ``stage``."""
+    """The second and later calls of one stager. Rows: the time until the copy is complete; if two, first ``stage``."""
 
     def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
         super().__init__(*rows)
@@ -45,10 +45,10 @@ class Warm(Case):
             yield
         copy = _complete(self._stager, staged)
         yield
-        del copy  # not in the time until it is there
+        del copy  # not timed
 
     def prove(self) -> None:
-        """Raise if a copy differs from the state, or is the state."""
+        """Raise if the copy differs from the state or shares its memory."""
         assert self._stager is not None
         copy = _complete(self._stager, self._stager.stage(self._state.tree))
         for mine, theirs in zip(tensors(copy), tensors(self._state.tree), strict=True):
@@ -64,7 +64,7 @@ class Warm(Case):
 
 
 def cases(state: State, device: str) -> list[Case]:
-    """The cases of one state dict, the ceiling first and once more last; nothing is made before its first sample."""
+    """Return the cases of one state dict, with a ceiling first and last; stagers are built at their first sample."""
     makes: dict[str, _Make] = {name: functools.partial(build, "stager", name) for name in names("stager")}
     torchs: dict[str, _Make] = {
         "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
@@ -77,7 +77,7 @@ def cases(state: State, device: str) -> list[Case]:
     return [
         top,
         *(Warm(two_times.get(name, (name,)), make, state) for name, make in {**makes, **torchs}.items()),
-        _first("torch:per_save", torchs["torch:kept"], state),  # what torch's async_save takes
+        _first("torch:per_save", torchs["torch:kept"], state),  # as torch's async_save does
         *(_first(f"first:{name}", make, state) for name, make in makes.items()),
         Warm(("again:pinned_cached",), makes["pinned_cached"], state),
         again,

@@ -1,11 +1,10 @@
-"""``stagereg bench stall``: what a checkpoint costs the training it interrupts.
+"""``stagereg bench stall``: the time that a checkpoint costs the training.
 
-A transformer whose weights and Adam state are 168 MiB at full scale is trained on made-up tokens. A segment is one
-checkpoint, four steps, and waiting until the checkpoint is durable. *Lost* is a segment less four steps without a
-checkpoint next to it: before it in one round, behind it in the next, so that a machine that becomes slower or faster
-favours neither. Each round has such a pair for every way of saving, and one for none, which is the A/A row.
-One group a number of torch threads, each measured in a process of its own, since that number is best set when a process
-starts.
+A transformer whose weights and Adam state are 168 MiB at full scale is trained on random tokens. A segment is one
+checkpoint, four steps, and a wait until the checkpoint is durable. *Lost* is the time of a segment minus four adjacent
+steps without a checkpoint: before the segment in one round, after it in the next, so that a drift of the machine's
+speed has no effect. Each round has such a pair for every way to save and one without a save, the A/A row. Each number
+of torch threads has one group, measured in its own process, since that number should be set at process start.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.registry import build
 
 BASE = "none"
-"""The row without a checkpoint: A/A."""
+"""The A/A row, without a checkpoint."""
 
 _TORCHS = ("torch:async_save", "torch:process")
 _STAGERS = ("blocking", "pinned_cached", "overlapped")
@@ -39,10 +38,10 @@ _STORAGES = ("dcp", "torch_dcp")
 
 
 class StallTraining:
-    """A transformer with Adam, and one step of its training."""
+    """A transformer with Adam and its training step."""
 
     STEPS = 4
-    """Steps of one segment."""
+    """Steps per segment."""
 
     _WORDS, _WIDTH, _HEADS, _LAYERS = 512, 384, 8, 8
     _BATCH, _LENGTH = 2, 64
@@ -74,9 +73,9 @@ class StallTraining:
 
 
 class Segment(Case):
-    """Four steps, and then a checkpoint and four steps that it may disturb; here with no checkpoint.
+    """Four undisturbed steps, and a checkpoint with the four steps that it may disturb; this class saves nothing.
 
-    Rows: the four steps alone, the time in the call, and the segment.
+    Rows: the four undisturbed steps, the time in ``save``, and the segment.
     """
 
     def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
@@ -86,7 +85,7 @@ class Segment(Case):
         self._turns = 0
 
     def turn(self) -> Iterator[float | None]:
-        """Train with a checkpoint and without. What a segment leaves behind falls on a step that is not timed."""
+        """Train with and without a checkpoint; a step between the two that is not timed absorbs after-effects."""
         self.prepare()
         self._turns += 1
         self._rest()
@@ -113,15 +112,15 @@ class Segment(Case):
         return time.perf_counter() - began
 
     def prepare(self) -> None:
-        """Do what has to be done before a checkpoint and is not timed."""
+        """Prepare a checkpoint. Not timed."""
 
     def save(self) -> Callable[[], None]:
-        """Begin a checkpoint; return what waits until it is durable."""
+        """Start a checkpoint; return a function that waits until the checkpoint is durable."""
         return lambda: None
 
 
 class TorchAsyncSave(Segment):
-    """torch's ``async_save`` as it is, or with a process that writes and a kept stager in shared memory."""
+    """torch's ``async_save``, with default options or with a writer process and one stager in shared memory."""
 
     _stager: DefaultStager | None = None
 
@@ -130,7 +129,7 @@ class TorchAsyncSave(Segment):
             shutil.rmtree(old)
 
     def save(self) -> Callable[[], None]:
-        """Wait for the writer, then flush what it has not."""
+        """Start ``async_save``; return a function that waits for it and then flushes the files."""
         options: dict[str, Any] = {}
         if self.rows[-1] == "torch:process":
             self._stager = self._stager or DefaultStager(StagingOptions(False, True, False, False))
@@ -151,7 +150,7 @@ class TorchAsyncSave(Segment):
 
 
 class Checkpoints(Segment):
-    """The project's checkpointer with one stager and one storage."""
+    """The project's checkpointer with a stager and a storage."""
 
     _checkpointer: Any = None
     _step = 0
@@ -179,12 +178,12 @@ def row_names() -> list[str]:
 
 
 def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, device: str, folder: Path) -> list[Series]:
-    """Measure :func:`row_names` in a process of its own with so many torch threads; ``folder`` is empty.
+    """Measure ``rows`` in a new process with ``threads`` torch threads; ``folder`` must be empty.
 
     Raises:
-        LaunchError: that process ended before it was done.
+        LaunchError: The process failed.
     """
-    # torch's save process asks for the machine's name otherwise, which need not lead anywhere.
+    # torch's writer process otherwise uses the machine's name, which may not resolve.
     environment = {"OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1"}
     return in_own_process(_train, rows, rounds, threads, scale, device, folder, **environment)
 
@@ -205,7 +204,7 @@ def _train(rows: Sequence[str], rounds: int, threads: int, scale: float, device:
 
 
 def group(name: str, title: str, series: Sequence[Series]) -> Group:
-    """Make the rows of a table from what was measured: what each has lost, and how long the call took."""
+    """Build the rows of a table from samples: the lost time, and the time in ``save``."""
     by_row = {one.row: one for one in series}
     lines: list[Line] = []
     for one in series:

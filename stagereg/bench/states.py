@@ -1,12 +1,12 @@
-"""The state dicts that are staged: three shapes of what training has, made from shapes, without training.
+"""The state dicts of the benchmarks, with random values.
 
 ====== ======================================================== ==========================================
-large  1 GiB in 24 tensors                                      the memory's speed and nothing else
-gpt    a GPT of 295 MiB with its Adam state: 886 MiB, 592       what a checkpoint mostly is
-small  20,000 tensors of 1 to 4 KiB: 49 MiB                     what a tensor costs, whatever its size
+large  1 GiB in 24 tensors                                      memory speed alone
+gpt    a GPT of 295 MiB with its Adam state: 886 MiB, 592       a typical checkpoint
+small  20,000 tensors of 1 to 4 KiB: 49 MiB                     the cost per tensor
 ====== ======================================================== ==========================================
 
-``scale`` shrinks the bytes by that factor: gpt becomes narrower, the tensors of large shorter, those of small fewer.
+``scale`` reduces the bytes by a factor: gpt becomes narrower, large gets shorter tensors, small gets fewer tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Fill = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class State:
-    """A state dict to be measured."""
+    """A state dict."""
 
     tree: dict[str, Any]
 
@@ -33,19 +33,19 @@ class State:
         return sum(x.nbytes for x in tensors(self.tree))
 
     def change(self) -> None:
-        """Do to it what an optimizer step does: every value is another one afterwards."""
+        """Change every value, like an optimizer step."""
         for x in tensors(self.tree):
             x.add_(1.0)
 
 
 def make(name: str, scale: float = 1.0, device: str = "cpu") -> State:
-    """Make the state dict called ``name``, of :data:`STATES`, with about ``scale`` times its bytes on ``device``."""
+    """Build the state dict ``name`` of :data:`STATES` on ``device``, with about ``scale`` times its bytes."""
     generator = torch.Generator().manual_seed(0)
     return STATES[name](scale, lambda *shape: torch.randn(*shape, generator=generator).to(device))
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in nested dicts and lists, in order."""
+    """Return every tensor in nested dicts and lists, in order."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
@@ -56,10 +56,10 @@ def _large(scale: float, fill: _Fill) -> State:
 
 
 def _gpt(scale: float, fill: _Fill) -> State:
-    """GPT-2's shapes with 12 layers, 704 wide and a vocabulary of 7,424."""
+    """Build GPT-2 with 12 layers, width 704 and a vocabulary of 7,424, with its Adam state."""
     width, vocabulary, context = (shrunk(size, scale) for size in (704, 7424, 1024))
     matrices = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    biases = [(width,), (width,), *((shape[-1],) for shape in matrices), (width,), (width,)]  # and the layer norms'
+    biases = [(width,), (width,), *((shape[-1],) for shape in matrices), (width,), (width,)]  # with layer norms
     shapes = {f"h.{i}.{n}": shape for i in range(12) for n, shape in enumerate([*matrices, *biases])}
     shapes |= {"wte": (vocabulary, width), "wpe": (context, width), "ln_f.weight": (width,), "ln_f.bias": (width,)}
     model = {name: fill(*shape) for name, shape in shapes.items()}
@@ -79,9 +79,9 @@ def _adam(parameters: Sequence[torch.Tensor], fill: _Fill) -> dict[str, Any]:
 
 
 def shrunk(size: int, scale: float) -> int:
-    """Return the length of a matrix's side, of which ``scale`` times the bytes are to be left."""
+    """Return the side of a matrix that has ``scale`` times the bytes of one with side ``size``."""
     return max(1, round(size * math.sqrt(scale)))
 
 
 STATES: dict[str, Callable[[float, _Fill], State]] = {"large": _large, "gpt": _gpt, "small": _small}
-"""Every state by its name."""
+"""The builders of the state dicts, by name."""

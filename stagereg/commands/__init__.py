@@ -1,1 +1,1 @@
-"""The sub-commands of ``stagereg``, one a file, each with an ``add_to`` for the dispatcher in ``stagereg.cli``."""
+"""The subcommands of ``stagereg``. Each module has an ``add_to`` for the dispatcher in ``stagereg.cli``."""

@@ -1,4 +1,4 @@
-"""What the parsers of sub-commands share."""
+"""Helpers for the argument parsers of subcommands."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     more: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with ``--json``, which ``run`` takes, and return its parser; ``more`` is for its own help."""
-    parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}")
+    """Add a command with the option ``--json`` and return its parser; ``more`` is added to its own ``--help``."""
+    parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}".strip())
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 
 def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
-    """Return a ``type`` for an option: a number above 0, or 0 too, as ``read`` makes it or raises ``ValueError``."""
+    """Return a ``type`` for an option: ``read`` parses a number above 0 (or 0, with ``or_zero``)."""
 
     def checked(text: str) -> Any:
         try:
             number = read(text)
-        except ValueError as error:  # of which the project's ConfigError is one
+        except ValueError as error:  # includes ConfigError
             raise argparse.ArgumentTypeError(str(error)) from error
         if not 0 < number < math.inf and not (or_zero and number == 0):
-            raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
+            raise argparse.ArgumentTypeError(f"must be {'at least' if or_zero else 'above'} 0, got {text!r}")
         return number
 
     return checked
 
 
 def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--timeout`` to a command: seconds for ``what``."""
-    help_ = f"seconds {what}, %(default)g"
+    """Add ``--timeout`` to a command: a limit in seconds for ``what``."""
+    help_ = f"limit in seconds for {what}; default %(default)g"
     parser.add_argument("--timeout", type=above_zero(float), default=60.0, metavar="S", help=help_)

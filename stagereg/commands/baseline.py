@@ -1,7 +1,7 @@
-"""A sweep against an earlier one: which combinations have become worse than they were.
+"""Comparison of a sweep with an earlier sweep, the baseline: finds the combinations that became worse.
 
-Both are documents of ``stagereg report DIR --json``. A combination is worse if its median is, by more than a limit,
-and the runs tell the two apart: at least four runs each, and a rank-sum test.
+Both sweeps are documents of ``stagereg report DIR --json``. A combination is worse if its median is worse by more than
+a limit and a rank-sum test over at least four runs on each side is significant.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
 _LIMIT = re.compile(r"worse:(\d+(?:\.\d+)?)%")
 _NAMED = 3
 
-Document = Mapping[str, Any]  # a sweep, as `stagereg report DIR --json` prints it
+Document = Mapping[str, Any]  # a sweep, in the format of `stagereg report DIR --json`
 _Key = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One combination, before and now."""
+    """The comparison of one combination with the baseline."""
 
-    combination: str  # its options that differ between combinations, as one would type them
-    before: float | None  # the median of its runs in the baseline; `None` if there is none
+    combination: str  # overrides that differ between combinations, in Hydra's syntax
+    before: float | None  # median of the runs in the baseline; `None` without runs
     now: float | None
-    change: float | None  # relative to the baseline, positive if there is more now
-    chance: float | None  # how often chance alone makes such a difference; `None` if it was not tested
-    verdict: str  # `"worse"`, `"better"`, `"not told apart"`, such as `"within 5 %"`, or the reason for no test
+    change: float | None  # relative to the baseline, positive if the value increased
+    chance: float | None  # p-value of the rank-sum test; `None` if not tested
+    verdict: str  # `"worse"`, `"better"`, `"no significant difference"`, `"within 5 %"`, or why nothing was tested
     compared: bool = True
 
 
 def limit(text: str) -> float:
-    """Return the relative difference of such as ``worse:5%``."""
+    """Parse a limit such as ``worse:5%`` into a relative difference."""
     if (found := _LIMIT.fullmatch(text.strip())) is None:
-        raise ConfigError(f"{text!r} is not a limit: use such as worse:5%")
+        raise ConfigError(f"{text!r} is not a limit: write worse:PERCENT%, for example worse:5%")
     return float(found[1]) / 100
 
 
 def read(path: Path) -> Document:
-    """Return the document in a file."""
+    """Read a document from a file."""
     try:
         document = json.loads(path.read_bytes())
         if not all(isinstance(document[name], str) for name in ("metric", "better")):
-            raise TypeError("its metric is no text")
+            raise TypeError("the metric is not a string")
         _rows(document, str(path))
     except OSError as error:
-        raise ConfigError(f"The baseline {path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"cannot read the baseline {path}: {error.strerror or error}") from error
     except ConfigError:
         raise
     except MALFORMED as error:
         raise ConfigError(
-            f"{path} is not a baseline: a baseline is the directory of a sweep, or the file that `stagereg report DIR "
-            "--json > baseline.json` writes of one."
+            f"{path} is not a baseline. Name the directory of a sweep, or the file that `stagereg report DIR "
+            "--json > baseline.json` writes for a sweep."
         ) from error
     return document
 
@@ -68,25 +68,25 @@ def read(path: Path) -> Document:
 def changes(
     before: Document, now: Document, least: float, names: Sequence[str] = ("the baseline", "now")
 ) -> list[Change]:
-    """Compare each combination of two documents by the metric that ``now`` is ranked by.
+    """Compare each combination of two documents by the metric that ranks ``now``.
 
     Args:
         before: the baseline.
-        now: the document to judge.
-        least: relative difference of medians up to which a combination is the same.
-        names: of the two, for errors.
+        now: the document to compare with the baseline.
+        least: relative difference of medians up to which a combination counts as unchanged.
+        names: names of the two documents, for error messages.
 
     Raises:
-        ConfigError: if the two have no combination in common.
+        ConfigError: The two documents have no combination in common.
     """
     if before.get("metric") == now["metric"] and before.get("better", now["better"]) != now["better"]:
         raise ConfigError(
-            f"By {now['metric']}, {before['better']} is better in {names[0]} and {now['better']} in {names[1]}. Make "
-            "the baseline again with the right --direction, or give --direction here."
+            f"{now['metric']}: {before['better']} is better in {names[0]}, but {now['better']} is better in "
+            f"{names[1]}. Create the baseline again with the right --direction, or pass --direction here."
         )
     then, current = _rows(before, names[0]), _rows(now, names[1])
     if not then.keys() & current.keys():
-        raise ConfigError(f"No combination of {names[1]} is in {names[0]}{_difference([*then], [*current])}.")
+        raise ConfigError(f"{' and '.join(names)} have no common combination{_difference([*then], [*current])}.")
     differing = [key for key, values in _values([*then, *current]).items() if len(values) > 1]
     found = []
     for key in dict.fromkeys([*current, *then]):
@@ -123,30 +123,30 @@ def _change(label: str, then: Document | None, current: Document | None, now: Do
     if before is None:
         return untested("not finite in the baseline")
     if after is None:
-        return untested("worse", True)  # it diverged
+        return untested("worse", True)  # diverged
     if min(len(old), len(new)) < FEWEST:
         return untested(f"too few runs: {len(old)} and {len(new)}")
     change = (after - before) / abs(before) if before else math.copysign(math.inf, after - before) if after else 0.0
     chance = p_value(old, new)
     verdict = "worse" if sign * change > 0 else "better"
     if chance > LEVEL or abs(change) <= least:
-        verdict = f"within {percent(least)}" if abs(change) <= least else "not told apart"
+        verdict = f"within {percent(least)}" if abs(change) <= least else "no significant difference"
     return Change(label, before, after, change, chance, verdict)
 
 
 def _rows(document: Document, name: str) -> dict[_Key, Document]:
-    """The rows of a document by combination, without A/A rows. Raises: ``LookupError``, ``TypeError`` …"""
+    """Return the rows of a document by combination, without A/A rows. Raises: ``LookupError``, ``TypeError`` …"""
     if document["kind"] != "sweep":
-        raise ConfigError(f"{name} is a single run, and combinations of sweeps are compared. Name a sweep.")
+        raise ConfigError(f"{name} is a single run, not a sweep: only sweeps can be compared. Name a sweep.")
     found: dict[_Key, Document] = {}
     for row in document["rows"]:
         key = frozenset((str(name), str(value)) for name, value in row["combination"].items())
         if not isinstance(row["status"], str):
-            raise TypeError("a status is no text")
+            raise TypeError("a status is not a string")
         for cell in row["cells"].values():
             [float(value) for value in cell["values"]]
         if not row["again"] and found.setdefault(key, row) is not row:
-            raise ConfigError(f"{name} mixes results of different versions, so no version of it can be compared.")
+            raise ConfigError(f"cannot compare {name}: the sweep mixes results of different versions")
     return found
 
 
@@ -158,14 +158,14 @@ def _values(keys: Sequence[_Key]) -> dict[str, set[str | None]]:
 def _difference(then: Sequence[_Key], current: Sequence[_Key]) -> str:
     old, new = _values(then), _values(current)
     names = [name for name in {**old, **new} if not old.get(name, {None}) & new.get(name, {None})]
-    return f": they differ in {few_of(names, _NAMED)}" if names else ""
+    return f": every value of {few_of(names, _NAMED)} differs" if names else ""
 
 
 def verdict(found: Sequence[Change], least: float) -> str:
-    """Return the sentence on all changes.
+    """Return a sentence that summarizes all changes.
 
     Raises:
-        ConfigError: if no combination is worse, and one that the baseline has could not be compared.
+        ConfigError: No combination is worse, and a combination of the baseline could not be compared.
     """
     worse = [each.combination for each in found if each.verdict == "worse"]
     open_ = [f"{each.combination}: {each.verdict}" for each in found if not each.compared]
@@ -175,7 +175,7 @@ def verdict(found: Sequence[Change], least: float) -> str:
     if open_ or not tested:
         raise ConfigError(
             f"{len(open_)} of {counted(len(found), 'combination')} could not be compared with the baseline "
-            f"({few_of(open_, _NAMED, '; ') or 'none completed there'}). Each needs {FEWEST} completed runs or more on "
-            f"both sides, such as by sweep.repeats={FEWEST}."
+            f"({few_of(open_, _NAMED, '; ') or 'no combination completed in the baseline'}). Each combination needs at "
+            f"least {FEWEST} completed runs in both sweeps: run them with sweep.repeats={FEWEST}."
         )
-    return f"None of {counted(tested, 'combination')} is worse than the baseline by more than {percent(least)}."
+    return f"0 of {counted(tested, 'combination')} are worse than the baseline by more than {percent(least)}."

@@ -1,7 +1,7 @@
-"""The part of ``stagereg check`` that runs in a child process: imports plugins, and runs their contracts by pytest.
+"""The part of ``stagereg check`` that runs in a child process: imports plugins and runs their contracts with pytest.
 
-Whatever is tried is a case, with a section, a name and a promise. It is written down before it is tried, as a line of
-JSON, and once more with its verdict, so that the parent knows which one was running when the process crashed or hung.
+Each test is a case with a section, a name and a promise. The child writes a case as a line of JSON before it runs and
+again with its verdict, so that the parent can identify the running case after a crash or a timeout.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ if has("callbacks"):
     _KINDS["on_commit"] = stagereg.testing.OnCommitContract
 if has("tiers"):
     _KINDS["tier"] = stagereg.testing.TierContract
-_KEEPS = "It keeps what {} promises."
-_TARGET = "STAGEREG_CHECK_TARGET_{}"  # variable by kind; the ranks of a trial get it, too
+_KEEPS = "The component keeps the contract of {}."
+_TARGET = "STAGEREG_CHECK_TARGET_{}"  # environment variable by kind; ranks of a trial inherit it
 
 
 def run(folder: str, target: str) -> str:
-    """Try ``target``, a ``kind/name`` or module, with JSON lines to ``folder/events``; return why it cannot be."""
-    import torch  # not the plugin's time
+    """Test ``target``, a ``kind/name`` or module; write cases to ``folder/events``. Return an error, or ``""``."""
+    import torch  # imported first: not counted as the plugin's time
 
     torch.set_num_threads(1)
     cases = _Cases(Path(folder))
@@ -76,21 +76,21 @@ def run(folder: str, target: str) -> str:
 
 
 class ConfiguredStagerContract(StagerContract):
-    """The contract of a stager that has none of its own: it is built from its defaults."""
+    """The contract of a stager that announces no contract and is built from its defaults."""
 
     def make(self) -> Any:
         return _made("stager")
 
 
 class ConfiguredKeepContract(KeepContract):
-    """Likewise of a retention rule."""
+    """The contract of a retention rule that announces no contract."""
 
     def make(self) -> Any:
         return _made("keep")
 
 
 class ConfiguredStorageContract(StorageContract):
-    """Likewise of a storage."""
+    """The contract of a storage that announces no contract."""
 
     def make(self) -> Any:
         return _made("storage")
@@ -101,30 +101,30 @@ _CONFIGURED = {"stager": ConfiguredStagerContract, "keep": ConfiguredKeepContrac
 if has("tiers"):
 
     class ConfiguredTierContract(stagereg.testing.TierContract):
-        """The contract of a tier without one of its own: it is built from its folder and the options of every tier."""
+        """The contract of a tier that announces no contract and is built from ``dir`` and the options of all tiers."""
 
         def make(self, dir: str, **options: Any) -> Any:
             return _made("tier", dir=dir, **options)
 
     class ConfiguredMemoryTierContract(ConfiguredTierContract):
-        """The same, of a tier that refuses a folder on disk."""
+        """The contract of a tier that rejects a folder on disk."""
 
         root = "/dev/shm"
 
 
 def _made(kind: str, **options: Any) -> Any:
     path, module = json.loads(os.environ[_TARGET.format(kind)])
-    importlib.import_module(module)  # ranks have not imported it
+    importlib.import_module(module)  # not yet imported in ranks
     return instantiate({"_target_": path, **options})
 
 
 class _Cases:
-    """What is tried, and how it went; also the plugin that pytest reports to."""
+    """The cases of a target and their verdicts; also the pytest plugin that records them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._contracts: list[tuple[str, type[Contract]]] = []  # with their sections
-        self._targets: dict[str, tuple[str, str]] = {}  # by section: a variable of the environment and its value
+        self._contracts: list[tuple[str, type[Contract]]] = []  # (section, contract)
+        self._targets: dict[str, tuple[str, str]] = {}  # environment variable and value, by section
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
         case = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
@@ -135,20 +135,20 @@ class _Cases:
             file.write(json.dumps(row) + "\n")
 
     def attempt(self, section: str, name: str, promise: str, do: Callable[[], object]) -> bool:
-        """Try one thing, of which ``do`` may return what was seen; return whether it was good."""
+        """Run the case ``do``, which may return an observation as text; return whether the case succeeded."""
         self.write(section, name, promise)
         try:
             verdict, seen = "kept", do()
         except StageregError as error:
             verdict, seen = "broken", str(error)
-        except BaseException as error:  # such as SystemExit: it would have ended the training
+        except BaseException as error:  # includes SystemExit, which would end a training
             verdict, seen = "broken", summarize_exception(error, __file__)
         self.write(section, name, promise, verdict, seen if isinstance(seen, str) else "")
         return verdict == "kept"
 
     def module(self, name: str) -> None:
-        """Try what a module registers, and the contracts in it. Raises: ``ConfigError`` if there is nothing in it."""
-        if not self.attempt(name, "imports", "It can be imported.", lambda: importlib.import_module(name)):
+        """Test the plugins and contracts of a module. Raises: ``ConfigError`` if the module has neither."""
+        if not self.attempt(name, "imports", "The module can be imported.", lambda: importlib.import_module(name)):
             return
         top, loaded = name.partition(".")[0], vars(importlib.import_module(name))
         found = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
@@ -157,7 +157,7 @@ class _Cases:
         if not entries and not contracts:
             raise ConfigError(
                 f"{name} registers no plugin and has no contract.\n"
-                'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
+                'Decorate a class with @stagereg.register("stager", "name"), or add a class that inherits a contract.'
             )
         tried = [e for e in entries if e.kind == "joinable" and _matching(e, entries, contracts)]
         for entry in entries:
@@ -165,7 +165,7 @@ class _Cases:
             owner = next((e.name for e in tried if _own_hook(e) is entry.component is not None), "")
             if owner and own is None:
                 section, promise = f"{entry.kind}/{entry.name}  {entry.origin}", _KEEPS.format("a join_hook")
-                self.write(section, "contract", promise, "skipped", f"the contract of joinable/{owner} tries it")
+                self.write(section, "contract", promise, "skipped", f"the contract of joinable/{owner} tests this hook")
                 continue
             contracts = [contract for contract in contracts if contract is not own]
             self.component(entry, own or "")
@@ -173,16 +173,16 @@ class _Cases:
 
     def component(self, entry: Entry, contract: str | type[Contract]) -> None:
         section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind
-        promise = f"It can be imported, has what {with_article(kind)} has to have, and its signature makes a config."
+        promise = f"The component can be imported, has the methods of {with_article(kind)}, and has a valid config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
         promise = _KEEPS.format(with_article(kind))
         if entry.kind not in _KINDS or entry.load() is NoTier:
-            why = f"there is no contract of {with_article(kind)}" if entry.kind not in _KINDS else "it keeps nothing"
+            why = f"no contract exists for {with_article(kind)}" if entry.kind not in _KINDS else "it stores nothing"
             self.write(section, "contract", promise, "skipped", why)
             return
         if contract:
-            promise = "Its contract can be imported."
+            promise = "The contract can be imported."
             self.attempt(section, "contract", promise, lambda: self._add(section, entry, contract))
         elif isinstance(found := _configured(entry), str):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
@@ -200,15 +200,15 @@ class _Cases:
             module, _, name = contract.partition(":")
             found = vars(importlib.import_module(module)).get(name)
         if not _is_contract(found, _KINDS[entry.kind]):
-            raise ConfigError(f"{contract} is no class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}")
+            raise ConfigError(f"{contract} does not inherit stagereg.testing.{_KINDS[entry.kind].__name__}")
         self._contracts.append((section, found))
 
     def run_contracts(self) -> None:
-        """Run the contracts by pytest, without the configuration of whatever project is in this directory."""
+        """Run the contracts with pytest, ignoring the pytest configuration of the current directory."""
         if not self._contracts:
             return
         os.environ.pop("PYTEST_ADDOPTS", None)
-        ranks.before_wait = lambda limit_s: self._append({"limit_s": limit_s})  # which the parent grants
+        ranks.before_wait = lambda limit_s: self._append({"limit_s": limit_s})  # extends the parent's timeout
         file = self._folder / "contracts"
         file.touch()
         options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder), "-p", "no:cacheprovider"]
@@ -217,7 +217,7 @@ class _Cases:
     # -- hooks of pytest
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Module:
-        """Return a module in memory, which has every contract under a name that pytest takes for one of a test."""
+        """Return an in-memory module that has every contract under a name that pytest collects."""
         module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
         module.obj = types.ModuleType("contracts")
         for number, (_, contract) in enumerate(self._contracts):
@@ -225,18 +225,18 @@ class _Cases:
         return module
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write what is going to be tried, in case that the process ends before."""
+        """Write all collected cases as skipped; a case that runs replaces its line."""
         for item in session.items:
-            self.write(*self._case(item), "skipped", "not tried: the process has ended")
+            self.write(*self._case(item), "skipped", "not run: the process terminated before")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         case = self._case(item)
-        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # of several of one kind
+        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # components of one kind differ
         self.write(*case)
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         error = call.excinfo.value if call.excinfo else None
-        if isinstance(error, pytest.skip.Exception):  # pytest makes it of unittest.SkipTest, too
+        if isinstance(error, pytest.skip.Exception):  # includes unittest.SkipTest
             self.write(*self._case(item), "skipped", str(error))
         elif error is not None:
             seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)
@@ -251,7 +251,7 @@ class _Cases:
 
 
 def _own_hook(entry: Entry) -> Any:
-    """The default hook of a decorated joinable."""
+    """Return the default hook of a decorated joinable."""
     return getattr(entry.component, "own_hook", None)
 
 
@@ -262,7 +262,7 @@ def _loaded(entry: Entry) -> str:
 
 
 def _announced(entry: Entry) -> str:
-    """Where the contract of a component is, ``"package.module:Name"``, as its own package announces it."""
+    """Return the contract that a component's package announces, as ``"package.module:Name"``, or ``""``."""
     for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
             return point.value
@@ -270,7 +270,7 @@ def _announced(entry: Entry) -> str:
 
 
 def _configured(entry: Entry) -> type[Contract] | str:
-    """Return the contract of a component that is built from a config, which goes into the environment, or why not."""
+    """Return a contract that builds the component from its config (an environment variable), or why that fails."""
     os.environ[_TARGET.format(entry.kind)] = json.dumps([entry.path, entry.target.partition(":")[0]])
     try:
         if found := _CONFIGURED.get(entry.kind):
@@ -287,13 +287,13 @@ def _configured(entry: Entry) -> type[Contract] | str:
                     return ConfiguredMemoryTierContract
             return ConfiguredTierContract
     except Exception as error:
-        options = "options but a folder" if entry.kind == "tier" else "options"
-        return f"it cannot be built without {options}: {summarize_exception(error, __file__)}"
-    return "only its author knows how to try it"
+        options = "with no option but a folder" if entry.kind == "tier" else "without options"
+        return f"the component cannot be built {options}: {summarize_exception(error, __file__)}"
+    return "no generic contract can test this component"
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
-    """The contract of a component: the one with its name in it, or the only one of the only component of a kind."""
+    """Return a component's contract: named after it, or the only contract if it is the only component of its kind."""
     base = _KINDS.get(entry.kind)
     fitting = [contract for contract in contracts if base is not None and _is_contract(contract, base)]
     name = entry.name.replace("_", "").replace("-", "").lower()

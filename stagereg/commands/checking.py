@@ -1,7 +1,7 @@
-"""``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
+"""``stagereg check``: tests a plugin against its contract and prints a table of the promises it keeps and breaks.
 
-Each component is tried in a child process (``check_cases``) by pytest. If the process crashes or hangs, the running
-case is broken and the rest of that component is not tried. This module has the command line, the target and the table.
+pytest tests each component in a child process (``check_cases``). If the process crashes or hangs, the running case is
+broken and the component's other cases are skipped. This module has the command line, the target and the table.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
 
-CONTRACTS = "stagereg.contracts"  # the entry points that announce contracts, by the names of their plugins
+CONTRACTS = "stagereg.contracts"  # entry point group of contracts, named like their plugins
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
-_START_S = 300.0  # seconds that a child process has to start and to import torch, which is not the plugin's doing
-_BESIDE = 20  # columns of a line that neither a promise nor what was seen of it has
+_START_S = 300.0  # seconds for a child process to start and to import torch; not the plugin's time
+_BESIDE = 20  # columns of the table besides `promise` and `seen`
 _TARGET = (
-    "a package that announces plugins, the folder of one that is not installed, a module, a file (plugin.py), or "
-    "kind/name of a component (stager/shared)"
+    "an installed package with plugins, the folder of a package that is not installed, a module, a file (plugin.py), "
+    "or kind/name of a component (stager/shared)"
 )
 
 Case = dict[str, str]
-"""One promise: its ``section``, ``name`` and ``promise``, the ``verdict`` (one of ``_VERDICTS``), what was ``seen``."""
+"""A promise: ``section``, ``name``, ``promise``, ``verdict`` (one of ``_VERDICTS``) and the observation ``seen``."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
+    help_ = "test a plugin against its contract and list the promises it keeps and breaks"
     parser = add_command(commands, "check", help_, run)
     parser.add_argument("target", help=_TARGET)
-    add_timeout(parser, "that each promise may take, besides the waits that its contract limits")
+    add_timeout(parser, "each promise, in addition to the timeouts of its contract")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Try all that ``asked.target`` has and print how it fared; return 0 if every promise was kept, 1 if not."""
+    """Test ``asked.target`` and print the results; return 0 if every promise was kept, otherwise 1."""
     if importlib.util.find_spec("pytest") is None:
-        raise ConfigError(f"Contracts are run by pytest, which is not installed: pip install '{DISTRIBUTION}[check]'")
+        raise ConfigError("`stagereg check` needs pytest, which is not installed: pip install './stagereg[check]'")
     targets, cases = resolve(asked.target)
     for target in targets:
         cases += _tried(target, asked.timeout)
@@ -62,7 +62,7 @@ def run(asked: argparse.Namespace) -> int:
         return int(bad > 0)
     _print("", cases)
     if 0 < bad < len(cases):
-        _print("Once more, what is not kept: ", [case for case in cases if case["verdict"] in ("broken", "not shown")])
+        _print("Not kept: ", [case for case in cases if case["verdict"] in ("broken", "not shown")])
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
     output.echo(f"{asked.target}: {summary}", "bold red" if bad else "bold green")
     return int(bad > 0)
@@ -97,21 +97,21 @@ def _tried(target: str, limit_s: float) -> list[Case]:
         cases: dict[tuple[str, str], Case] = {(row["section"], row["name"]): row for row in rows if "name" in row}
     if failure:
         running = [case for case in cases.values() if case["verdict"] == "running"]
-        promise = "It leaves the process that uses it alone."
+        promise = "The plugin neither crashes nor blocks the process that uses it."
         for case in running or [{"section": target, "name": "runs", "promise": promise}]:
             cases[case["section"], case["name"]] = case | {"verdict": "broken", "seen": failure}
     return list(cases.values())
 
 
 def resolve(target: str) -> tuple[list[str], list[Case]]:
-    """Return what ``target`` names, a ``kind/name`` or module for each process, and cases of a package's metadata."""
+    """Return a ``kind/name`` or module for each child process, and the cases of a package's metadata."""
     if target.endswith(".py"):
         if not Path(target).is_file():
-            raise ConfigError(f"There is no file {target}.")
+            raise ConfigError(f"the file {target} does not exist")
         parts, root = [Path(target).stem], Path(target).resolve().parent
         while (root / "__init__.py").is_file():
             parts, root = [root.name, *parts], root.parent
-        sys.path.insert(0, str(root))  # the child process has it then
+        sys.path.insert(0, str(root))  # inherited by the child process
         return [".".join(parts)], []
     if package := _package(target):
         return package
@@ -123,19 +123,19 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if named or (name and (kind in registry.kinds() or not folder.is_dir())):
         entry = find(target)
         return [f"{entry.kind}/{entry.name}"], []
-    top = target.partition(".")[0]  # which is looked for without running anything
+    top = target.partition(".")[0]  # `find_spec` of a top-level module imports nothing
     if top and "/" not in top and importlib.util.find_spec(top) is not None:
         return [target], []
     if folder.is_dir():
         return _project(folder)
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     raise ConfigError(
-        f"{target!r} is no installed package, module or component.{nearest(target, known)}\nGive {_TARGET}."
+        f"{target!r} is not an installed package, a module or a component.{nearest(target, known)}\nName {_TARGET}."
     )
 
 
 def _package(name: str) -> tuple[list[str], list[Case]] | None:
-    """The components of the installed distribution of that name, if there is one, and whether its metadata is right."""
+    """Return the components of an installed distribution and the case of its metadata; ``None`` if not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -144,7 +144,7 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
     if not found.entry_points.select(group=registry.ENTRY_POINTS) and own != DISTRIBUTION:
         return None
     problems = [*(why for who, why in registry.unreadable() if who == title), *filter(None, [unmet(found.name)])]
-    promise = "It declares its plugins, and which stagereg it needs."
+    promise = "The package declares its plugins and the stagereg version that it requires."
     verdict = "broken" if problems else "kept"
     case = {"section": title, "name": "metadata", "promise": promise, "verdict": verdict, "seen": "\n".join(problems)}
     mine = [entry for entry in registry.entries() if normalized(entry.distribution) == own]
@@ -152,7 +152,7 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
 
 
 def _project(folder: Path) -> tuple[list[str], list[Case]]:
-    """As :func:`_package`, of a package in a folder: its metadata goes where that of installed ones is looked for."""
+    """Like :func:`_package`, for a package in a folder: writes its metadata to a directory on ``sys.path``."""
     described = folder / "pyproject.toml"
     try:
         project = tomllib.loads(described.read_text()).get("project", {}) if described.is_file() else {}
@@ -161,9 +161,9 @@ def _project(folder: Path) -> tuple[list[str], list[Case]]:
     points = project.get("entry-points", {})
     if "name" not in project or registry.ENTRY_POINTS not in points:
         raise ConfigError(
-            f"{folder} is a folder without a pyproject.toml that has a name and "
-            f'[project.entry-points."{registry.ENTRY_POINTS}"].\nGive a file in it, as in stagereg check '
-            f"{folder / 'plugin.py'}, or install it (pip install -e {folder}) and give its name."
+            f"the folder {folder} has no pyproject.toml with a project name and "
+            f'[project.entry-points."{registry.ENTRY_POINTS}"].\nName a file in the folder, for example `stagereg '
+            f"check {folder / 'plugin.py'}`, or install the package (`pip install -e {folder}`) and use its name."
         )
     metadata = Path(tempfile.mkdtemp(prefix="stagereg-"))
     atexit.register(shutil.rmtree, metadata, ignore_errors=True)
@@ -175,7 +175,7 @@ def _project(folder: Path) -> tuple[list[str], list[Case]]:
     with (info / "entry_points.txt").open("w") as file:
         for group, named in points.items():
             file.write(f"[{group}]\n" + "".join(f"{point} = {to}\n" for point, to in named.items()))
-    # The child has them then.
+    # The child process inherits these paths.
     sys.path[:0] = [str(each) for each in (metadata, folder.resolve(), folder.resolve() / "src")]
     found = _package(name)
     assert found is not None

@@ -1,7 +1,7 @@
-"""Calls a function in a child process, so that one that crashes, hangs or ends its process costs only its result.
+"""Calls a function in a child process, so that a function that crashes, hangs or exits does not affect the caller.
 
-The child has the module path of this process, leads a session of its own, and ends with this process. Its output is
-kept apart. If it hangs, ``faulthandler`` dumps its stack. Unlike ``run_ranks``, neither side needs torch.
+The child has the ``sys.path`` of this process, leads its own session, and terminates when this process does. Its output
+goes to a file. If it hangs, ``faulthandler`` dumps its stack. Unlike ``run_ranks``, neither side needs torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stagereg.errors import StageregError
 from stagereg.testing.crash_text import innermost_frame
 
 _CHILD = f"import sys; from {__name__} import answer; answer(int(sys.argv[1]), *sys.argv[2:])"
-_GRACE_S = 2.0  # seconds that a process that hangs gets to dump its stack
+_GRACE_S = 2.0  # seconds for a hanging process to dump its stack
 
 
 def call_in_child(
@@ -36,15 +36,15 @@ def call_in_child(
     start_s: float = 0.0,
     progress: Callable[[], tuple[object, float]] = lambda: (None, 0.0),
 ) -> tuple[Any, str]:
-    """Call ``"package.module:name"``; return what it returned, as JSON has it, or ``None`` and how it ended, and where.
+    """Call ``"package.module:name"``; return its JSON result and an empty string, or ``None`` and the failure.
 
-    The child and all that it has started are gone then.
+    On return the child and all processes that it started have terminated.
 
     Args:
-        limit_s: seconds that it may take.
-        start_s: seconds in place of ``limit_s`` until the first progress, if they are more.
-        progress: asked several times a second; each time what it returns has changed, the seconds begin anew, with as
-            many more as are second in it.
+        limit_s: limit in seconds.
+        start_s: limit in seconds until the first progress, if longer than ``limit_s``.
+        progress: called several times a second; a changed result restarts the limit, extended by the seconds in the
+            second item of the result.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
@@ -67,7 +67,7 @@ def call_in_child(
                     process.wait(0.1)
             code = process.poll()
             if code is None:
-                process.send_signal(signal.SIGABRT)  # faulthandler dumps the stacks
+                process.send_signal(signal.SIGABRT)  # makes faulthandler dump the stacks
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE_S)
         finally:
@@ -83,15 +83,15 @@ def call_in_child(
 def _ending(code: int | None, limit_s: float, printed: str) -> str:
     where = f" in {frame}" if (frame := innermost_frame(printed)) else ""
     if code is None:
-        return f"still running after {limit_s:g} s: stuck{where or ' in code that is not Python'}"
+        return f"still running after {limit_s:g} s: stuck{where or ' outside Python code'}"
     if code < 0:
         return f"crashed with {signal_name(-code)}{where}"
     last = next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "")
-    return f"ended the process with exit code {code}" + (f"; its last output: {last}" if last else "")
+    return f"terminated the process with exit code {code}" + (f"; last line of output: {last}" if last else "")
 
 
 def answer(parent: int, file: str, function: str, *arguments: str) -> None:
-    """Call ``function`` and write what it returned, or why it did not, to ``file``: the child's part."""
+    """Call ``function`` in the child and write its result, or the error it raised, to ``file``."""
     end_with(parent)
     faulthandler.enable()
     module, _, name = function.partition(":")
@@ -103,4 +103,4 @@ def answer(parent: int, file: str, function: str, *arguments: str) -> None:
         result = None, summarize_exception(error, __file__)
     Path(file).write_text(json.dumps(result))  # read only after exit code 0
     sys.stdout.flush()
-    os._exit(0)  # threads that were left behind must not hold it up
+    os._exit(0)  # does not wait for threads that are still running

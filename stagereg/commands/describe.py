@@ -1,6 +1,6 @@
-"""The description of one component, read from its signature and its docstring.
+"""Describes a component from its signature and its docstring.
 
-``stagereg show`` prints it for one component, ``docs/options.py`` for all of them. Describing a component imports it.
+``stagereg show`` prints the description of one component, ``docs/options.py`` of all. Each is imported for this.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from stagereg.registry import Entry
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a component's config, or an argument that the program passes to ``stagereg.instantiate``."""
+    """A key of a component's config, or an argument that the program passes to ``stagereg.instantiate``."""
 
-    name: str  # in a nested dataclass with dots, "optimizer.lr"
-    type: str  # as a person writes it; of an argument its annotation, empty without one
+    name: str  # nested dataclasses: with dots, "optimizer.lr"
+    type: str  # readable; for an argument its annotation, or empty
     required: bool
-    help: str  # from its docstring, in one line
-    default: str = ""  # as YAML shows it; empty where a value must be given, and for an argument
+    help: str  # one line from the docstring
+    default: str = ""  # in YAML; empty if a value is required, and for an argument
 
 
 @dataclass(frozen=True)
 class Described:
-    """One component."""
+    """The description of one component."""
 
-    file: str  # "path:line" of its definition
-    summary: str  # the first paragraph of its docstring, in one line
-    doc: str  # the rest, without the section on arguments
+    file: str  # "path:line" of the definition
+    summary: str  # first paragraph of the docstring, in one line
+    doc: str  # rest of the docstring, without the section `Args`
     options: list[Field]
-    runtime: list[Field]  # the arguments that are no options
+    runtime: list[Field]  # arguments that are not options
 
 
 def describe(entry: Entry) -> Described:
     component = entry.load()
-    schema.schema(entry)  # it has a config
+    schema.schema(entry)  # raises if the component has no valid config
     options = [field for option in schema.options(component).values() for field in _fields(option.name, option)]
     parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
     runtime = []
@@ -64,7 +64,7 @@ def describe(entry: Entry) -> Described:
         file = f"{inspect.getsourcefile(component)}:{inspect.getsourcelines(component)[1]}"
     except (OSError, TypeError):
         file = entry.file
-    # Without the section `Args:`, which becomes the table of options.
+    # The section `Args:` is removed: it becomes the table of options.
     doc = re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", rest, flags=re.MULTILINE)
     return Described(file, _marked(" ".join(summary.split())), _marked(doc.strip()), options, runtime)
 
@@ -81,7 +81,7 @@ def _fields(key: str, option: schema.Option) -> Iterator[Field]:
 
 
 def _type(key: str, hint: Any) -> str:
-    """A type as a person writes it; of a component its kind, by the name of its key."""
+    """Return a type in readable form; for a component, its kind."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if key in registry.kinds():
         return key
@@ -92,7 +92,7 @@ def _type(key: str, hint: Any) -> str:
     if origin is Literal:
         return " | ".join(value if isinstance(value, str) else _yaml(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        # A config holds a path as text.
+        # Configs store paths as strings.
         return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(member.name for member in hint)
@@ -109,7 +109,7 @@ def _yaml(value: Any) -> str:
 
 
 def _simple(value: Any) -> Any:
-    """A value in the types that YAML has, without what only Hydra reads in it."""
+    """Return a value in the types of YAML, without the keys that only Hydra reads."""
     if isinstance(value, dict):
         return {_simple(k): _simple(v) for k, v in value.items() if k not in ("_target_", "_convert_")}
     if isinstance(value, (list, tuple)):
@@ -120,7 +120,7 @@ def _simple(value: Any) -> Any:
 
 
 def _marked(text: str) -> str:
-    """Text with Sphinx's roles and double backticks as people write them elsewhere, between single ones."""
+    """Replace Sphinx's roles and double backticks by single backticks."""
     text = re.sub(r":[a-z:]+:`~(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)  # only the last name is shown
     text = re.sub(r":[a-z:]+:`(?:stagereg\.)?([^`]+)`", r"`\1`", text)
     return re.sub(r"``([^`]+)``", r"`\1`", text)

@@ -1,8 +1,8 @@
-"""``stagereg follow``: run a command once on each new checkpoint of a directory, such as an evaluation.
+"""``stagereg follow``: runs a command, for example an evaluation, once for each new checkpoint in a directory.
 
-The follower takes one checkpoint at a time: it keeps the checkpoint from being deleted, verifies the content of all
-files, and runs the command with the path. After the command it notes the result in ``.follow-NAME/`` or in ``--state``,
-so a follower killed before that note runs the command again. A lock there excludes a second follower of the same name.
+The follower handles one checkpoint at a time: it takes a read lease, which prevents deletion, verifies the content of
+all files, and runs the command with the path. It then records the result in ``.follow-NAME/`` or in ``--state``; if it
+is killed before, it runs the command again. A lock there prevents a second follower of the same name.
 """
 
 from __future__ import annotations
@@ -31,69 +31,62 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.commands.arguments import above_zero
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, ConfigError, printable
 
-_WAIT_S = 3600.0  # for the first checkpoint, where the follower is to end by itself
-_POLL_INTERVAL_S = 0.2  # how often a signal is looked for
-_PAUSE_S = 5.0  # seconds before the first retry of a command, then doubled
+_WAIT_S = 3600.0  # limit in seconds for the first checkpoint, with --idle
+_POLL_INTERVAL_S = 0.2  # seconds between checks for a signal
+_PAUSE_S = 5.0  # seconds before the first retry of a command; doubles with each retry
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
-"""The signals that end a follower, and its exit codes."""
+"""The signals that terminate a follower, and its exit codes."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "follow",
-        help="run a command once on each new checkpoint, such as an evaluation",
-        description="Run a command once on each new complete checkpoint, verified first: stagereg follow DIR -- python "
-        "evaluate.py {}. It gets the checkpoint's path in place of each {} and as STAGEREG_CHECKPOINT, its step as "
-        "STAGEREG_STEP.",
+        help="run a command, such as an evaluation, once for each new checkpoint",
+        description="Verify each new complete checkpoint and run a command once for it: stagereg follow DIR -- python "
+        "evaluate.py {}. The checkpoint's path replaces {} and is in the environment variable STAGEREG_CHECKPOINT, the "
+        "step in STAGEREG_STEP.",
     )
-    add = parser.add_argument
-    add("directory", help="of checkpoints (checkpoint.dir); a path or a URL, which need not be there yet")
-    add("command", nargs="+", help="what to run, after --")
-    add("--newest", action="store_true", help="pass over all but the newest, where there are several")
-    add("--name", help="of this follower; by default that of the program and script it runs")
-    add(
-        "--state", metavar="DIR", help="where to note what is done, a path or URL; by default .follow-NAME in directory"
-    )
-    add("--retries", type=above_zero(int, or_zero=True), default=2, metavar="N", help="of one that fails; default 2")
-    add(
-        "--poll",
-        type=above_zero(seconds_of),
-        default=10.0,
-        metavar="T",
-        help="how often to look for new ones; default 10s",
-    )
-    add("--until-step", type=int, metavar="N", help="end once a checkpoint of this step, or a later one, is done")
-    limit = above_zero(seconds_of, or_zero=True)
-    add("--idle", type=limit, metavar="T", help="end when nothing new has come for so long; 0 takes what is there")
-    add(
-        "--wait",
-        type=limit,
-        metavar="T",
-        help="give up when there is no checkpoint after so long; default 1h with --idle, 0 with --idle 0, else none",
-    )
-    add("--failed", action="store_true", help="run those again whose command has failed")
+    add, limit = parser.add_argument, above_zero(seconds_of, or_zero=True)
+    add("directory", help="checkpoint directory (checkpoint.dir): a path or a URL, which may not exist yet")
+    add("command", nargs="+", help="the command and its arguments, after --")
+    add("--newest", action="store_true", help="if several checkpoints are waiting, skip all but the newest")
+    add("--name", help="name of this follower; default: the names of the program and its script")
+    help_ = "path or URL of the directory for the follower's records; default: .follow-NAME in the checkpoint directory"
+    add("--state", metavar="DIR", help=help_)
+    help_ = "how often to retry a command that fails; default 2"
+    add("--retries", type=above_zero(int, or_zero=True), default=2, metavar="N", help=help_)
+    help_ = "interval between checks for new checkpoints; default 10s"
+    add("--poll", type=above_zero(seconds_of), default=10.0, metavar="T", help=help_)
+    help_ = "exit after handling a checkpoint of step N or of a later step"
+    add("--until-step", type=int, metavar="N", help=help_)
+    help_ = "exit if no new checkpoint arrives for this long; 0: handle the existing checkpoints and exit"
+    add("--idle", type=limit, metavar="T", help=help_)
+    help_ = "exit if no first checkpoint arrives for this long; default: 1h with --idle, 0 with --idle 0, else no limit"
+    add("--wait", type=limit, metavar="T", help=help_)
+    help_ = "run the command again for the checkpoints for which it failed before"
+    add("--failed", action="store_true", help=help_)
     parser.set_defaults(run=follow)
 
 
 def follow(asked: argparse.Namespace) -> int:
-    """Follow; return 0, or 1 if a command has failed for good, a checkpoint was damaged, or none came in time.
+    """Follow a directory; return 0, or 1 if a command failed, a checkpoint was corrupt, or none arrived in time.
 
-    After SIGTERM or SIGUSR1 75, start it again; after Ctrl-C 130.
+    Returns 75 (start the follower again) after SIGTERM or SIGUSR1, and 130 after Ctrl-C.
     """
     if shutil.which(asked.command[0]) is None:
-        raise ConfigError(f"There is no command {asked.command[0]!r} to run.")
+        raise ConfigError(f"command not found: {asked.command[0]!r}")
     name = asked.name or _name_of(asked.command)
     if not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigError(f"--name={name!r} is to be part of a file name: letters, digits and ._+- only.")
+        raise ConfigError(f"--name={name!r} must be usable as a file name: only letters, digits and ._+-")
     store = open_store(asked.directory)
     follower = _Follower(asked, store, open_store(asked.state or f"{store.root}/.follow-{name}"), name)
-    # What is ignored stays so: by nohup, or a script that has this program in the background.
+    # Signals that are ignored stay ignored: nohup and shell scripts with background jobs set them.
     taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, follower.receive) for number in taken}
     try:
         return follower.run()
     except OSError as error:
-        text = f"{store.root} cannot be followed: {error}. Where it cannot be written, --state=DIR keeps the notes."
+        text = f"cannot follow {store.root}: {error}. If it is read-only, pass --state=DIR for the follower's records."
         raise CheckpointError(text) from error
     finally:
         for number, handler in before.items():
@@ -101,25 +94,25 @@ def follow(asked: argparse.Namespace) -> int:
 
 
 class _Stop(Exception):
-    """The follower was signalled."""
+    """Raised after the follower received a signal."""
 
 
 class _Follower:
     def __init__(self, asked: argparse.Namespace, store: CheckpointStore, notes: CheckpointStore, name: str) -> None:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
-        self._done: dict[str, str] = {}  # checkpoints, and what has become of their command
-        self._furthest = -1  # the greatest step that was dealt with
-        self._bad: dict[str, VerificationResult] = {}  # found so by this follower; the next one looks again
-        self._waiting: set[str] = set()  # seen and not dealt with
-        self._said: dict[str, str] = {}  # what was reported of bad ones
-        self._since = time.monotonic()  # when something new came
-        self._begun = False  # whether a checkpoint has been seen, now or by the follower before
-        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # for the first one
+        self._done: dict[str, str] = {}  # result of the command, by checkpoint
+        self._furthest = -1  # greatest step handled
+        self._bad: dict[str, VerificationResult] = {}  # corrupt checkpoints; not recorded, so checked after a restart
+        self._waiting: set[str] = set()  # seen, not yet handled
+        self._said: dict[str, str] = {}  # messages logged about corrupt checkpoints
+        self._since = time.monotonic()  # time of the last new checkpoint
+        self._begun = False  # whether this follower or an earlier process of it has seen a checkpoint
+        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # limit for the first checkpoint
         self._received: signal.Signals | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Have the command end, which gets the signal; a second Ctrl-C kills it."""
+        """Forward a signal to the command; a second Ctrl-C kills the command."""
         again, self._received = self._received is not None, self._received or signal.Signals(number)
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL if again and number == signal.SIGINT else number)
@@ -132,16 +125,16 @@ class _Follower:
                     self._follow(hold)
         except _Stop:
             assert self._received is not None
-            _say(f"stopped by {self._received.name}; what is done is noted")
+            _say(f"stopped by {self._received.name}; all completed checkpoints are recorded")
             return _SIGNALS[self._received]
         failed = [_name(key) for key, how in self._done.items() if how == "failed"]
         if failed:
-            _say(f"the command has failed on {', '.join(sorted(failed))}; --failed runs it again")
+            _say(f"the command failed for {', '.join(sorted(failed))}. Pass --failed to run it again.")
         if self._bad:
-            _say(f"passed over, since they are bad: {', '.join(sorted(map(_name, self._bad)))}")
+            _say(f"skipped corrupt checkpoints: {', '.join(sorted(map(_name, self._bad)))}")
         if not self._begun:
             waited = f" after {self._wait_s:g} s (--wait)" if self._wait_s else ""
-            _say(f"there is no checkpoint in {self._store.root}{waited}")
+            _say(f"no checkpoint in {self._store.root}{waited}")
         return int(bool(failed or self._bad or (self._wait_s and not self._begun)))
 
     def _await_directory(self) -> bool:
@@ -150,7 +143,7 @@ class _Follower:
             if self._is_idle():
                 return False
             if not said:
-                _say(f"waiting for {root}")
+                _say(f"waiting until {root} exists")
             said = True
             self._sleep(self._asked.poll)
         return True
@@ -164,8 +157,8 @@ class _Follower:
             if (owner := self._notes.holder()) is None:
                 raise
             raise CheckpointError(
-                f"{self._store.root} is followed under the name {self._name!r} already, by {owner}. End that one, or "
-                "give this one a name of its own: --name=NAME."
+                f"{owner} already follows {self._store.root} under the name {self._name!r}. Stop that process, or "
+                "choose another name with --name=NAME."
             ) from error
 
     def _follow(self, hold: StoreLock) -> None:
@@ -186,7 +179,7 @@ class _Follower:
         return limit is not None and time.monotonic() >= self._since + limit
 
     def _next(self) -> Checkpoint | None:
-        """Return which checkpoint is to be dealt with now, and report those that went without."""
+        """Return the next checkpoint to handle; report checkpoints that were deleted or are corrupt."""
         own, damaged = self._store.checkpoints()
         of_torch = self._store.of_torch()
         found = with_those_of_torch([VerificationResult(each.path, each.manifest) for each in own], of_torch)
@@ -198,7 +191,7 @@ class _Follower:
         lost = {plain_name(each.name) for each in damaged}
         for key in sorted(self._waiting - there.keys()):
             if _name(key) not in lost:
-                _say(f"{_name(key)} was deleted before it was its turn")
+                _say(f"{_name(key)} was deleted before the command ran")
         self._done = {key: how for key, how in self._done.items() if key in there or how == "failed"}
         self._bad = {key: each for key, each in self._bad.items() if key in there}
         for each in damaged:
@@ -209,7 +202,7 @@ class _Follower:
 
     def _pass_over(self, key: str, condition: VerificationResult) -> None:
         if str(condition) != self._said.get(key):
-            _say(f"{condition.path} is bad and passed over: {condition}")
+            _say(f"{condition.path} is corrupt and was skipped: {condition}")
         self._bad[key], self._said[key] = condition, str(condition)
 
     def _deal_with(self, checkpoint: Checkpoint) -> None:
@@ -217,14 +210,14 @@ class _Follower:
         with self._store.readers.read_lease(checkpoint.path):
             condition = self._store.look(checkpoint.path, content=True)
             if condition.manifest != checkpoint.manifest:
-                return  # deleted or replaced meanwhile, as the next look reports
+                return  # deleted or replaced meanwhile; the next poll reports the change
             if condition.damages:
                 self._pass_over(key, condition)
                 return
             how = self._run(checkpoint)
         if self._asked.newest and (older := sorted(self._waiting - {key})):
-            _say(f"passed over, since {_name(key)} is newer: {', '.join(map(_name, older))}")
-            self._done |= dict.fromkeys(older, "passed over")
+            _say(f"skipped, because {_name(key)} is newer: {', '.join(map(_name, older))}")
+            self._done |= dict.fromkeys(older, "skipped")
         self._done[key], self._furthest = how, max(self._furthest, checkpoint.manifest.step)
         self._waiting -= self._done.keys()
         note = {"command": self._asked.command, "furthest": self._furthest, "done": self._done}
@@ -238,18 +231,18 @@ class _Follower:
             if trial:
                 self._sleep(_PAUSE_S * 2 ** (trial - 1))
             self._check_signal()
-            # In a group of its own, so that a signal reaches what it has started too, and once.
+            # A process group of its own, so that a signal reaches the command's children too, and only once.
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
-            if self._received is not None:  # before there was a process to have it
+            if self._received is not None:  # arrived before the process was started
                 os.killpg(self._process.pid, self._received)
             code = self._process.wait()
             self._check_signal()
             if code == 0:
-                _say(f"done: {checkpoint.name}")
+                _say(f"{checkpoint.name}: the command succeeded")
                 return "done"
             left = self._asked.retries - trial
-            more = f"trying again, {left} more time{'s' * (left > 1)}" if left else "given up"
-            _say(f"the command has failed on {checkpoint.name} with {code}; {more}")
+            more = f"{left} more attempt{'s' * (left > 1)}" if left else "no attempt left"
+            _say(f"{checkpoint.name}: the command exited with code {code}; {more}")
         return "failed"
 
     def _read(self) -> None:
@@ -260,7 +253,7 @@ class _Follower:
             self._begun = self._furthest >= 0
         except (*MALFORMED, UnfitFileError) as error:
             where = f"{self._notes.root}/{FOLLOWED}"
-            raise CheckpointError(f"{where} is not what was noted: {error}. Delete it to begin anew.") from error
+            raise CheckpointError(f"cannot read {where}: {error}. Delete this file to start from scratch.") from error
         if self._asked.failed:
             self._done = {key: how for key, how in self._done.items() if how != "failed"}
 
@@ -280,7 +273,7 @@ def _name(key: str) -> str:
 
 
 def _name_of(command: Sequence[str]) -> str:
-    """Return what a command is called: its program, and the first argument that names a file."""
+    """Return a name for a command: its program, and the first argument that is a file."""
     script = next((each for each in command[1:] if os.path.isfile(each)), "")
     names = (os.path.basename(each) for each in (command[0], script) if each)
     return re.sub(r"[^\w.+-]", "_", "-".join(names))

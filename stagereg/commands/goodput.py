@@ -1,9 +1,9 @@
-"""Goodput: which part of a run's time was training, over all its attempts, and what the rest went to.
+"""Goodput: the fraction of a run's time, over all attempts, that was spent on training, and where the rest went.
 
-By rank 0's record, from the beginning of the run to the last event there is. The time between two steps is training,
-but for what a save held the loop and for steps that had been taken before. From the last step of an attempt to the
-first of the next, that step included, it is the phases of a start. What no phase explains is the rest: attempts that
-came to no step, and what follows the last step of the run.
+Computed from rank 0's record, from the start of the run to its last event. The time between two steps counts as
+training, except for stalls by saves and for repeated steps. The time from the last step of an attempt to the end of the
+first step of the next attempt is divided into the phases of a start. The rest is the time of attempts without a step
+and the time after the last step of the run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stagereg.sweep.figures import Covered
 from stagereg.sweep.run import RankRecord, Run, Started
 
 PHASES: dict[str, str] = {name: what for each in providers("phases") for name, what in each.PHASES.items()}
-"""The phases of a start, in order, and what ends each of them; none where the extension is missing."""
+"""The phases of a start, in order, and the event that ends each phase; empty if the extension is not installed."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went, in seconds."""
+    """How the time of a run was spent. Seconds."""
 
-    seconds: float  # of the run, in all
+    seconds: float  # total
     training: float
-    saves: float  # that held the training loop
-    again: float  # steps that had been taken before a failure, or a rollback
-    starts: float  # from the beginning, or an end in order, to the first step
-    restarts: dict[str, float]  # likewise from the last step before a failure, by phase
+    saves: float  # stalls of the training loop
+    again: float  # steps repeated after a failure or a rollback
+    starts: float  # from the beginning, or from a regular exit, to the first step
+    restarts: dict[str, float]  # from the last step before a failure to the first step after it, by phase
 
     @property
     def rest(self) -> float:
@@ -39,12 +39,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The part of the time that was training, from 0 to 1."""
+        """The fraction of the time that was training, from 0 to 1."""
         return self.training / self.seconds if self.seconds else 0.0
 
 
 def goodput(run: Run) -> Goodput | None:
-    """Return where the time of ``run`` went; ``None`` if rank 0 has recorded no step."""
+    """Return how the time of ``run`` was spent; ``None`` if rank 0 recorded no step."""
     attempts = _of_rank_0(run)
     if not any(record.steps for record in attempts):
         return None
@@ -59,7 +59,7 @@ def goodput(run: Run) -> Goodput | None:
             parts["training" if following > reached else "again"] += ended - began - stalled
         reached = max([reached, *(step for step, _ in record.steps[-1:])])
     first, last = attempts[0], attempts[-1]
-    if last.steps:  # of others this is in a phase of the next start
+    if last.steps:  # for earlier attempts, a phase of the next start includes these stalls
         parts["saves"] += Covered(last.stalls).within(last.steps[-1][1], math.inf)
     began = first.first if first.started is None else first.started.since
     for start in failures(run):
@@ -71,12 +71,12 @@ def goodput(run: Run) -> Goodput | None:
 
 
 def starts(run: Run) -> list[Started]:
-    """Return how the attempts of ``run`` have come to their first steps, as far as they did."""
+    """Return the starts of the attempts of ``run`` that reached a first step."""
     return [record.started for record in _of_rank_0(run) if record.started is not None]
 
 
 def failures(run: Run) -> list[Started]:
-    """Return those of :func:`starts` that followed a failure."""
+    """Return the starts of ``run`` that followed a failure."""
     return [start for start in starts(run) if start.why]
 
 

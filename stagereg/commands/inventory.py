@@ -1,10 +1,10 @@
-"""``stagereg ls`` and ``stagereg verify``: the checkpoints of a store, and whether they are what was written.
+"""``stagereg ls`` and ``stagereg verify``: list the checkpoints of a checkpoint directory and verify their checksums.
 
-``ls`` reads manifests and sizes, ``verify`` and ``ls --verify`` the content of every file; both change no checkpoint
-and do not disturb a run. ``ls --leftovers`` deletes what killed runs have left half-written. ``verify`` exits with 0 if
-no checkpoint is corrupt, 1 if one is, 2 if there is nothing to read. Plain torch writes no checksums: of its
-directories both commands compare the files with ``.metadata``, by name and size, and call them "no checksums".
-The module ``listing`` of an extension does the same for directories of its own, such as those of a local tier.
+``ls`` reads manifests and file sizes; ``verify`` and ``ls --verify`` read the content of every file. Neither changes a
+checkpoint or disturbs a run. ``ls --leftovers`` deletes the unfinished files of killed runs. ``verify`` exits with code
+0 if no checkpoint is corrupt, 1 if a checkpoint is corrupt, 2 if there is no checkpoint. Plain torch writes no
+checksums: for its directories both commands compare file names and sizes with ``.metadata`` and print "no checksums".
+The module ``listing`` of an extension does the same for the extension's directories, such as a local tier.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from stagereg.errors import CheckpointError
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL; or that of a tier (tier.dir)"
-    listing = "list the checkpoints of a directory, or what a tier has on this machine, and who writes there"
+    help_ = "path or URL of a checkpoint directory (checkpoint.dir) or of one checkpoint, or a local tier (tier.dir)"
+    listing = "list the checkpoints in a directory or local tier, and the process that holds its lock"
     parser = add_command(commands, "ls", listing, list_checkpoints)
     parser.add_argument("directory", help=help_)
     more = parser.add_mutually_exclusive_group()
-    more.add_argument("--verify", action="store_true", help="read the content of every file too")
-    help_leftovers = "delete what killed runs have left half-written, uploads in parts too, and list that instead"
+    more.add_argument("--verify", action="store_true", help="also read and verify the content of every file")
+    help_leftovers = "delete and list the unfinished files and multipart uploads of killed runs"
     more.add_argument("--leftovers", action="store_true", help=help_leftovers)
-    parser = add_command(commands, "verify", "check whether checkpoints are what was written", verify)
+    parser = add_command(commands, "verify", "verify the checksums of checkpoints", verify)
     parser.add_argument("directory", help=help_)
-    parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
+    parser.add_argument("--fast", action="store_true", help="check only manifests and file sizes, not the content")
 
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     kept, readers = found.store.retention.kept(), found.store.readers.found()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
-        # Not by the path: a directory that is reached by a link may spell it otherwise.
+        # Compares manifests, not paths: a directory may be reached through a symbolic link.
         is_latest = latest is not None and each.manifest == latest.manifest
         good = "good" if asked.verify else "not verified"
         stays = [kept[each.name]] if each.name in kept else []
@@ -83,10 +83,10 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
 
 
 def _clear(asked: argparse.Namespace) -> int:
-    """Delete what killed runs have left, and print it; return 0 if nothing of that is left, else 1."""
+    """Delete the unfinished files of killed runs and print them; return 0 if all were deleted, else 1."""
     store = open_store(asked.directory)
     if not store.backend.remote and located(asked.directory, empty=True).one:
-        raise CheckpointError(f"{asked.directory} is one checkpoint. Name the directory that has it.")
+        raise CheckpointError(f"{asked.directory} is a checkpoint. Name the checkpoint directory that contains it.")
     with store.lock():
         found = store.sweep()
         stay = store.leftovers()
@@ -94,15 +94,15 @@ def _clear(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"root": store.root, "deleted": deleted, "not_deleted": stay})
         return int(bool(stay))
-    count = f"{len(deleted)} leftover{'' if len(deleted) == 1 else 's'} of killed runs deleted"
+    count = f"deleted {len(deleted)} leftover{'' if len(deleted) == 1 else 's'} of killed runs"
     output.table(f"{store.root}: {count}", (), [(path,) for path in deleted])
     if stay:
-        output.echo(f"\nCould not be deleted: {', '.join(stay)}. Look at the rights there.", "bold red")
+        output.echo(f"\nCannot delete {', '.join(stay)}. Check the permissions.", "bold red")
     return int(bool(stay))
 
 
 def verify(asked: argparse.Namespace) -> int:
-    """Print the condition of each checkpoint; return 0 if none is corrupt or unclear, else 1."""
+    """Print the state of each checkpoint; return 0 if all are valid, 1 if any is corrupt or inaccessible."""
     for extension in providers("listing"):
         if (shown := extension.verify_steps(asked)) is not None:
             return int(shown)
@@ -119,16 +119,16 @@ def verify(asked: argparse.Namespace) -> int:
     columns = ("step", "files", "size", "state")
     wrong = ["\n".join(f"{name}: {what}" for name, what in each.damages.items()) for each in looked]
     rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, wrong, strict=True)]
-    output.table(found.store.root, (*columns, "what is wrong"), rows, verdict="state")
+    output.table(found.store.root, (*columns, "problem"), rows, verdict="state")
     count = f"{len(looked) - unchecked} checkpoint{'' if len(looked) - unchecked == 1 else 's'}"
-    count += f", {f'{bad} not' if bad else 'all'} good."
-    how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
+    count += f", {f'{bad} not' if bad else 'all'} valid."
+    how = "Checked manifests and sizes, not the content" if asked.fast else "Read the content of every file"
     output.echo(f"\n{how}: {count}" if len(looked) > unchecked else "", "bold red" if bad else "")
     if unchecked:
-        output.echo(f"{unchecked} of plain torch without checksums: all files are present, their content is unknown.")
+        output.echo(f"{unchecked} saved by plain torch, without checksums: all files exist, content not verified.")
     if bad and not found.one:
-        which = "newest one of the right size, not read," if asked.fast else "newest good one"
-        output.echo("No checkpoint is good." if good is None else f"The {which} is {good}")
+        which = "newest checkpoint with valid sizes" if asked.fast else "newest valid checkpoint"
+        output.echo("No checkpoint is valid." if good is None else f"The {which} is {good}")
     return int(bad > 0)
 
 
@@ -143,16 +143,16 @@ def _read(found: Located) -> list[VerificationResult]:
 
 
 def _still_there(store: CheckpointStore, looked: list[VerificationResult]) -> list[VerificationResult]:
-    """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
+    """Return the results without checkpoints that a running training deleted while they were read."""
     there = {each.name for each in conditions(store)}
     left = [e for e in looked if not e.damages or e.name in there or step_of(e.name) is None or e.writer]
     if not left:
-        raise CheckpointError(f"{store.root}: a run replaced all of them by newer ones meanwhile. Look again.")
+        raise CheckpointError(f"{store.root}: a run replaced all checkpoints during the check. Run the command again.")
     return left
 
 
 def _entry(each: VerificationResult, good: str) -> dict[str, Any]:
-    """Return the facts about a checkpoint; a file that cannot be accessed does not make a checkpoint corrupt."""
+    """Return the fields of a checkpoint; an inaccessible file makes the state "unclear", not "corrupt"."""
     good = "no checksums" if each.writer == TORCH else good
     bad = "corrupt" if any(not isinstance(what, InaccessibleFile) for what in each.damages.values()) else "unclear"
     manifest = each.manifest

@@ -1,7 +1,7 @@
-"""``stagereg list`` and ``stagereg show``: the components there are, and one of them in full.
+"""``stagereg list`` lists all components; ``stagereg show`` describes one component.
 
-Listing imports none of them, showing imports the one. ``--plugins`` imports modules first that no package announces, as
-``plugins: [module]`` in a config does.
+``list`` imports no component, ``show`` imports one. ``--plugins`` first imports modules that no package announces, like
+``plugins: [module]`` in a config.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from stagereg.registry import Entry
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "list the stagers, storages, join hooks and joinables there are"
+    help_ = "list the installed components: stagers, storages, joinables and so on"
     parser = add_command(commands, "list", help_, list_components)
     parser.add_argument("kind", nargs="?", default="", help=f"only this kind: {', '.join(registry.kinds())}")
     add_plugins_option(parser)
-    help_ = "show one component: options, arguments, doc, where it is defined"
+    help_ = "show a component's options, arguments, documentation and source file"
     parser = add_command(commands, "show", help_, show)
-    parser.add_argument("component", help="kind/name, as in stager/pinned_cached, or the name alone if one kind has it")
+    parser.add_argument("component", help="kind/name, such as stager/pinned_cached, or a name that only one kind has")
     add_plugins_option(parser)
 
 
 def add_plugins_option(parser: argparse.ArgumentParser) -> None:
-    help_ = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
+    help_ = "comma-separated modules to import first, like `plugins: [MODULE]` in a config"
     parser.add_argument("--plugins", default="", metavar="MODULE", help=help_)
 
 
 def import_plugins(asked: argparse.Namespace) -> None:
-    """Import the modules that ``--plugins`` names; what they print goes to stderr."""
+    """Import the modules that ``--plugins`` names; their output goes to stderr."""
     modules = [name.strip() for name in asked.plugins.split(",") if name.strip()]
     if not modules:
         return
@@ -45,14 +45,14 @@ def import_plugins(asked: argparse.Namespace) -> None:
 
     import stagereg.config.plugins as plugins
 
-    sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
+    sys.path.insert(0, os.getcwd())  # like Python for a script in this directory
     with _stdout_to_stderr():
         plugins.from_config(OmegaConf.create({"plugins": modules}), "--plugins")
 
 
 def list_components(asked: argparse.Namespace) -> int:
     if asked.kind:
-        registry.names(asked.kind)  # raises if there is no such kind
+        registry.names(asked.kind)  # raises for an unknown kind
     import_plugins(asked)
     found = [e for e in registry.entries() if asked.kind in ("", e.kind)]
     unreadable = registry.unreadable()
@@ -63,7 +63,8 @@ def list_components(asked: argparse.Namespace) -> int:
     rows = [(e.kind, e.name, f"{e.distribution} {e.version}".strip() or e.file, e.target) for e in found]
     output.table("", ("kind", "name", "package", "target"), rows)
     if unreadable:
-        output.echo(f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. See `stagereg doctor`.")
+        named = ", ".join(name for name, _ in unreadable)
+        output.echo(f"\nSome components of {named} cannot be listed. Run `stagereg doctor` for the reasons.")
     return 0
 
 
@@ -82,12 +83,12 @@ def show(asked: argparse.Namespace) -> int:
     package = f"{entry.distribution} {entry.version}".strip() or "-"
     output.table("", (), [("defined in", shown.file or "-"), ("target", entry.target), ("package", package)])
     output.echo()
-    rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in shown.options]
-    output.table("Options" if rows else "It has no options.", ("name", "type", "default", "what it is for"), rows)
+    rows = [(f.name, f.type, "required" if f.required else f.default, f.help) for f in shown.options]
+    output.table("Options" if rows else "No options.", ("name", "type", "default", "description"), rows)
     if shown.runtime:
-        rows = [(r.name, r.type or "-", f"{'must' if r.required else 'may'} be passed", r.help) for r in shown.runtime]
+        rows = [(r.name, r.type or "-", "required" if r.required else "optional", r.help) for r in shown.runtime]
         output.echo()
-        output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), rows)
+        output.table("Arguments that the program passes", ("name", "type", "", "description"), rows)
     output.echo(f"\n{shown.doc}" if shown.doc else "")
     return 0
 
@@ -97,7 +98,7 @@ def _plain(entry: Entry) -> dict[str, str]:
 
 
 def find(text: str) -> Entry:
-    """Return the entry that ``text`` names, ``"kind/name"`` (or ``kind=name``) or a name that one kind has."""
+    """Return the entry named ``"kind/name"`` or ``"kind=name"``, or by a name that only one kind has."""
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)
@@ -106,19 +107,17 @@ def find(text: str) -> Entry:
         return registry.find(having[0], text)
     if having:
         choices = " or ".join(f"{kind}/{text}" for kind in having)
-        raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Choose one: {choices}")
+        raise UnknownNameError(f"{len(having)} kinds have a component named {text!r}. Name one: {choices}")
     near = nearest(text, {entry.name for entry in registry.entries()})
-    raise UnknownNameError(
-        f"No component named {text!r}.{near}\n`stagereg list` lists what there is; --plugins "
-        "MODULE imports a module first."
-    )
+    more = "`stagereg list` lists all components; --plugins MODULE imports a module first."
+    raise UnknownNameError(f"No component is named {text!r}.{near}\n{more}")
 
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what is printed meanwhile: imported components may print, and a JSON document must stay alone.
+    """Redirect stdout to stderr, so that imported components cannot print into a JSON document.
 
-    This holds for C and for child processes too, so no other thread may print meanwhile.
+    The redirection includes C code and child processes; no other thread may print meanwhile.
     """
     sys.stdout.flush()
     kept = os.dup(1)

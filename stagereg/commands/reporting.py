@@ -1,7 +1,7 @@
-"""``stagereg report``: what a sweep ended with, or the figures and checkpoints of a run, made again from their files.
+"""``stagereg report``: reports the results of a sweep, or the metrics and checkpoints of a run, from their files.
 
-It works at any time: while a run trains, after a kill, on another machine. Failed jobs are part of the report, and do
-not make the report fail.
+The command works at any time: while a run trains, after a crash, on another machine. A failed job is part of the
+report and does not make the report fail.
 """
 
 from __future__ import annotations
@@ -35,35 +35,34 @@ from stagereg.sweep.run import RankRecord, Run, Started
 from stagereg.sweep.selection import Source, compared
 
 _FIRST, _LAST = 7, 7
-"""Rows that a terminal shows of a table that has many."""
-_FAILURES = 4  # failures that the headline of a run lists; of more it has the last
+"""Rows at the start and at the end of a long table that a terminal shows."""
+_FAILURES = 4  # most failures that the headline of a run lists; otherwise only the last
 _STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
 
 
 _CODES = (
-    "Exit codes: 0; 2 if the report cannot be made. With --fail-if: 0 if each combination of the baseline was compared "
-    "and none is worse, 1 if one is worse, 2 if one could not be compared."
+    "Exit codes: 0, or 2 if the report cannot be created. With --fail-if: 0 if no combination is worse than the "
+    "baseline, 1 if a combination is worse, 2 if a combination of the baseline could not be compared."
 )
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "show a run or a sweep again: tables, and of a sweep pictures and an HTML page"
-    parser = add_command(commands, "report", help_, run, f"With --json it writes files only with --output. {_CODES}")
+    help_ = "report a run or a sweep: tables, and for a sweep also plots and an HTML report"
+    parser = add_command(commands, "report", help_, run, f"With --json, files are written only with --output. {_CODES}")
     parser.add_argument(
         "directories",
         nargs="+",
         metavar="directory",
-        help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir); the jobs of several are compared together",
+        help="directory of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir); several are reported as one sweep",
     )
-    parser.add_argument("--metric", default="", help="figure that ranks a sweep; by default its own metric")
-    parser.add_argument("--direction", choices=("minimize", "maximize"), help="by default the sweep's, or the metric's")
-    where = "where the files of a sweep go; its directory if not given, and nowhere for several directories"
+    parser.add_argument("--metric", default="", help="metric that ranks a sweep; default: the metric of the sweep")
+    better = "whether lower or higher values of the metric are better; default: as in the sweep"
+    parser.add_argument("--direction", choices=("minimize", "maximize"), help=better)
+    where = "directory for the files of a sweep; default: the sweep's directory, with several sweeps no files"
     parser.add_argument("--output", default="", metavar="DIR", help=where)
-    what = (
-        "compare each combination with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
-    )
+    what = "compare with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
     parser.add_argument("--baseline", default="", metavar="PATH", help=what)
-    fails = "exit with code 1 if a median is worse by more than that, and a rank-sum test of 4 runs or more tells so"
+    fails = "exit with code 1 if a median is worse by more than 5%% and a rank-sum test of at least 4 runs confirms it"
     parser.add_argument("--fail-if", type=_limit, metavar="worse:5%", help=fails)
 
 
@@ -75,18 +74,18 @@ def _limit(text: str) -> float:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report, and write the files of a sweep; return 0, also if what is reported on has failed."""
+    """Print the report and write the files of a sweep; return 0, even if the reported run or jobs failed."""
     directories = [Path(each) for each in asked.directories]
     if asked.fail_if is not None and not asked.baseline:
         raise ConfigError(
-            "--fail-if needs a sweep to compare with: add --baseline PATH, the directory of a sweep or a file that "
-            "`stagereg report DIR --json > baseline.json` has written."
+            "--fail-if requires --baseline PATH: the directory of an earlier sweep, or a file written by "
+            "`stagereg report DIR --json > baseline.json`."
         )
     if len(directories) > 1 or kind_of(directories[0]) == "sweep":
         return _report_sweep(asked, directories)
     if asked.metric or asked.direction or asked.output or asked.baseline:
         raise ConfigError(
-            f"--metric, --direction, --output and --baseline are for a sweep, and {directories[0]} is a single run."
+            f"--metric, --direction, --output and --baseline require a sweep, but {directories[0]} is a single run."
         )
     report = RunReport(directories[0])
     if asked.json:
@@ -98,7 +97,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int:
     if asked.baseline and len(directories) > 1:
-        raise ConfigError("--baseline is compared with one sweep: name one directory.")
+        raise ConfigError("--baseline requires exactly one sweep. Name one directory.")
     sources = several.sources(directories, asked.metric, asked.direction)
     comparison = compared(sources, asked.metric, asked.direction)
     document = _plain(comparison) | {"sweeps": list(map(_plain_source, sources))}
@@ -112,12 +111,12 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
         files = _written(asked, directories, comparison, target)
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.") from error
+        raise ConfigError(f"cannot write in {target}: {why}. Choose another directory with --output DIR.") from error
     if asked.json:
         more = {"baseline": [dataclasses.asdict(each) for each in judged]} if asked.baseline else {}
         output.as_json({**document, "files": files, **more})
     elif files:
-        output.echo(f"\nWritten to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
+        output.echo(f"\nWrote to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
     if asked.fail_if is None:
         return 0
     sentence = baseline.verdict(judged, asked.fail_if)
@@ -128,7 +127,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
 def _written(
     asked: argparse.Namespace, directories: Sequence[Path], comparison: Comparison, target: Path
 ) -> Sequence[Path]:
-    """Write the files, again if a job has ended meanwhile: a sweep that ended has written newer ones there."""
+    """Write the files; repeat if a job ended meanwhile, since a finished sweep writes newer files there."""
     if not asked.output and (asked.json or len(directories) > 1):
         return ()
     while True:
@@ -167,7 +166,7 @@ def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]
     before: baseline.Document
     if path.is_dir():
         source = Source.of(path)
-        own = source.metric == document["metric"]  # then in the direction of the sweep
+        own = source.metric == document["metric"]  # if so, the sweep's own direction applies
         before = _plain(compared([source], document["metric"], None if own and not asked.direction else direction))
     else:
         before = baseline.read(path)
@@ -188,11 +187,11 @@ def _show(judged: Sequence[Change], document: dict[str, Any]) -> None:
     heads = ("combination", "baseline", "now", "change", "chance", "verdict")
     name = document["metric"]
     output.echo()
-    output.table(f"{name} against the baseline, {document['better']} is better", heads, rows, verdict="verdict")
+    output.table(f"{name} compared with the baseline ({document['better']} is better)", heads, rows, verdict="verdict")
 
 
 class RunReport:
-    """The report on one run, also on one that recorded nothing but its result, or whose records cannot be read."""
+    """The report on one run. The run may have recorded only its result, or its records may be unreadable."""
 
     def __init__(self, directory: Path) -> None:
         self._job, unread = JobResult.of_directory(directory), []
@@ -200,7 +199,7 @@ class RunReport:
             self._run = Run.read(directory)
         except ConfigError as error:
             self._run = Run(directory, ())
-            unread = [f"There are no records: {error}"]
+            unread = [f"The run has no usable records: {error}"]
         self._warnings = [*_warnings(self._job, self._run), *unread]
         self._saved = saved(self._run) if self._run.ranks else []
         self._starts, self._failures, self._goodput = starts(self._run), failures(self._run), goodput(self._run)
@@ -221,14 +220,14 @@ class RunReport:
         return {"kind": "run", **dataclasses.asdict(self._job), **found, "warnings": self._warnings}
 
     def show(self) -> None:
-        """Print it; of many checkpoints the first and the last ones."""
+        """Print the report; of a long table only the first and last rows."""
         output.echo(f"{printable(str(self._job.directory), lines=False)}: {self._headline()}", "bold")
         for line in self._warnings:
             output.echo(line, "yellow")
         if found := self._job.figures:
             output.echo()
             of = f" of {counted(len(self._run.attempts), 'attempt')}" if self._run.earlier else ""
-            output.table(f"Figures{of}", (), [(name, figure_text(name, found[name])) for name in in_order(found)])
+            output.table(f"Metrics{of}", (), [(name, figure_text(name, found[name])) for name in in_order(found)])
         for table in self._tables:
             rows = [tuple(map(_cell, row)) for row in table.rows]
             if len(rows) > _FIRST + _LAST + 1:
@@ -244,7 +243,7 @@ class RunReport:
         text = f"{_STATUS.get(status, status)} {counted(found.get('steps', 0), 'step')} on "
         text += f"{counted(run.world_size, 'rank')} in "
         if run.earlier and life is not None:
-            text += f"{shown(life.seconds)} s, {percent(life.share)} of it training."
+            text += f"{shown(life.seconds)} s, of which {percent(life.share)} were training."
         else:
             text += f"{shown(run.seconds)} s."
         if several := self._failures:
@@ -256,19 +255,19 @@ class RunReport:
         if found.get("checkpoints"):
             text += f" {counted(found['checkpoints'], 'checkpoint')}"
             if "stall_ms" in found:
-                text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
+                text += f"; median stall of the training loop: {metric('stall_ms').text(found['stall_ms'])}"
             text += "."
         return text
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the names of figures as a list of them has them: metrics, and then the rest by their letters."""
+    """Return names of metrics in display order: built-in metrics, then the others alphabetically."""
     order = [one.name for one in METRICS]
     return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def figure_text(name: str, value: float) -> str:
-    """Return a figure with its unit; only the task knows the unit of what it has returned."""
+    """Return a metric with its unit; values that the task returned have no known unit."""
     if name.startswith(RETURNED):
         return shown(value)
     if "bytes" in name:
@@ -281,54 +280,55 @@ def _and(texts: Sequence[str]) -> str:
 
 
 def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
-    """What to know before reading the figures: how it ended, if not well, and what is missing."""
+    """Yield warnings about the metrics: a failure of the run, fallbacks, stragglers and missing records."""
     if job.error:
-        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {tables.first_line(job.error)}"
+        yield f"The run {'failed' if job.status == 'failed' else 'did not finish'}: {tables.first_line(job.error)}"
     if not recorded.ranks:
         return
     if recorded.others:
         yield (
-            f"Left out: {counted(recorded.others, 'other run')} in this directory. This is the run that began last; "
-            "hydra.run.dir=PATH gives each run a directory of its own."
+            f"Left out: {counted(recorded.others, 'other run')} in this directory; the report is of the latest run. "
+            "Give each run its own directory with hydra.run.dir=PATH."
         )
     records = [record for attempt in recorded.attempts for record in attempt.ranks]
     for step, steps, why in (each for record in records for each in record.fallbacks):
-        text = f"It resumed from step {step}, since a newer checkpoint was skipped ({tables.first_line(why)})"
-        yield f"{text}: {counted(steps, 'step')} lost."
+        text = f"The run resumed from step {step}, because a newer checkpoint was skipped ({tables.first_line(why)})"
+        yield f"{text}: {counted(steps, 'step')} repeated."
     yield from _stragglers(records)
     if recorded.damaged:
-        yield f"Left out, being damaged: {counted(recorded.damaged, 'line')} of its records."
+        yield f"Skipped {counted(recorded.damaged, 'corrupt line')} of the records."
     there = {rank.rank for rank in recorded.ranks if rank.rank < recorded.world_size}
     if gone := recorded.world_size - len(there):
         first = itertools.islice((rank for rank in range(recorded.world_size) if rank not in there), 8)
         named = ", ".join(map(str, first)) + ", …" * (gone > 8)
-        yield f"There are no records of {counted(gone, 'rank')} ({named}): the figures are those of the others."
+        yield f"No records of {counted(gone, 'rank')} ({named}): the metrics are those of the other ranks."
 
 
 def _time_of(life: Goodput) -> Table:
     parts = [
-        ("training", life.training, "steps taken for the first time"),
-        ("saves", life.saves, "that held the training loop"),
-        ("again", life.again, "steps that had been taken before"),
-        ("starts", life.starts, "from the beginning, or an end in order, to the first step"),
+        ("training", life.training, "steps trained for the first time"),
+        ("saves", life.saves, "stalls of the training loop by saves"),
+        ("repeated steps", life.again, "steps trained again after a failure or a rollback"),
+        ("starts", life.starts, "from the beginning, or from a regular exit, to the first step"),
         *((f"restarts: {name}", s, f"until {PHASES.get(name, name)}") for name, s in life.restarts.items()),
-        ("the rest", life.rest, "starts that came to no step, and what follows the last step"),
+        ("other", life.rest, "attempts without a step, and the time after the last step"),
     ]
     rows = tuple((name, seconds, 100 * seconds / (life.seconds or 1.0), what) for name, seconds, what in parts)
-    return Table("Where the time went", ("part", "s", "%", "what it is"), rows, "Of all attempts, by rank 0.")
+    heads = ("part", "s", "%", "description")
+    return Table("How the time was spent", heads, rows, "All attempts, measured on rank 0.")
 
 
 def _starts(every: Sequence[Started]) -> Table:
     names = [name for name in PHASES if any(name in one.phases for one in every)]
     rows = tuple((one.number, *(one.phases.get(name) for name in names), one.seconds) for one in every)
-    note = "Each is the time since the one before; the first, since the last step before a failure, or the beginning."
-    return Table("Seconds of each start, by phase", ("restart", *names, "in all"), rows, note)
+    note = "Each phase begins when the previous phase ends; the first, at the last step before a failure or at launch."
+    return Table("Seconds of each start, by phase", ("restart", *names, "total"), rows, note)
 
 
 def _restarts(every: Sequence[Started]) -> Table:
     rows = tuple((one.number, one.step, one.again, one.origin or None, tables.first_line(one.why)) for one in every)
-    note = "Read from: the tier, the store, or what the survivors had saved there; nothing where training began anew."
-    return Table("Restarts", ("restart", "first step", "done again", "read from", "after"), rows, note)
+    note = "Restored from: a tier, checkpoint storage or the emergency save; - if training started from scratch."
+    return Table("Restarts", ("restart", "first step", "repeated steps", "restored from", "reason"), rows, note)
 
 
 def _stragglers(records: Sequence[RankRecord]) -> Iterator[str]:
@@ -336,9 +336,9 @@ def _stragglers(records: Sequence[RankRecord]) -> Iterator[str]:
     for at, (rank, machine, since, slow, wait_s, step_s) in enumerate(told):
         if slow:
             until = next((step for other, _, step, still, *_ in told[at:] if other == rank and not still), None)
-            span = f"from step {since} on" if until is None else f"from step {since} to {until}"
-            for_it = f"the others waited {1e3 * wait_s:.3g} ms of each {1e3 * step_s:.3g} ms step for it"
-            yield f"Rank {rank} on machine {machine} was slow {span}: {for_it}."
+            span = f"from step {since}" if until is None else f"from step {since} to step {until}"
+            wait = f"the other ranks waited {1e3 * wait_s:.3g} ms of each {1e3 * step_s:.3g} ms step"
+            yield f"Rank {rank} on machine {machine} was slow {span}: {wait}."
 
 
 def _checkpoints(every: Sequence[Saved]) -> Table:
@@ -350,7 +350,7 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
         "stall ms",
         "staging ms",
         "writing ms",
-        "complete after ms",
+        "total ms",
         "MiB",
         "state",
     )
@@ -368,7 +368,7 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
         )
         for one in every
     )
-    return Table("Checkpoints", heads, rows, "Times are the slowest rank's; MiB is what all ranks staged.")
+    return Table("Checkpoints", heads, rows, "Times of the slowest rank; MiB: bytes staged by all ranks.")
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -1,8 +1,8 @@
-"""``stagereg run``: torchrun that keeps the exit code, for schedulers that start a preempted job again.
+"""``stagereg run``: torchrun that keeps the exit code of its ranks, for schedulers that requeue preempted jobs.
 
-It runs torchrun in this process, with three differences. It exits with the code of the rank that ended first, such as
-75. SIGTERM and SIGUSR1 go to the ranks alone, which exit by themselves without a limit of 30 seconds; before there are
-ranks, they end it with 75. The ranks copy with the memory settings of ``stagereg.main``.
+Runs torchrun in this process, with three differences. The command exits with the code of the first rank that failed,
+such as 75. SIGTERM and SIGUSR1 are forwarded to the ranks, which exit without torchrun's limit of 30 seconds; before
+the ranks are started, the command exits with code 75. Ranks get the memory settings of ``stagereg.main``.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from stagereg.base.output import warn
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.exits import KEEPS_CODE
 
+_HELP = "torchrun that keeps the exit code of the ranks, such as 75 of a preempted job"
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
-_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that torchrun ends by; those that were ignored when it was started stay ignored, as by ``nohup``."""
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # stay ignored if ignored at the start, as with nohup
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    # No character begins an option here: all of them are torchrun's, or the program's.
-    parser = commands.add_parser(
-        "run", help="torchrun that keeps exit code 75, for preempted jobs", add_help=False, prefix_chars="\0"
-    )
-    parser.add_argument("arguments", nargs="*", help="as for torchrun")
+    # No character starts an option in this parser: all options belong to torchrun or to the program.
+    parser = commands.add_parser("run", help=_HELP, add_help=False, prefix_chars="\0")
+    parser.add_argument("arguments", nargs="*", help="arguments of torchrun")
     parser.set_defaults(run=run, as_a_rank=True)
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run the ranks of this machine; return 0, or the code of the first that failed, 128 + the number of a signal.
+    """Run the ranks of this machine; return 0, or the exit code of the first failed rank (128 + N for signal N).
 
     Raises:
-        LaunchError: the machines have not found each other, or the one that all meet at is gone.
+        LaunchError: The machines cannot connect, or the machine of the rendezvous terminated.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args
+    from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as run_ranks
 
     os.environ[KEEPS_CODE] = str(os.getpid())
-    arguments = parse_args(asked.arguments)
+    parser = get_args_parser()
+    parser.prog, parser.description = "stagereg run", f"{_HELP}. Options are those of torchrun."
+    arguments = parser.parse_args(asked.arguments)
     ending = [each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-    arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # which nobody sends; of none, torchrun complains
+    arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # never sent; torchrun rejects an empty list
     taken = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _forward) for number in taken}
     try:
@@ -62,9 +62,9 @@ def run(asked: argparse.Namespace) -> int:
         return RESUME_CODE if error.sigval in _FORWARDED else 128 + error.sigval
     except (DistNetworkError, RendezvousError) as error:
         raise LaunchError(
-            "the machines of this run have not found each other, or the one that all meet at is gone: "
-            f"{str(error).partition(chr(10))[0].rstrip('.')}. Give all of them the same --master-addr and "
-            "--master-port, or --rdzv-endpoint, see that its machine has started, and look at the output there"
+            "the machines of this run cannot connect, or the machine of the rendezvous terminated: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass the same --master-addr and --master-port, or "
+            "--rdzv-endpoint, on all machines, and check the output of the machine at that address"
         ) from error
     finally:
         for number, handler in before.items():
@@ -73,12 +73,12 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    """Hand a signal on to the ranks, which are what this process has started; end by it where there are none yet."""
+    """Forward a signal to the ranks, the children of this process; raise it if no rank has been started."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     ranks: list[str] = []
     for children in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread terminated
             ranks += children.read_text().split()
     if not ranks:
         raise SignalException(f"signal {number} before any rank was started", signal.Signals(number))

@@ -1,4 +1,4 @@
-"""Several sweeps in one report: their jobs are told apart by ``sweep``, a short name of the directory of each."""
+"""Reports several sweeps as one: the parameter ``sweep`` of each job names the directory of its sweep."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from stagereg.sweep.metric import metric as metric_of
 from stagereg.sweep.result import JobResult
 from stagereg.sweep.selection import Source
 
-_COLUMN = "sweep"  # parameter that has the name of the directory
+_COLUMN = "sweep"  # parameter with the name of the directory
 
 
 def sources(directories: Sequence[Path], metric: str = "", direction: str | None = None) -> list[Source]:
-    """Read directories, each with a sweep or a single run, and name the directory in the jobs of several.
+    """Read directories, each of a sweep or of a single run; if there are several, add ``sweep`` to each job.
 
     Raises:
-        ConfigError: if jobs cannot be read, or if ``metric`` and ``direction`` leave open what ranks them.
+        ConfigError: Jobs cannot be read, or the sweeps differ in a metric or direction that the caller did not pass.
     """
     if len(directories) == 1:
         return [Source.of(directories[0])]
@@ -29,12 +29,12 @@ def sources(directories: Sequence[Path], metric: str = "", direction: str | None
     names = _short_names([source.directory for source in found])
     if not metric and len({source.metric for source in found}) > 1:
         which = ", ".join(f"{name} by {source.metric}" for name, source in zip(names, found, strict=True))
-        raise ConfigError(f"The sweeps are ranked by different metrics ({which}): choose one with --metric NAME.")
+        raise ConfigError(f"The sweeps are ranked by different metrics ({which}). Choose one with --metric NAME.")
     ranking = metric or found[0].metric
     own = [source.plan.direction or "" for source in found if source.metric == ranking]
     if direction is None and len({DIRECTIONS.get(each, metric_of(ranking).better) for each in own} - {""}) > 1:
         raise ConfigError(
-            f"The sweeps are ranked by {ranking} in different directions: choose --direction minimize or maximize."
+            f"The sweeps rank {ranking} in different directions. Pass --direction minimize or --direction maximize."
         )
     return [
         replace(source, jobs=tuple(_named(job, name) for job in source.jobs))
@@ -43,11 +43,11 @@ def sources(directories: Sequence[Path], metric: str = "", direction: str | None
 
 
 def _short_names(directories: Sequence[Path]) -> list[str]:
-    """Of each path as many of the last names as tell it from the others."""
+    """Return, for each path, the shortest suffix that is unique among the paths."""
     for each, other in itertools.combinations(directories, 2):
         one, two = each.resolve(), other.resolve()
         if one.is_relative_to(two) or two.is_relative_to(one):
-            raise ConfigError(f"{each} and {other} have the same jobs: name each job once.")
+            raise ConfigError(f"{each} and {other} contain the same jobs. Name each job once.")
     names = []
     for each in directories:
         others = [other.parts for other in directories if other is not each]

@@ -42,8 +42,8 @@ def test_rows_have_times_ratios_and_shares_by_rank(tmp_path: Path, capsys: pytes
     ("arguments", "message"),
     [
         (["--models", "fsdp"], "Did you mean 'fsdp2'"),
-        (["--rows", "torch:save"], "There is no row 'torch:save'"),
-        (["--ranks", "0"], "--ranks takes whole numbers from 1 on, not '0'"),
+        (["--rows", "torch:save"], "unknown row 'torch:save'"),
+        (["--ranks", "0"], "--ranks requires integers of at least 1, got '0'"),
         (["--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
     ],
 )

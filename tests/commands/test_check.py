@@ -171,7 +171,7 @@ def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, mon
     assert found["test_rests"] == ("skipped", "not today")
     stuck = rf"still running after 10 s: stuck in test_harms \(.*harmful.py:{line}\)"
     assert re.fullmatch(stuck, found["test_harms"][1])
-    assert found["test_after"] == ("skipped", "not tried: the process has ended")
+    assert found["test_after"] == ("skipped", "not run: the process terminated before")
     assert result["counts"] == {"kept": 4, "broken": 4, "skipped": 3}
     assert not result["kept"]
     assert await_gone(*map(int, (tmp_path / "pids").read_text().split()))
@@ -303,7 +303,7 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, chec
     found = rows(check("careless", code=1))
     assert found["metadata"][0] == "broken"
     assert "Did you mean 'stager'?" in found["metadata"][1]
-    assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
+    assert "does not inherit stagereg.testing.StagerContract" in found["contract"][1]
 
 
 BROKEN = """
@@ -323,9 +323,7 @@ class BrokenContract(Contract):
 def test_what_is_not_kept_is_repeated_last(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
-    full, _, repeated = command("check", "mine.py", code=1).out.partition(
-        "\nOnce more, what is not kept: BrokenContract\n"
-    )
+    full, _, repeated = command("check", "mine.py", code=1).out.partition("\nNot kept: BrokenContract\n")
     assert [line.split() for line in full.splitlines() if "It breaks" in line] == [
         ["broken", "It", "breaks", "this.", "3", "is", "not", "4"]
     ]
@@ -379,7 +377,7 @@ def test_a_folder_is_checked_as_if_it_was_installed(tmp_path: Path, check: Check
 def test_without_pytest_its_extra_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))
-    assert "pip install 'hydra-stagereg[check]'" in command("check", "blocking", code=2).err
+    assert "pip install './stagereg[check]'" in command("check", "blocking", code=2).err
 
 
 def test_what_a_target_means_is_known_without_importing_it(install: Install) -> None:
@@ -403,13 +401,13 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
 @pytest.mark.parametrize(
     ("target", "result"),
     [
-        ("nowhere.py", "There is no file nowhere.py"),
+        ("nowhere.py", "the file nowhere.py does not exist"),
         pytest.param("empty.py", "registers no plugin and has no contract", marks=pytest.mark.slow),
         ("pined_cached", "Did you mean 'pinned_cached'?"),
         ("stagr/x", "Did you mean 'stager'?"),
-        ("a b", "is no installed package, module or component"),
-        (".", "or install it (pip install -e .) and give its name."),
-        ("hydra_core", "Give a package that announces plugins"),
+        ("a b", "is not an installed package, a module or a component"),
+        (".", "or install the package (`pip install -e .`) and use its name."),
+        ("hydra_core", "Name an installed package with plugins"),
     ],
 )
 def test_what_cannot_be_checked_is_one_error(

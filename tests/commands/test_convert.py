@@ -195,7 +195,8 @@ def test_a_full_disk_and_an_interruption_leave_nothing(
     with monkeypatch.context() as broken:
         broken.setattr(Path, "open", on_a_full_disk)
         shown = command("convert", root, out, code=2).err
-    assert shown.endswith(f"{name} was not written: [Errno 28] No space left on device\n")
+    assert "cannot write" in shown
+    assert shown.endswith(f"{name}: [Errno 28] No space left on device\n")
     monkeypatch.setattr(CheckpointFiles, "read", interrupted)
     command("convert", root, out, code=130)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -206,7 +207,7 @@ def test_of_a_directory_the_newest_good_one_is_converted(tmp_path: Path, command
     flip(root / "step-00000003" / "__0_0.distcp")
     shown = command("convert", root, out).err
     assert torch.load(out)["x"][0] == 1
-    assert "Passing over" in shown
+    assert "Skipping" in shown
     assert "step-00000003: __0_0.distcp: flipped bits" in shown
     out.unlink()
     assert "no good checkpoint" in command("convert", root / "step-00000003", out, code=2).err
@@ -231,7 +232,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
         return found
 
     monkeypatch.setattr(CheckpointStore, "contents", contents)
-    assert "Passing over" not in command("convert", root, out).err
+    assert "Skipping" not in command("convert", root, out).err
     assert torch.load(out)["x"].sum() == 9
     monkeypatch.setattr(CheckpointStore, "contents", gone)
     shown = command("convert", root, out, "--force", code=2).err
@@ -249,7 +250,7 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, mon
     with monkeypatch.context() as another:
         another.setattr(CheckpointFiles, "read", meanwhile)
         for _ in range(2):  # it is made while the checkpoint is read, and then it is there from the start
-            assert "is there already; --force replaces it" in command("convert", root, out, code=2).err
+            assert "already exists. Pass --force to replace it" in command("convert", root, out, code=2).err
     assert out.read_text() == "mine"
     command("convert", root, out, "--force")
     assert bits(torch.load(out)["x"]) == bits(torch.ones(3))
@@ -259,15 +260,15 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
-        (["run", "nowhere/x.pt"], "cannot be written: there is no directory "),
+        (["run", "x.bin"], "Use one of .pt, .pth, .safetensors"),
+        (["run", "nowhere/x.pt"], "nowhere/x.pt: the directory "),
         (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["run", "x.safetensors", "--only", "names"], "There is no tensor in 'names'; a .pt has other values."),
         (["run", "x.pt"], "torch.load(weights_only=True) would refuse it"),
         (["none", "x.pt"], "There is no checkpoint in"),
-        (["run", "x.pt", "--dtype", "float16"], "--dtype and --max-shard-size are for a file called OUT.safet"),
+        (["run", "x.pt", "--dtype", "float16"], "--dtype and --max-shard-size require an output file OUT.safet"),
         (["run", "x.safetensors", "--dtype", "int8"], "argument --dtype: invalid choice"),
-        (["run", "x.safetensors", "--max-shard-size", "0"], "a size above 0, such as 5GB"),
+        (["run", "x.safetensors", "--max-shard-size", "0"], "must be above 0, for example 5GB"),
         (["run", "x.safetensors", "--max-shard-size", "5 apples"], "no unit of bytes"),
         (["plain", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["old", "x.pt"], "has no index.json"),
@@ -335,7 +336,7 @@ def test_several_files_replace_one_and_others_as_a_whole(
 
     def made(*arguments: str, code: int = 0) -> set[str]:
         shown = command("convert", root, out, *arguments, code=code).err
-        assert ("is there already; --force replaces it" in shown) == bool(code)
+        assert ("already exists. Pass --force to replace it" in shown) == bool(code)
         return {path.name for path in tmp_path.iterdir()} - {"run", kept.name}
 
     assert made() == {"m.safetensors"}
@@ -425,11 +426,11 @@ def test_a_directory_of_plain_torch_is_converted(tmp_path: Path, command: Comman
     assert bits(found["model"]) == bits(dict(state["model"]))
     ones, others = found["values"]["list"]
     assert (found["values"]["lr"], ones.tolist(), others) == (0.1, [1, 1], {"a": (1, "b")})
-    assert "In it: model\n" in command("convert", plain, out, "--only", "model", "--force").out
+    assert "Written: model\n" in command("convert", plain, out, "--only", "model", "--force").out
     assert bits(torch.load(out, weights_only=True)) == bits(found["model"])
     shown = command("convert", plain, tmp_path / "x.safetensors")
     assert load_file(tmp_path / "x.safetensors").keys() > {f"model.{name}" for name in found["model"]}
-    assert "Not in it, being no tensors: values.list.1.a, values.lr\n" in shown.out
+    assert "Left out, because these values are not tensors: values.list.1.a, values.lr\n" in shown.out
 
 
 @pytest.mark.parametrize(

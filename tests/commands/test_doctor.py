@@ -57,7 +57,7 @@ def test_it_says_whether_the_compiled_part_copies(way: str, verdict: str, monkey
     monkeypatch.setattr(compiled, "way", way)
     (found,) = [one for one in doctor._limits() if one.what == "copying"]
     assert found.verdict == verdict
-    assert found.found == (f"the compiled part, with {way}" if way else "the C library; the compiled part is missing")
+    assert found.found == (f"compiled extension, {way}" if way else "memcpy of the C library: no compiled extension")
     assert "C compiler" in found.do
 
 
@@ -102,18 +102,18 @@ threading.Event().wait()
 def test_the_table_has_remedies_and_counts(install: Install, command: Command, without_torch: None) -> None:
     install("breaks", "raise ValueError('no licence')", {"stager.breaks": "X"})
     seen = command("doctor", code=1).out
-    assert "-> Repair, update or uninstall breaks 1.2." in seen
+    assert "-> Fix, update or uninstall breaks 1.2." in seen
     assert "\n1 broken, " in seen
-    assert "--timeout: must be above 0, not '0'" in command("doctor", "--timeout", "0", code=2).err
+    assert "--timeout: must be above 0, got '0'" in command("doctor", "--timeout", "0", code=2).err
 
 
 @pytest.mark.parametrize(
     ("accelerator", "backends", "verdict", "found"),
     [
-        ("", "gloo", "ok", "none: checkpoints stay in host memory; gloo yes, nccl no"),
+        ("", "gloo", "ok", "no accelerator: training runs on the CPU; gloo yes, nccl no"),
         ("", "", "broken", "gloo no"),
-        ("cuda", "gloo", "warn", "1 of cuda; gloo yes, nccl no"),
-        ("cuda", "gloo nccl", "ok", "1 of cuda; gloo yes, nccl yes"),
+        ("cuda", "gloo", "warn", "1 cuda; gloo yes, nccl no"),
+        ("cuda", "gloo nccl", "ok", "1 cuda; gloo yes, nccl yes"),
     ],
 )
 def test_what_torch_finds_is_judged(
@@ -142,15 +142,15 @@ def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     findings = [*doctor._versions(), *doctor._limits(), doctor._directory(tmp_path)]
     found = {one.what: one[1:] for one in findings}
-    assert found["torch"] == ("broken", "2.4.0, but stagereg needs >=2.11", "pip install 'torch>=2.11'")
+    assert found["torch"] == ("broken", "2.4.0, but stagereg requires >=2.11", "pip install 'torch>=2.11'")
     assert found["omegaconf"] == ("broken", "not installed", "pip install 'omegaconf>=2.3'")
-    assert found["safetensors"] == ("missing", "not installed", "pip install 'hydra-stagereg[safetensors]'")
+    assert found["safetensors"] == ("missing", "not installed", "pip install './stagereg[safetensors]'")
     assert (found["hydra-core"][0], found["matplotlib"][0]) == ("ok", "ok")
     assert found["/dev/shm"][:2] == ("warn", "64 MiB free")
     assert found["open files"][:2] == ("warn", "at most 256")
     assert found["page-locked memory"][:2] == ("ok", "256 B")
     assert found[str(tmp_path)][0] == "broken"
-    assert found[str(tmp_path)][1].startswith("cannot be written, ")
+    assert found[str(tmp_path)][1].startswith("not writable, ")
 
 
 def test_an_error_of_torch_or_a_built_in_component_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

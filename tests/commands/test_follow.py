@@ -79,7 +79,7 @@ def test_a_follower_may_be_there_before_its_run(tmp_path: Path, job: Job, comman
     root = tmp_path / "run"
     with following(root, job, "--idle", "10ms") as follower:
         assert follower.stderr is not None
-        assert follower.stderr.readline() == f"stagereg: waiting for {root}\n"
+        assert follower.stderr.readline() == f"stagereg: waiting until {root} exists\n"
         for make in (root.mkdir, lambda: save(root, 100)):
             with pytest.raises(subprocess.TimeoutExpired):
                 follower.wait(0.5)
@@ -89,7 +89,7 @@ def test_a_follower_may_be_there_before_its_run(tmp_path: Path, job: Job, comman
     waits = ("--poll", "10ms", "--idle", "1h", "--wait", "20ms")
     for folder in (tmp_path / "never", tmp_path):
         seen = command("follow", folder, *waits, *job.command, code=1)
-        assert f"there is no checkpoint in {folder} after 0.02 s (--wait)" in seen.err
+        assert f"no checkpoint in {folder} after 0.02 s (--wait)" in seen.err
     assert job.steps == [100]
 
 
@@ -123,7 +123,7 @@ def test_one_that_gets_its_plain_name_is_not_taken_again(tmp_path: Path, job: Jo
 def test_the_newest_alone_passes_over_the_others_for_good(tmp_path: Path, job: Job, command: Command) -> None:
     save(tmp_path / "run", 100, 200, 300)
     seen = command("follow", tmp_path / "run", "--newest", "--idle", "0", *job.command)
-    assert "passed over, since step-00000300 is newer: step-00000100, step-00000200" in seen.err
+    assert "skipped, because step-00000300 is newer: step-00000100, step-00000200" in seen.err
     save(tmp_path / "run", 400)
     command("follow", tmp_path / "run", "--idle", "0", *job.command)
     assert job.steps == [300, 400]
@@ -137,9 +137,9 @@ def test_damaged_ones_are_passed_over_and_reported(tmp_path: Path, job: Job, com
     (path_of(root, 100) / "manifest.json").unlink()
     seen = command("follow", root, "--idle", "0", *job.command, code=1)
     assert job.steps == [300]
-    assert f"{path_of(root, 200)} is bad and passed over: a: flipped bits" in seen.err
-    assert f"{path_of(root, 100)} is bad and passed over: manifest.json: missing" in seen.err
-    assert "passed over, since they are bad: step-00000100, step-00000200" in seen.err
+    assert f"{path_of(root, 200)} is corrupt and was skipped: a: flipped bits" in seen.err
+    assert f"{path_of(root, 100)} is corrupt and was skipped: manifest.json: missing" in seen.err
+    assert "skipped corrupt checkpoints: step-00000100, step-00000200" in seen.err
     (path_of(root, 200) / "a").write_bytes(content)  # put back
     command("follow", root, "--idle", "0", *job.command, code=1)
     assert job.steps == [300, 200]
@@ -153,7 +153,7 @@ def test_a_command_that_fails_is_tried_again(
     job.does("sys.exit(3 * (open(sys.argv[1]).read().split().count('100') < 3))")
     seen = command("follow", tmp_path / "run", "--idle", "0", *job.command)
     assert job.steps == [100, 100, 100, 200]
-    assert "has failed on step-00000100 with 3; trying again, 2 more times" in seen.err
+    assert "step-00000100: the command exited with code 3; 2 more attempts" in seen.err
 
 
 def test_one_that_fails_for_good_is_in_the_exit_code(tmp_path: Path, job: Job, command: Command) -> None:
@@ -162,7 +162,7 @@ def test_one_that_fails_for_good_is_in_the_exit_code(tmp_path: Path, job: Job, c
     options = ("follow", tmp_path / "run", "--idle", "0", "--retries", "0")
     for _ in range(2):
         seen = command(*options, *job.command, code=1)
-        assert "the command has failed on step-00000100; --failed runs it again" in seen.err
+        assert "the command failed for step-00000100. Pass --failed to run it again" in seen.err
         assert job.steps == [100, 200]
     job.does("")
     command(*options, "--failed", *job.command)
@@ -220,7 +220,7 @@ def test_a_second_follower_of_one_name_is_refused(tmp_path: Path, job: Job, comm
     with following(root, job) as follower:
         until(lambda: job.steps)
         seen = command("follow", root, "--idle", "0", *job.command, code=2)
-        assert f"is followed under the name '{Path(sys.executable).name}-job.py' already, by process" in seen.err
+        assert f" under the name '{Path(sys.executable).name}-job.py'. Stop that process" in seen.err
         assert f"process {follower.pid} on" in seen.err
         command("follow", root, "--idle", "0", "--name", "mine", *job.command)
     assert job.steps == [100, 100]
@@ -242,7 +242,7 @@ def test_what_is_read_is_kept_and_what_went_before_is_named(tmp_path: Path, job:
         said = follower.communicate(timeout=LIMIT_S)[1]
         assert follower.returncode == 0
     assert job.steps == [100, 300, 400]
-    assert "step-00000200 was deleted before it was its turn" in said
+    assert "step-00000200 was deleted before the command ran" in said
     assert store.readers.found() == {}
 
 
@@ -259,14 +259,14 @@ def test_notes_can_lie_elsewhere_and_are_data(tmp_path: Path, job: Job, command:
     command(*options, *job.command)
     assert job.steps == [100, 200]
     (notes / "done.json").write_text("{")
-    assert "is not what was noted" in command(*options, *job.command, code=2).err
+    assert "done.json: " in command(*options, *job.command, code=2).err
 
 
 def test_what_cannot_work_is_refused_at_once(tmp_path: Path, command: Command) -> None:
     root = tmp_path / "run"
     save(root, 100)
     for arguments, said in (
-        (("--", "no-such-command"), "There is no command 'no-such-command' to run."),
+        (("--", "no-such-command"), "command not found: 'no-such-command'"),
         (("--name", "a/b", "--", "true"), "--name='a/b'"),
         (("--retries", "-1", "--", "true"), "--retries"),
         ((), "command"),

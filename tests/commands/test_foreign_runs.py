@@ -181,8 +181,11 @@ def test_a_bad_result_is_named_and_costs_its_job_alone(
 
 def test_a_run_of_many_ranks_by_its_own_account_takes_no_memory(tmp_path: Path, command: Command) -> None:
     text = command("report", run(tmp_path / "run", {**START, "world_size": 1 << 24}, *STEPS)).out
-    assert "no records of 16,777,215 ranks (1, 2, 3, 4, 5, 6, 7, 8, …)" in text
-    assert "1 line" in command("report", run(tmp_path / "run", START, {**START, "world_size": 1 << 40}, *STEPS)).out
+    assert "No records of 16,777,215 ranks (1, 2, 3, 4, 5, 6, 7, 8, …)" in text
+    assert (
+        "1 corrupt line"
+        in command("report", run(tmp_path / "run", START, {**START, "world_size": 1 << 40}, *STEPS)).out
+    )
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "long line"])
@@ -194,7 +197,7 @@ def test_records_that_would_never_end_are_not_read(tmp_path: Path, command: Comm
             list(lines_of(path))
     else:
         os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    assert "There are no records: " in command("report", tmp_path / "run").out
+    assert "The run has no usable records: " in command("report", tmp_path / "run").out
 
 
 def test_texts_of_other_people_are_shown_without_commands(tmp_path: Path, command: Command) -> None:

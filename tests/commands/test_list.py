@@ -42,7 +42,7 @@ def test_components_are_listed_unimported_nonsense_is_named(install: Install, co
     assert (found["of_one"]["distribution"], found["of_one"]["version"]) == ("one", "1.2")
     assert [each["distribution"] for each in seen["unreadable"]] == ["odd 1.2"]
     assert "stagr.x" in seen["unreadable"][0]["reason"]
-    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in command("list").out
+    assert "Some components of odd 1.2 cannot be listed. Run `stagereg doctor` for the reasons." in command("list").out
 
 
 def program(text: str, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:

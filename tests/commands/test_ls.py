@@ -173,7 +173,7 @@ def test_leftovers_of_killed_runs_are_deleted_and_listed(tmp_path: Path, command
         "step-00000300",
     ]
     command("verify", tmp_path)
-    assert "0 leftovers of killed runs deleted" in command("ls", tmp_path, "--leftovers").out
+    assert "deleted 0 leftovers of killed runs" in command("ls", tmp_path, "--leftovers").out
 
 
 def test_a_leftover_that_stays_is_not_called_deleted(
@@ -183,8 +183,8 @@ def test_a_leftover_that_stays_is_not_called_deleted(
     (tmp_path / UNFINISHED).mkdir()
     monkeypatch.setattr(Directory, "discard", lambda *_: None)
     seen = command("ls", tmp_path, "--leftovers", code=1).out
-    assert "0 leftovers of killed runs deleted" in seen
-    assert f"Could not be deleted: {tmp_path / UNFINISHED}" in seen
+    assert "deleted 0 leftovers of killed runs" in seen
+    assert f"Cannot delete {tmp_path / UNFINISHED}" in seen
 
 
 def test_leftovers_are_those_of_the_run_that_writes_there(tmp_path: Path, command: Command) -> None:

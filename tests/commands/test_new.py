@@ -120,7 +120,7 @@ def test_a_package_that_cannot_be_made_leaves_nothing(
 
     monkeypatch.setattr(Path, "write_text", full)
     for name, where, reason in (
-        ("mine", "", "is there already"),
+        ("mine", "", "already exists; nothing was changed"),
         ("mine", "mine/precious.txt", "Choose another --dir"),
         ("other", "", "No space left on device"),
     ):
@@ -130,8 +130,11 @@ def test_a_package_that_cannot_be_made_leaves_nothing(
 
 def test_a_name_that_cannot_be_had_is_refused_with_the_reason(tmp_path: Path, command: Command) -> None:
     taken = "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"
-    reasons = {"is no name": ("9x", "a.b", "mine_", "Mine", "a" * 29), taken: ("overlapped",)}
-    reasons |= {"cannot name": ("null", "class", "join", "stager_contract"), "a Python module already": ("json",)}
+    reasons = {
+        "is invalid: use at most 28 lower-case letters": ("9x", "a.b", "mine_", "Mine", "a" * 29),
+        taken: ("overlapped",),
+    }
+    reasons |= {"cannot name": ("null", "class", "join", "stager_contract"), "is already a Python module": ("json",)}
     for reason, names in reasons.items():
         for name in names:
             assert reason in command("new", "stager", name, "--dir", tmp_path, code=2).err

@@ -169,7 +169,7 @@ def test_machines_that_do_not_find_each_other_are_told_where_and_what_to_do(tmp_
         ended = stagereg("run", *where, "--rdzv-conf=timeout=1", "program.py", cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     (line,) = [each for each in ended.stderr.splitlines() if each.startswith("stagereg: ")]
-    assert "have not found each other" in line
+    assert "the machines of this run cannot connect" in line
     assert f"(127.0.0.1, {port})" in line
     assert "--master-addr" in line
     assert "Traceback" not in ended.stderr

@@ -105,7 +105,7 @@ def test_options_have_types_of_a_config_in_both_forms(install: Install, command:
     assert (seen["distribution"], seen["version"]) == ("theirs_shown", "1.2")
     text = command("show", "stager=theirs").out
     where = f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}"
-    for part in (where, "stager/theirs", "theirs_shown:Theirs", "theirs_shown 1.2", "must be given", "More of it."):
+    for part in (where, "stager/theirs", "theirs_shown:Theirs", "theirs_shown 1.2", "required", "More of it."):
         assert part in text
 
 
@@ -124,12 +124,13 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
     ("asked", "seen"),
     [
         ("stager/pined_cached", "No stager named 'pined_cached'. Did you mean 'pinned_cached'?"),
-        ("pined_cached", "No component named 'pined_cached'. Did you mean 'pinned_cached'?"),
+        ("pined_cached", "No component is named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
-        ("ddp", "2 kinds have a 'ddp'. Choose one: join_hook/ddp or joinable/ddp"),
+        ("ddp", "2 kinds have a component named 'ddp'. Name one: join_hook/ddp or joinable/ddp"),
         (
             "zzz",
-            "No component named 'zzz'.\n`stagereg list` lists what there is; --plugins MODULE imports a module first.",
+            "No component is named 'zzz'.\n`stagereg list` lists all components; "
+            "--plugins MODULE imports a module first.",
         ),
         ("blocking@nobody", "No stager named 'blocking@nobody'."),
     ],

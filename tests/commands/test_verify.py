@@ -29,12 +29,12 @@ def test_one_checkpoint_can_be_asked_for(tmp_path: Path, command: Command, monke
     monkeypatch.chdir(tmp_path)
     save(tmp_path, 100, 200)
     (path_of(tmp_path, 100) / "a").unlink()
-    assert "1 checkpoint, all good." in command("verify", "latest").out
+    assert "1 checkpoint, all valid." in command("verify", "latest").out
     shutil.copytree("step-00000100", "renamed")
     for asked in (path_of(tmp_path, 100), "step-00000100/", "renamed"):
         seen = command("verify", asked, code=1).out
         assert "a: missing" in seen
-        assert "newest good" not in seen
+        assert "newest valid" not in seen
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command
     nbytes = str(sum(map(len, contents(100).values())))
     seen = command("verify", tmp_path).out
     assert ["100", "3", nbytes, "B", "good"] in [line.split() for line in seen.splitlines()]
-    assert "The content of every file was read: 3 checkpoints, all good." in seen
+    assert "Read the content of every file: 3 checkpoints, all valid." in seen
     (path_of(tmp_path, 300) / "b").unlink()
     seen = command("verify", tmp_path, code=1).out
-    assert "3 checkpoints, 1 not good." in seen
-    assert f"The newest good one is {path_of(tmp_path, 200)}" in seen
+    assert "3 checkpoints, 1 not valid." in seen
+    assert f"The newest valid checkpoint is {path_of(tmp_path, 200)}" in seen
     fast = command("verify", tmp_path, "--fast", code=1).out
-    assert f"The newest one of the right size, not read, is {path_of(tmp_path, 200)}" in fast
+    assert f"The newest checkpoint with valid sizes is {path_of(tmp_path, 200)}" in fast
     assert any(line.split()[4:] == ["corrupt", "b:", "missing"] for line in seen.splitlines())
 
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_deleted_meanwhile_is_not_damaged(
 
     monkeypatch.setattr(CheckpointStore, "contents", contents)
     seen = command("verify", tmp_path / asked, code=2).err
-    assert "a run replaced all of them by newer ones meanwhile. Look again." in seen
+    assert "a run replaced all checkpoints during the check. Run the command again." in seen
     if not asked:
         save(tmp_path, 200, 300)
         path_of(tmp_path, 200).rename(path_of(tmp_path, 100))

@@ -112,7 +112,7 @@ def _expect_free(paths: Iterable[Path], replace: bool) -> None:
         if there.is_dir() and not there.is_symlink():
             raise CheckpointError(f"{there} is a directory, and must be a file: choose another path.")
         if not replace:
-            raise CheckpointError(f"{there} is there already; --force replaces it.")
+            raise CheckpointError(f"{there} already exists. Pass --force to replace it.")
 
 
 # -- safetensors

@@ -39,4 +39,4 @@ def expect_metadata(content: bytes) -> None:
     except Exception as error:  # any class of error: the file may hold anything
         raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
     if found != _METADATA:
-        raise ValueError(f"it has {found!r:.100} in place of torch's metadata")
+        raise ValueError(f"not torch metadata: {found!r:.100}")

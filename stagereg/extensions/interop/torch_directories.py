@@ -68,7 +68,7 @@ def _of_torch(
 def _file_sizes(content: bytes) -> dict[str, int]:
     """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
     if _MODULE not in content:  # what surely is damaged is refused before torch is imported, which takes 250 MiB
-        raise ValueError("it has no metadata of torch")
+        raise ValueError("not torch metadata")
     from stagereg.extensions.interop.torch_metadata import loads
 
     sizes: dict[str, int] = {}
