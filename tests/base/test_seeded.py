@@ -239,9 +239,9 @@ class Stream(IterableDataset[int]):
 def test_what_has_no_index_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"with __getitem__, got Stream: the samples of an iterable dataset have no"):
         stagereg.data.seeded(Stream())
-    with pytest.raises(ConfigError, match="whole number as seed, not 'a'"):
+    with pytest.raises(ConfigError, match="seed must be an integer, got 'a'"):
         stagereg.data.seeded(range(3), seed="a")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"whole numbers as indices, not \[1, 2\]"):
+    with pytest.raises(ConfigError, match=r"integer indices, got \[1, 2\]"):
         stagereg.data.seeded(range(3))[[1, 2]]  # type: ignore[index]
 
 

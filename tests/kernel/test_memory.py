@@ -153,7 +153,7 @@ def test_pageable_memory_is_logged_once_a_machine(
 
 class TestBlock:
     def test_the_error_for_too_much_memory_has_the_size(self) -> None:
-        with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
+        with pytest.raises(StagingError, match=r"cannot allocate 4294967296\.00 GiB of host memory"):
             Block(2**72 // 2**10, pin=False)
 
     @pytest.mark.parametrize("threads", [1, 3])

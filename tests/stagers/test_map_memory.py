@@ -127,9 +127,9 @@ def test_the_source_stays_and_what_makes_tensors_more_is_in_the_copy() -> None:
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "writes": (lambda x: x.mul_(2), "wrote into the state. Return a new tensor instead"),
-    "cuts": (lambda x: x[:-1], r"made a Tensor \[3\] of a Tensor \[4\]"),
-    "makes none": (lambda x: None, r"made None of a Tensor \[4\]"),
-    "packs": (lambda x: Codes(x.char(), x), r"made a Codes \[4\] of a Tensor \[4\]"),
+    "cuts": (lambda x: x[:-1], r"returned a Tensor \[3\] for a Tensor \[4\]"),
+    "makes none": (lambda x: None, r"returned None for a Tensor \[4\]"),
+    "packs": (lambda x: Codes(x.char(), x), r"returned a Codes \[4\] for a Tensor \[4\]"),
 }
 
 
