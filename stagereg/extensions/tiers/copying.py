@@ -1,7 +1,7 @@
-"""The thread of a process that copies parts to other machines, one after the other, beside training.
+"""The background thread of a process that sends parts to peer machines, one part at a time.
 
-It is there while there is something to copy. A machine that fails or refuses is passed over for the next candidate; too
-few copies are a warning and an event, and never stop training.
+The thread exists while parts wait for a copy. If a machine fails or refuses a part, the thread tries the next
+candidate. Too few copies cause a warning and an event, and never stop training.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stagereg.extensions.tiers.peer import Peer
 
 _log = logging.getLogger(__name__)
 
-_END_S = 2.0  # that a transfer takes to notice that it was ended
-_MANY = 5  # saves
+_END_S = 2.0  # seconds until an aborted transfer returns
+_MANY = 5  # saves without a complete copy that cause a warning
 
 
 class _Copying(NamedTuple):
@@ -37,20 +37,20 @@ class _Copying(NamedTuple):
 
 
 class CopyThread:
-    """Makes the copies of one process. Its methods are for the thread that saves, and raise nothing.
+    """Makes the peer copies of one process. The saver thread calls the methods; they do not raise.
 
-    ``connect`` takes the name of a machine; ``folder`` notes which machines have acknowledged a part, and ``copies`` is
-    how many others are to have each.
+    ``connect`` returns a connection to a machine by its name. ``folder`` records the machines that acknowledged a part.
+    ``copies`` is the number of peer copies of each part.
 
     Attributes:
-        copied: whether the last own part has as many copies as it should, or as there are machines, or is none.
+        copied: whether the last own part has ``copies`` copies, or one on each machine. True if there is no part.
     """
 
     def __init__(self, connect: Callable[[str], Peer], folder: MachineFolder, copies: int) -> None:
         self._connect, self._folder, self._copies = connect, folder, copies
         self._changed = threading.Condition()
         self._waiting: deque[_Copying] = deque()
-        self._thread: threading.Thread | None = None  # while there is something to do
+        self._thread: threading.Thread | None = None  # set while parts wait for a copy
         self._peers: dict[str, Peer] = {}
         self._failing: set[str] = set()
         self.copied = True
@@ -58,16 +58,16 @@ class CopyThread:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was submitted has not ended, well or badly."""
+        """Whether the thread still has a submitted part to copy."""
         return self._thread is not None
 
     def submit(self, part: Part, directory: str, machines: Sequence[str], have: Sequence[str] | None = None) -> None:
-        """Have a part copied; does not wait.
+        """Queue a part for copying, and return at once.
 
         Args:
-            part: which; complete on this machine, with its files in ``directory``.
-            machines: where it may go, the best first; as many as there should be copies, if they all work.
-            have: if copies of it were lost, the machines that still have one; ``None`` for an own part that is new.
+            part: a part that is complete on this machine, with its files in ``directory``.
+            machines: the candidate machines, the preferred ones first.
+            have: to restore lost copies, the machines that still have one; ``None`` for a new part of this rank.
         """
         copying = _Copying(part, directory, machines, have)
         with self._changed:
@@ -80,19 +80,19 @@ class CopyThread:
                 thread = threading.Thread(target=self._run, name="stagereg-tier-copy", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # while a process ends no thread can be started
+                except RuntimeError as error:  # Python cannot start a thread while the process exits
                     self._waiting.clear()
-                    _log.warning("stagereg: step %d is not copied: %s", part.save.step, error)
+                    _log.warning("stagereg: step %d was not copied to peer machines: %s", part.save.step, error)
                     return
                 self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is left to copy, no longer than that; return whether that is so."""
+        """Wait until all submitted parts are copied, at most ``seconds``; return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, seconds)
 
     def close(self, wait_s: float = 5.0) -> None:
-        """End: what was submitted has so long to be copied, then it is given up. Twice is harmless."""
+        """Stop the thread; after ``wait_s`` seconds abandon the parts that are not copied. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self._thread is None, wait_s)
@@ -122,7 +122,7 @@ class CopyThread:
                     self.copied = copied
 
     def _copy(self, copying: _Copying) -> bool:
-        """Return whether there are as many copies as there should be."""
+        """Return whether the part has the wanted number of copies."""
         done: list[str] = []
         for machine in copying.machines:
             if len(done) < self._wanted(copying) and self._send(copying, machine, done):
@@ -141,7 +141,7 @@ class CopyThread:
         except Exception as why:
             error = reason(why)
             if machine not in self._failing and not self._closed:
-                _log.warning("stagereg: %s has no copy of step %d: %s", machine, part.save.step, error)
+                _log.warning("stagereg: cannot copy step %d to %s: %s", part.save.step, machine, error)
             self._failing.add(machine)
         record.emit(
             "copy",
@@ -153,32 +153,32 @@ class CopyThread:
     def _peer(self, machine: str) -> Peer:
         with self._changed:
             if self._ended:
-                raise CheckpointError("the run has ended")
+                raise CheckpointError("this process is shutting down")
             if machine not in self._peers:
                 self._peers[machine] = self._connect(machine)
             return self._peers[machine]
 
 
 class CopyLag:
-    """Logs on rank 0 if the copies of a run do not keep up with its saves, and if they do again."""
+    """Logs on rank 0 when the peer copies of a run fall behind its saves, and when they catch up."""
 
     def __init__(self) -> None:
-        self._late, self._newest = 0, "no step of the tier is copied yet"
+        self._late, self._newest = 0, "no step of the local tier has all peer copies yet"
 
     def note_late(self, why: str) -> None:
-        """Another save begins, and the previous one is not copied, or none can begin, for this reason."""
+        """Record that a save began before the previous step had all peer copies; ``why`` is the reason."""
         self._late += 1
         if self._late == _MANY:
             _log.warning(
-                "stagereg: %s, and %d saves have begun since: %s. A machine that is lost now costs all steps since. "
-                "Look after the machines that have no copy, or raise %s.",
+                "stagereg: %s, and %d saves have begun since: %s. If a machine fails now, the run repeats all steps "
+                "since. Check the machines that have no copy, or increase %s.",
                 *(self._newest, self._late, why, option("tier.every")),
             )
 
     def note_copied(self, step: int | None) -> None:
-        """Another save begins, and this step is copied as often as it should be; ``None`` for the first save."""
+        """Record that ``step`` had all peer copies when a save began; ``None`` for the first save."""
         if self._late >= _MANY:
-            _log.info("stagereg: the copies of the tier keep up again: step %s is copied.", step)
+            _log.info("stagereg: the peer copies have caught up with the saves: step %s is copied.", step)
         self._late = 0
         if step is not None:
-            self._newest = f"step {step} is the newest that is copied in the tier"
+            self._newest = f"step {step} is the newest step of the local tier with all peer copies"

@@ -1,4 +1,4 @@
-"""``disk``: files on a disk of the machine's own, which outlive a reboot too."""
+"""``disk``: a tier on a local disk of each machine. Its files survive a reboot."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from stagereg.registry import register
 
 @register("tier", "disk")
 class DiskTier(Tier):
-    """Keeps steps on each machine's own disk, ``tier.dir``, written past the page cache and flushed."""
+    """Stores steps in ``tier.dir`` on a local disk of each machine, written with direct I/O and flushed."""
 
     durable = True
 
     def prepare(self) -> str:
-        """Make the folder and return it. Raises: ``OSError``; ``ConfigError`` if it is another user's."""
+        """Create the folder and return its path. Raises: ``OSError``; ``ConfigError`` if another user owns it."""
         return made(self.dir)

@@ -1,9 +1,9 @@
-"""The parts of one run that lie on one machine: those that its own ranks wrote, and copies of other machines'.
+"""The parts of one run on one machine: the parts that its ranks wrote, and copies of parts from other machines.
 
-All processes of the run on this machine use the same folder, ``<dir>/<run>``. A part is written beside and becomes
-complete with its manifest, in one step, so a process that dies leaves complete parts and what :meth:`sweep` removes.
-A save has a folder of its own, by its token: nothing is overwritten, and a process that still writes although its run
-has been started again writes where nobody looks.
+All processes of the run on this machine use the same folder, ``<dir>/<run>``. A part becomes complete when its
+manifest is renamed into place, atomically, so a process that dies leaves complete parts and files that :meth:`sweep`
+removes. Each save has its own folder, named by its token. So no save overwrites another, and a process that outlives
+the restart of its run writes into a folder that the new run does not read.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from stagereg.extensions.tiers.part import Part, SaveId, is_manifest, manifest_n
 
 _log = logging.getLogger(__name__)
 
-NOTE = RUN  # in the folder of the run, in the folder of the tier, and in the store
-BOOT = ".boot"  # notes since which boot the folder of a run is there, where files do not outlive one
+NOTE = RUN  # file in the folder of the run, in the folder of the tier, and in the checkpoint directory
+BOOT = ".boot"  # file with the id of the boot that made the folder of a run, if its files do not survive a reboot
 _COPIED = ".copied"
 _RECEIVED = ".received"
-_HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # a save that is being deleted
+_HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # folder of a save during its deletion
 _PRIVATE = 0o600
-_MANIFEST_BYTES = 1 << 28  # bound for the manifest of a part; a block of 4 MiB takes some ten bytes
+_MANIFEST_BYTES = 1 << 28  # maximum size of the manifest of a part; a block of 4 MiB takes about ten bytes
 
 
 class MachineFolder:
-    """Those of one run. Errors are ``OSError``.
+    """The folder of one run on this machine, with its parts. Errors are ``OSError``.
 
-    Others may be able to rename the folder, so what is read in it must be this user's, file by file.
+    Other users may be able to rename the folder, so each file is read only if this user owns the file.
 
     Args:
         root: the folder of the tier, for all runs.
-        run: the run's id.
-        durable: whether files are flushed, and so outlive a reboot; else what is from before one is void.
+        run: the id of the run.
+        durable: whether files are flushed, and so survive a reboot; otherwise a reboot voids the files.
     """
 
     def __init__(self, root: str, run: str, durable: bool) -> None:
         self.path, self._durable = f"{root}/{run}", durable
 
     def make(self, save: SaveId | None = None) -> None:
-        """Make the folder, and that of a save, also if it was deleted while the run continues.
+        """Create the folder of the run, and of ``save``, even if a program deleted the folder during the run.
 
-        Raises: ``CheckpointError`` if the folder is not this user's alone.
+        Raises: ``CheckpointError`` if another user owns the folder or may write to it.
         """
         make_private(self.path)
         if not self._durable and not os.path.lexists(f"{self.path}/{BOOT}"):
@@ -72,31 +72,31 @@ class MachineFolder:
                 os.mkdir(self.directory(save), 0o700)
 
     def prepare(self) -> None:
-        """Make the folder; delete what a reboot has made void. Raises as :meth:`make`."""
+        """Create the folder, and delete the saves that a reboot voided. Raises as :meth:`make`."""
         make_private(self.path)
         since = read_own(f"{self.path}/{BOOT}").decode(errors="replace")
         if not self._durable and since != boot_id():
             if since:
-                _log.warning("stagereg: %s is from before a reboot, and what was in memory then is void.", self.path)
+                _log.warning("stagereg: Deleted the steps in %s: they are from before a reboot.", self.path)
                 os.unlink(f"{self.path}/{BOOT}")
             self.delete((), keep=True)
         self.make()
 
     def directory(self, save: SaveId) -> str:
-        """Return the full path of the folder of a save; makes nothing."""
+        """Return the full path of the folder of a save, without creating it."""
         return f"{self.path}/{save.folder}"
 
     def parts(self) -> list[Part]:
-        """Return the complete parts, the latest first: all files are there, and have their sizes."""
+        """Return the complete parts, the latest first: all files exist and have the expected sizes."""
         found = [part for name in self._saves() for part in _parts_in(f"{self.path}/{name}")]
         return sorted(found, key=lambda each: (each.save.order, -each.rank), reverse=True)
 
     def find(self, save: SaveId, rank: int) -> Part | None:
-        """Return the part of a rank in a save, if it is here and complete."""
+        """Return the part of a rank in a save; ``None`` if the part is missing or incomplete on this machine."""
         return _complete_part(self.directory(save), manifest_name(rank))
 
     def complete(self, part: Part, received: bool = False) -> None:
-        """Make a part complete whose files are in :meth:`directory`, each flushed if this is durable."""
+        """Commit a part whose files are in :meth:`directory`, each file flushed if the tier is durable."""
         folder = self.directory(part.save)
         if received:
             with contextlib.suppress(FileExistsError):
@@ -107,27 +107,27 @@ class MachineFolder:
         failpoint("part")
 
     def note_copied(self, part: Part, machines: Sequence[str]) -> None:
-        """Note which machines have acknowledged a copy of an own part; the last call holds."""
+        """Replace the list of machines that acknowledged a copy of a part of this machine."""
         self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:
-        """Delete the folders of these saves, by :attr:`.SaveId.folder`; with ``keep`` all others. Raises nothing."""
+        """Delete the folders ``saves`` (:attr:`.SaveId.folder`); with ``keep`` all others. Does not raise."""
         with contextlib.suppress(OSError):
             for name in self._saves():
                 if (name in saves) != keep:
-                    gone = f"{self.path}/.{name}.tmp"  # in one step no part of it is complete any more
+                    gone = f"{self.path}/.{name}.tmp"  # the rename makes all parts incomplete atomically
                     with contextlib.suppress(OSError):
                         os.rename(f"{self.path}/{name}", gone)
                     discard(gone)
 
     def drop(self, save: SaveId, ranks: Collection[int]) -> None:
-        """Delete the parts of these ranks in a save: they are not what was staged."""
+        """Delete the corrupt parts of these ranks in a save."""
         for part in (self.find(save, rank) for rank in ranks):
             for name in () if part is None else (manifest_name(part.rank), *part.files):
                 discard(f"{self.directory(save)}/{name}")
 
     def sweep(self) -> None:
-        """Delete what dead processes have left half-written. For the process that holds the folder's lock."""
+        """Delete the incomplete files of dead processes. The caller must hold the lock of the folder."""
         for name in os.listdir(self.path):
             if _HIDDEN.fullmatch(name) or temporary_of(name) in (NOTE, BOOT):
                 discard(f"{self.path}/{name}")
@@ -142,7 +142,7 @@ class MachineFolder:
                 os.rmdir(folder)
 
     def remove(self) -> None:
-        """Delete all saves and notes, and the folder if nothing else is in it. For the process that holds the lock."""
+        """Delete all saves and records, and the folder if it is then empty. The caller must hold its lock."""
         self.delete((), keep=True)
         for name in (LOCK, NOTE, BOOT):
             discard(f"{self.path}/{name}")
@@ -159,44 +159,44 @@ class MachineFolder:
 
 
 def make_private(path: str) -> None:
-    """Make a folder for this user alone, if it does not exist.
+    """Create a folder that only this user may write to, if it does not exist.
 
     Raises:
-        CheckpointError: it exists, and is a link, another user's, or others may write to it.
-        OSError: it cannot be made.
+        CheckpointError: the path is a link, belongs to another user, or other users may write to it.
+        OSError: the folder cannot be created.
     """
     with contextlib.suppress(FileExistsError):
         os.makedirs(path, mode=0o700)
     found = os.lstat(path)
     cure = "Delete it"
     if not stat.S_ISDIR(found.st_mode):
-        why = "is a link, or not a folder"
+        why = "is a link or not a folder"
     elif found.st_uid != os.geteuid():
-        why = f"belongs to another user, {found.st_uid}"
+        why = f"belongs to another user (uid {found.st_uid})"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):04o})"
-        cure = f"If you trust what is in it, run `chmod go-w {shlex.quote(path)}`"
+        why = f"is writable by other users (mode {stat.S_IMODE(found.st_mode):04o})"
+        cure = f"If you trust its files, run `chmod go-w {shlex.quote(path)}`"
     else:
         return
     other = option("tier.dir", "PATH")
-    raise CheckpointError(f"{path} {why}, so what is in it may be forged. {cure}, or give this run another {other}.")
+    raise CheckpointError(f"{path} {why}, so its files may be forged. {cure}, or use another folder: {other}.")
 
 
 def read_own(path: str) -> bytes:
-    """Return the content of a note that this user wrote; empty if there is none. Raises as :func:`.read_small`."""
+    """Return the content of a file that this user owns; empty if it does not exist. Raises as :func:`.read_small`."""
     with contextlib.suppress(FileNotFoundError):
         return read_small(path, owner=os.geteuid())
     return b""
 
 
 def read_part(folder: str, name: str, owner: int | None = None) -> Part:
-    """Read the manifest of a part, which a user must own. Raises as :func:`.read_small`.
+    """Read the manifest of a part, which ``owner`` must own. Raises as :func:`.read_small`.
 
-    Raises: ``ValueError`` too, if it is invalid or has another save or rank.
+    Raises: ``ValueError`` too, if the manifest is invalid or is of another save or rank.
     """
     part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
-        raise ValueError("it is of another save or rank")
+        raise ValueError("the manifest is of another save or rank")
     return part
 
 
@@ -215,27 +215,27 @@ def _complete_part(folder: str, name: str) -> Part | None:
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise ValueError(f"{file} is not a regular file of this user")
             if found.st_size != known.nbytes:
-                raise ValueError(f"{file} has {found.st_size} of {known.nbytes} bytes")
+                raise ValueError(f"{file}: expected {known.nbytes} bytes, got {found.st_size}")
         return part
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        _log.warning("stagereg: %s/%s is passed over: %s", folder, name, error)
+        _log.warning("stagereg: Skipped %s/%s: %s", folder, name, error)
         return None
 
 
 def _is_save(name: str) -> bool:
-    """Whether a folder has the name of a save, which has a token."""
+    """Whether a folder name is the name of a save, with a token."""
     return step_of(name) is not None and name != plain_name(name)
 
 
 def names_part(name: str) -> bool:
-    """Whether a file is the manifest of a part, complete or damaged."""
+    """Whether a file is the manifest of a part, valid or corrupt."""
     return is_manifest(name) and not name.startswith(".") and not name.endswith((_COPIED, _RECEIVED))
 
 
 def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
-    """Return what is noted of the part with this manifest: where its copies are, and whether it is one."""
+    """Return, for the part with this manifest, the machines with a copy, and whether the part itself is a copy."""
     copied = ""
     try:
         copied = read_small(f"{folder}/{name}{_COPIED}").decode()

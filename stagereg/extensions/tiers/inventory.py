@@ -1,11 +1,11 @@
-"""Which steps there are: what all machines report, put together, and which of it is of this run as it is today.
+"""Merges the reports of all machines into the complete steps of the tier, and selects the steps valid for this run.
 
-A step is complete when each rank's part lies somewhere, be it on one machine or on as many as wrote it. So neither the
-number of machines nor who runs where matters, and a machine that comes back with old parts adds some and vetoes none.
+A step is complete when the part of each rank exists on some machine. So the number of machines and the placement of
+ranks do not matter, and a machine that returns with old parts only adds copies.
 
-*Branches.* Each start that restores, or begins anew, makes a new branch and notes from which step. What an earlier
-branch saved beyond that step was given up: it is void, wherever it lies and whoever brings it back. Within what is
-valid a later branch is newer, and in one branch a greater serial number. No clock is asked, and no step number alone.
+*Branches.* Each start of a run begins a new branch and records the step that the branch starts from. Steps that an
+earlier branch saved beyond that step are void, on every machine. Of two valid steps the step of the later branch is
+newer, and in one branch the step with the greater serial number. Clocks are not compared, nor step numbers alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.manifest import MOST, FileDigest, Manifest
 from stagereg.extensions.tiers.part import Part, SaveId
 
+ROLLED_BACK = "the run returned to an earlier step"
+
 
 @dataclass(frozen=True)
 class Lineage:
-    """The branches of a run: of each its number, the step that it began from, -1 for none, and the serial number of the
-    newest checkpoint that the store had then.
-
-    Branches that no longer make a difference are left out.
+    """The branches of a run. Each has a number, the step that the branch began from (-1 for none), and the serial
+    number of the newest checkpoint in the checkpoint directory at that time. Obsolete branches are omitted.
     """
 
     run: str
@@ -39,16 +39,16 @@ class Lineage:
         return self.branches[-1][0] if self.branches else 0
 
     def branched(self, step: int, stored: int = 0) -> Lineage:
-        """Return it with another branch, which begins from ``step``, where the store has come to ``stored``."""
+        """Return a lineage with a new branch from ``step``; ``stored`` is the newest serial number at that time."""
         kept = tuple(each for each in self.branches if each[1] < step)
         return Lineage(self.run, (*kept, (self.branch + 1, step, stored)))
 
     def branch_of(self, serial: int) -> int:
-        """Return the number of the branch in which the store's checkpoint with this serial number was committed."""
+        """Return the number of the branch that committed the checkpoint with this serial number."""
         return max((number for number, _, stored in self.branches if serial > stored), default=0)
 
     def is_valid(self, save: SaveId) -> bool:
-        """Whether a save is of this run, and no later branch has given it up."""
+        """Whether a save is of this run, and no later branch voided the save."""
         beyond = any(number > save.branch and save.step > step for number, step, _ in self.branches)
         return save.run == self.run and save.branch <= self.branch and not beyond
 
@@ -57,25 +57,25 @@ class Lineage:
 
     @classmethod
     def loads(cls, data: bytes) -> Lineage:
-        """Read that text. Raises: ``ValueError`` if it is none."""
+        """Parse the text of :meth:`dumps`. Raises: ``ValueError`` if the text is not a lineage."""
         try:
             read = json.loads(data)
             branches = tuple((number, step, stored) for number, step, stored in read["branches"])
             SaveId.of([read["run"], 0, 0, 0, "0" * 8, 1])
         except (RecursionError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"it is no lineage: {error}") from None
+            raise ValueError(f"invalid lineage: {error}") from None
         numbers = [each for branch in branches for each in branch]
         if any(type(each) is not int or not -1 <= each <= MOST for each in numbers) or [*branches] != sorted(branches):
-            raise ValueError("its branches are none")
+            raise ValueError(f"invalid lineage: branches must be a sorted list of integers in -1..{MOST}")
         return cls(read["run"], branches)
 
 
 class ReportedPart(NamedTuple):
-    """A part that a machine has, as it tells the others."""
+    """A part that a machine reports to the other machines."""
 
     save: SaveId
     rank: int
-    crc32: int  # of its manifest, which has the checksums of all blocks
+    crc32: int  # CRC-32 of the manifest, which has the checksums of all blocks
     files: tuple[tuple[str, FileDigest], ...]
 
 
@@ -88,7 +88,7 @@ def report(parts: Iterable[Part]) -> list[ReportedPart]:
 
 
 class TierStep(NamedTuple):
-    """A complete step: of each rank's part, in rank order, what it is and the machines that have it."""
+    """A complete step: in rank order, the part of each rank and the machines that store the part."""
 
     save: SaveId
     parts: tuple[tuple[ReportedPart, tuple[str, ...]], ...]
@@ -99,13 +99,13 @@ class TierStep(NamedTuple):
 
     @property
     def manifest(self) -> Manifest:
-        """What the manifest of a checkpoint with these files would be."""
+        """The manifest of a checkpoint with the files of this step."""
         return Manifest(self.save.step, self.save.world_size, self.save.serial, self.files, "dcp")
 
     def without(self, bad: Collection[tuple[str, int]]) -> TierStep:
-        """Return it without the copies that proved bad, by machine and the rank whose part it is.
+        """Return the step without corrupt copies, each given as (machine, rank of the part).
 
-        Where all of a part are, they stay: each may have what another one has not.
+        If all copies of a part are corrupt, all stay: each may have valid blocks that another copy lacks.
         """
         parts = enumerate(self.parts)
         return TierStep(
@@ -114,11 +114,11 @@ class TierStep(NamedTuple):
 
 
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[TierStep], list[str]]:
-    """Return the complete steps that are valid, the newest first, and a line on each other step.
+    """Return the complete and valid steps, the newest first, and a line of text about each other step.
 
     Args:
-        reports: of each machine, by its name.
-        lineage: of the run.
+        reports: the parts that each machine reports, by the name of the machine.
+        lineage: the branches of the run.
     """
     found: dict[SaveId, dict[int, dict[ReportedPart, list[str]]]] = defaultdict(lambda: defaultdict(dict))
     for machine, reported in reports.items():
@@ -128,10 +128,10 @@ def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tu
     for save, ranks in sorted(found.items(), key=lambda item: item[0].order, reverse=True):
         missing = [rank for rank in range(save.world_size) if rank not in ranks]
         if not lineage.is_valid(save):
-            others.append(f"step {save.step} of branch {save.branch}: given up when the run went back")
+            others.append(f"step {save.step} of branch {save.branch} is void: {ROLLED_BACK}")
         elif missing:
             some = ", ".join(map(str, missing[:4])) + (" and more" if len(missing) > 4 else "")
-            others.append(f"step {save.step}: no machine has what rank {some} wrote")
+            others.append(f"step {save.step} is incomplete: no machine has the part of rank {some}")
         else:
             chosen = [max(ranks[rank].items(), key=lambda item: len(item[1])) for rank in range(save.world_size)]
             complete.append(TierStep(save, tuple((part, tuple(sorted(machines))) for part, machines in chosen)))
@@ -141,10 +141,9 @@ def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tu
 def missing_copies(
     step: TierStep, partners: Mapping[str, Sequence[str]], copies: int
 ) -> dict[str, dict[int, list[str]]]:
-    """Return which machine is to send which rank's part where, so that each part has as many copies as it should.
+    """Return the copies to make so that each part has ``copies`` copies: by sender, then by rank of the part.
 
-    By sender, then by the part's rank. A part stays where it is; new copies go to the partners of the first machine
-    that has it.
+    Existing copies stay. New copies go to the partners of the first machine that has the part.
     """
     found: dict[str, dict[int, list[str]]] = defaultdict(dict)
     for rank, (_, machines) in enumerate(step.parts):
@@ -156,9 +155,9 @@ def missing_copies(
 
 
 def lineage_of(texts: Iterable[bytes], run: str = "") -> Lineage | None:
-    """Return the lineage that has come furthest, of what the store or machines have noted; ``None`` if there is none.
+    """Return the lineage with the newest branch among ``texts``; ``None`` if there is none.
 
-    What cannot be read, or is of another run than ``run``, is passed over.
+    Invalid texts are skipped, and lineages of another run than ``run``.
     """
     found: list[Lineage] = []
     for text in texts:

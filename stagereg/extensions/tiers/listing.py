@@ -1,7 +1,7 @@
-"""``stagereg ls`` and ``stagereg verify`` of a tier: which steps are on this machine, and where else.
+"""``stagereg ls`` and ``stagereg verify`` of a local tier: the steps on this machine, and the machines with copies.
 
-The folder is that of the tier (``tier.dir``), of one run in it, or of one step. What is shown is what this machine
-knows: it changes nothing, takes no lock and asks no other machine. A step that a run deletes meanwhile is left out.
+The argument is the folder of the tier (``tier.dir``), of one run in it, or of one step. The commands read only files of
+this machine, change nothing and take no lock. A step that a run deletes meanwhile is omitted.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from stagereg.checkpoint.format.manifest import FileDigest, step_of
 from stagereg.checkpoint.store.lock import Owner, holder
 from stagereg.errors import CheckpointError
 from stagereg.extensions.tiers.folder import BOOT, NOTE, names_part, notes_of_part, read_part
-from stagereg.extensions.tiers.inventory import Lineage, lineage_of
+from stagereg.extensions.tiers.inventory import ROLLED_BACK, Lineage, lineage_of
 from stagereg.extensions.tiers.part import TOKEN, Part, PartFile
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class _Part(NamedTuple):
-    """What this machine has of one rank."""
+    """The part of one rank on this machine."""
 
     part: Part | None  # None if its manifest is corrupt
     rank: int
     copied: tuple[str, ...]  # the machines that have acknowledged a copy
-    received: bool  # it is itself a copy, of a part that another machine wrote
-    time: float  # of its manifest, seconds since the epoch
-    damages: dict[str, str]  # what is wrong with files, by their names
+    received: bool  # whether the part is a copy of a part that another machine wrote
+    time: float  # modification time of the manifest, seconds since the epoch
+    damages: dict[str, str]  # name of a file -> reason why the file is corrupt or inaccessible
 
 
 class _Step(NamedTuple):
-    """What this machine has of one save: its folder, the parts by rank, and why it is void, if it is."""
+    """One save on this machine: its folder, its parts by rank, and why the step is void (empty if it is valid)."""
 
     path: str
     parts: list[_Part]
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
 
     @property
     def readable(self) -> Part | None:
-        """A part that can be read, which says what save it is."""
+        """A part with a valid manifest, which identifies the save."""
         return next((each.part for each in self.parts if each.part is not None), None)
 
     @property
@@ -62,7 +62,7 @@ class _Step(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The greater, the later it was saved; what cannot be read comes first."""
+        """The sort key: greater for later saves, greatest for steps without a valid manifest."""
         return (1 << 62, self.step) if self.readable is None else self.readable.save.order
 
     @property
@@ -75,7 +75,7 @@ class _Step(NamedTuple):
 
     @property
     def state(self) -> str:
-        """``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written``: some part is here alone."""
+        """``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written`` (a part has no copy)."""
         if damages := self.damages.values():
             return "unclear" if all(isinstance(what, InaccessibleFile) for what in damages) else "corrupt"
         if self.void or not self.parts:
@@ -84,7 +84,7 @@ class _Step(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What this machine has of one run, the latest step first, and the process that holds it now."""
+    """One run on this machine: its steps, the latest first, and the process that holds its lock now."""
 
     path: str
     steps: list[_Step]
@@ -98,7 +98,7 @@ class _Run(NamedTuple):
 
 
 def list_steps(asked: argparse.Namespace) -> int | None:
-    """Print the steps of a tier and return 0; ``None`` if ``asked.directory`` is none."""
+    """Print the steps of a tier and return 0; return ``None`` if ``asked.directory`` is not a tier."""
     runs = _runs(asked.directory, asked.verify)
     if not runs:
         return None
@@ -117,33 +117,32 @@ def list_steps(asked: argparse.Namespace) -> int | None:
 
 
 def verify_steps(asked: argparse.Namespace) -> int | None:
-    """Print what is wrong with the steps of a tier; return 0 if nothing is, else 1; ``None`` as above.
+    """Print the result of verifying the steps of a tier; return 0 if all are valid, otherwise 1.
 
-    Raises:
-        CheckpointError: it has no step.
+    Return ``None`` if ``asked.directory`` is not a tier. Raises: ``CheckpointError`` if the tier has no step.
     """
     runs = _runs(asked.directory, not asked.fast)
     if not runs:
         return None
     steps = [step for run in runs for step in run.steps if step.parts]
     if not steps:
-        raise CheckpointError(f"The tier in {asked.directory} has no complete part of a step on this machine.")
+        raise CheckpointError(f"The local tier in {asked.directory} has no complete part of a step on this machine.")
     bad = sum(bool(each.damages) for each in steps)
     if asked.json:
         how, found = "fast" if asked.fast else "full", [_plain(each) for each in runs]
         output.as_json({"tier": os.path.realpath(asked.directory), "verify": how, "runs": found})
         return int(bad > 0)
-    columns = ("step", "branch", "files", "size", "ranks here", "state", "what is wrong")
+    columns = ("step", "branch", "files", "size", "ranks here", "state", "reason")
     for run in runs:
         wrong = [(each, "\n".join(f"{name}: {what}" for name, what in each.damages.items())) for each in run.steps]
-        rows = [(*_cells(each, columns[:-1], run, good="good"), text) for each, text in wrong if each.parts]
+        rows = [(*_cells(each, columns[:-1], run, good="valid"), text) for each, text in wrong if each.parts]
         output.table(f"{run.path}: on this machine", columns, rows, verdict="state")
         output.echo()
-    how = "By manifests and sizes, no content was read" if asked.fast else "The content of every block was read"
-    count = f"{len(steps)} step{'' if len(steps) == 1 else 's'}, {f'{bad} not' if bad else 'all'} good."
+    how = "Checked manifests and file sizes only" if asked.fast else "Read every block"
+    count = f"{len(steps)} step{'' if len(steps) == 1 else 's'}, {f'{bad} not' if bad else 'all'} valid."
     output.echo(f"{how}: {count}", "bold red" if bad else "")
     if bad:
-        output.echo("A run takes each block that is not good here from another machine, or goes on from another step.")
+        output.echo("A restore reads corrupt or missing blocks from another machine, or resumes from another step.")
     return int(bad > 0)
 
 
@@ -193,7 +192,7 @@ def _cells(step: _Step, columns: Sequence[str], run: _Run, good: str = "") -> li
 
 
 def _more(step: _Step) -> str:
-    """Return why a step is void or what is wrong with it, and where else its parts are."""
+    """Return why a step is void or corrupt, and the machines that have copies of its parts."""
     where: dict[str, list[int]] = defaultdict(list)
     for each in step.parts:
         copied = f"copied to {', '.join(each.copied)}" if each.copied else ""
@@ -204,17 +203,17 @@ def _more(step: _Step) -> str:
 
 
 def _judgement(run: _Run) -> str:
-    """Return what the loss of this machine would cost, as far as it knows itself."""
+    """Return which step survives a failure of this machine, as recorded on this machine."""
     newest, copied = run.newest("copied", "written"), run.newest("copied")
     if newest is None:
-        return "No step is whole here that the run may go on from."
+        return "This machine has no complete step that the run can resume from."
     if copied is None:
-        return f"None is copied: step {newest.step} does not survive the loss of this machine."
-    return f"The newest step that survives the loss of this machine is {copied.step}; the newest one is {newest.step}."
+        return f"No step has peer copies: step {newest.step} does not survive a failure of this machine."
+    return f"The newest step is {newest.step}. The newest that survives a failure of this machine is {copied.step}."
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in order as ``0-3, 8``."""
+    """Return a sorted list of ranks as text, such as ``0-3, 8``."""
     runs = [[rank for _, rank in group] for _, group in groupby(enumerate(ranks), key=lambda each: each[1] - each[0])]
     return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in runs)
 
@@ -224,13 +223,13 @@ def _age(seconds: float) -> str:
     return f"{max(0, seconds) / size:.0f} {unit}"
 
 
-# -- what is on this machine
+# -- reading the folders of this machine
 
 
 def _runs(target: str, content: bool) -> list[_Run]:
-    """Return what is in the folder of a tier, of one run in it, or of one step of that; nothing if it is none.
+    """Return the runs in the folder of a tier, of one run in it, or of one step; an empty list for other folders.
 
-    With ``content`` the content of every file is read. Raises: ``CheckpointError``: it cannot be listed.
+    With ``content``, read every file. Raises: ``CheckpointError`` if the folder cannot be listed.
     """
     look = (lambda path: output.progress(f"reading {path}")) if content else None
     path = os.path.realpath(target)
@@ -246,13 +245,13 @@ def _runs(target: str, content: bool) -> list[_Run]:
             return []
         return [_run(each, os.listdir(each), look) for name in names if _is_run(each := f"{path}/{name}")]
     except OSError as error:
-        raise CheckpointError(f"{target} could not be looked at: {error}") from error
+        raise CheckpointError(f"cannot list {target}: {error}") from error
     finally:
         output.progress()
 
 
 def _is_run(path: str) -> bool:
-    """Whether a folder is that of one run: it has the run's id for a name, and notes of the run or a part."""
+    """Whether a folder is the folder of one run: named by a run id, with the file of the run or with a part."""
     if not TOKEN.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
         return False
     names = os.listdir(path)
@@ -270,7 +269,7 @@ def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> _
 
 
 def _note(path: str) -> bytes:
-    """Return the content of a note of any user; empty if it cannot be read."""
+    """Return the content of a small file of any user; empty if the file cannot be read."""
     try:
         return read_small(path)
     except UnfitFileError as error:
@@ -288,14 +287,14 @@ def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], o
         found = [_part(path, name, look is not None) for name in os.listdir(path) if names_part(name)]
     step = _Step(path, sorted((each for each in found if each), key=lambda each: each.rank), "")
     if boot and boot != boot_id():
-        return step._replace(void="from before a reboot")
+        return step._replace(void="saved before a reboot")
     if step.readable is not None and lineage is not None and not lineage.is_valid(step.readable.save):
-        return step._replace(void="given up when the run went back")
+        return step._replace(void=ROLLED_BACK)
     return step
 
 
 def _part(folder: str, name: str, content: bool) -> _Part | None:
-    """Look at a part; ``None`` if it was deleted meanwhile."""
+    """Check a part; return ``None`` if another process deleted the part meanwhile."""
     part, rank, damages, changed = None, int(name.split("-")[1].split(".")[0]), {}, 0.0
     try:
         changed = os.stat(f"{folder}/{name}").st_mtime
@@ -303,7 +302,7 @@ def _part(folder: str, name: str, content: bool) -> _Part | None:
     except OSError as error:
         damages[name] = damage_of(error)
     except (ValueError, TypeError) as error:
-        damages[name] = f"damaged: {error}"
+        damages[name] = f"corrupt: {error}"
     for file, known in {} if part is None else part.files.items():
         if what := _damage(f"{folder}/{file}", known, content):
             damages[file] = what
@@ -313,17 +312,17 @@ def _part(folder: str, name: str, content: bool) -> _Part | None:
 
 
 def _damage(path: str, known: PartFile, content: bool) -> str:
-    """Return what is wrong with a file; nothing if it is what was staged."""
+    """Return why a file is corrupt or inaccessible; empty if the file matches its checksums."""
     try:
         about = os.lstat(path)
         if not stat.S_ISREG(about.st_mode):
-            return "no regular file"
+            return "not a regular file"
         if wrong := difference(FileDigest(known.nbytes, 0), about.st_size):
             return wrong
         with open(path, "rb", opener=open_regular) as file:
             for number, expected in enumerate(known.blocks) if content else ():
                 if (found := crc32(file.read(len(known.block(number))))) != expected:
-                    return f"flipped bits in block {number}: its CRC-32 is {found:08x} and was {expected:08x}"
+                    return f"CRC-32 mismatch in block {number}: expected {expected:08x}, got {found:08x}"
     except OSError as error:
         return damage_of(error)
     return ""

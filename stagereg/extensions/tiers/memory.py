@@ -1,4 +1,4 @@
-"""``memory``: files in the shared memory of the machine, which outlive the process and its launcher, not a reboot."""
+"""``memory``: a tier in the shared memory of each machine. Its files survive processes and launchers, not a reboot."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from stagereg.errors import ConfigError
 from stagereg.extensions.tiers.tier import Tier, available_memory, made
 from stagereg.registry import register
 
-_RESERVE_BYTES = 1 << 29  # that stay for the program
+_RESERVE_BYTES = 1 << 29  # memory left to the program
 
 
 @register("tier", "memory")
 class MemoryTier(Tier):
-    """Keeps steps in memory, as files of ``/dev/shm``: the fastest to write and to come back from.
+    """Stores steps in memory, as files in ``/dev/shm``: the fastest tier to save to and to restore from.
 
-    They are there after a crash, a kill and a new launcher on the same machine. A reboot ends them, and where ``dir``
-    goes with a container or a Slurm job, its end. A machine needs room for ``keep`` times ``1 + copies`` of its share
-    of the state.
+    The files survive a crash, a kill and a new launcher on the same machine. A reboot deletes the files; so does the
+    end of a container or Slurm job that owns ``dir``. A machine needs memory for ``keep`` times ``1 + copies`` of its
+    share of the state.
 
     Args:
-        dir: a folder in memory; by default one of this user in ``/dev/shm``.
-        every: as of :class:`.Tier`, and so are the others.
+        dir: a folder in memory; by default a folder of this user in ``/dev/shm``.
+        every: see :class:`.Tier`, also for the other arguments.
     """
 
     durable = False
@@ -45,20 +45,20 @@ class MemoryTier(Tier):
         super().__init__(own if dir is None else dir, every, copies, keep, domain, host_memory)
 
     def prepare(self) -> str:
-        """Make the folder and return it. Raises: ``ConfigError`` if it is not in memory; ``OSError``."""
+        """Create the folder and return its path. Raises: ``ConfigError`` if it is not in memory; ``OSError``."""
         folder = made(self.dir)
         if (kind := file_system(Path(folder))) not in ("tmpfs", "ramfs", ""):
             disk = choice("tier", "disk", dir=folder)
             raise ConfigError(
-                f"{option('tier.dir', folder)} is on {kind}, not in memory: choose {disk}, or a folder of a tmpfs."
+                f"{option('tier.dir', folder)} is on {kind}, not in memory. Use {disk}, or a folder on a tmpfs."
             )
         return folder
 
     def lacking(self, nbytes: int) -> str:
-        """Return why so many more bytes do not fit, be it into the folder or into memory."""
+        """Return why ``nbytes`` more do not fit into the folder or into memory; empty if they fit."""
         if why := super().lacking(nbytes):
             return why
         room = available_memory()
         if nbytes + _RESERVE_BYTES > room:
-            return f"this machine has {size_text(max(room, 0))} of memory left, and {size_text(nbytes)} are needed"
+            return f"a save needs {size_text(nbytes)}, and this machine has {size_text(max(room, 0))} of free memory"
         return ""

@@ -1,7 +1,7 @@
-"""The tier of a run, as one rank holds it: its machine's folder, what serves and sends, and what the ranks agree on.
+"""The local tier of a run on one rank: the folder of the machine, the server, the copy thread, and the agreements.
 
-Every rank has one and makes the same calls in the same order. On each machine the lowest of its ranks, its *leader*,
-holds the folder's lock, sweeps it, and reports what lies there.
+Every rank has a :class:`LocalTier` and makes the same calls in the same order. On each machine the lowest rank, the
+*leader*, holds the lock of the folder, deletes leftovers, and reports the parts in the folder.
 """
 
 from __future__ import annotations
@@ -42,68 +42,68 @@ from stagereg.extensions.tiers.tier import Tier
 _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 32
-_SHOWN = 4  # machines that a line names
+_SHOWN = 4  # machines named in a log line
 
 
 class Site(NamedTuple):
-    machine: str  # what tells machines apart
+    machine: str  # unique id of the machine
     host: str
     domain: str
-    address: tuple[str, int]  # of its server
+    address: tuple[str, int]  # host and port of the part server of the rank
 
 
 class _Setup(NamedTuple):
-    root: str  # the folder of the tier on its machine
-    first: str  # that on rank 0's
+    root: str  # the folder of the tier on the machine of this rank
+    first: str  # the folder of the tier on the machine of rank 0
     run: str
     secret: bytes
 
 
 class _RankParts(NamedTuple):
-    """What a rank tells of its parts when another save begins, by the folders of their saves."""
+    """The parts that a rank reports when a save begins, by the folders of their saves."""
 
-    busy: bool  # it still sends copies
-    whole: tuple[str, ...]  # complete, in the order in which they were saved
-    copied: tuple[str, ...]  # of these: as often as it should be
+    busy: bool  # whether the rank still sends copies
+    whole: tuple[str, ...]  # complete parts, in save order
+    copied: tuple[str, ...]  # complete parts with all peer copies
 
 
 class _SaveRound(NamedTuple):
-    """What the ranks have agreed on for one save of the tier."""
+    """The agreement of the ranks on one save of the tier."""
 
     save: SaveId
-    stay: frozenset[str]  # folders of saves that stay; all others go before anything is written
+    stay: frozenset[str]  # folders of retained saves; all others are deleted before the save writes
 
 
 class LocalTier:
-    """The tier of one run. Constructing it is collective, and so is what says so.
+    """The local tier of one run. The constructor is collective.
 
     Args:
-        tier: what was chosen.
-        ranks: who saves together; a group of its own.
-        store: the store of the run, in which rank 0 notes the run's id and branches.
-        shared: whether that lasts; else each machine notes them for itself, in the folder of the tier.
+        tier: the tier of the config.
+        ranks: the ranks that save together, in a process group of their own.
+        store: the checkpoint directory of the run, in which rank 0 records the run id and its branches.
+        shared: whether ``store`` is a checkpoint directory; otherwise each machine records them in the tier's folder.
 
     Attributes:
-        folder: this machine's parts.
+        folder: the parts on this machine.
         here: the name of this machine.
-        leads: whether this rank is the lowest of its machine.
-        ranks_here: how many ranks this machine has.
-        machines: the names of all.
+        leads: whether this rank is the lowest rank of its machine.
+        ranks_here: the number of ranks on this machine.
+        machines: the names of all machines.
 
     Raises:
-        CheckpointError: on all ranks: a machine's folder cannot be made, or another process of the run holds it.
+        CheckpointError: on all ranks, a folder cannot be created, or another process of the run holds its lock.
     """
 
     def __init__(self, tier: Tier, ranks: RankGroup, store: CheckpointStore, shared: bool = True) -> None:
         self.tier, self._ranks, self._store, self.shared = tier, ranks, store, shared
         self._server: PartServer | None = None
         self._lock: StoreLock | None = None
-        self._whole: list[SaveId] = []  # whose parts of this rank are complete, the newest last
-        self._copied: set[str] = set()  # the folders of those that are copied as often as they should be
-        self._origin: int | None = -1  # the step that this run goes on from, -1 for none, until it saves
+        self._whole: list[SaveId] = []  # saves with a complete part of this rank, the newest last
+        self._copied: set[str] = set()  # folders of the saves in _whole with all peer copies
+        self._origin: int | None = -1  # the step that this run resumes from, -1 for none; None after the first save
         self._serial = 0
         self._lag = CopyLag()
-        self._is_over = False  # nothing of the run is needed here any more
+        self._is_over = False  # whether close() deletes the parts of the run
         failing = f"{option('tier.dir', tier.dir)} cannot be used"
         agreed = ranks.round_trip(failing, self._prepare, self._agree, ranks.limit)
         self.folder = MachineFolder(agreed.root, agreed.run, tier.durable)
@@ -114,14 +114,14 @@ class LocalTier:
             self._threads = CopyThread(self._connect, self.folder, tier.copies)
             texts = ranks.run_on_all(failing, self._begin)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         self._lineage = inventory.lineage_of(chain(*texts), agreed.run) or Lineage(agreed.run)
 
     # -- starting
 
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
-        """Make the folder of the tier; return its path, what is noted of this run, and a secret for it."""
+        """Create the folder of the tier; return its path, the recorded lineages of this run, and a new secret."""
         root = self.tier.prepare()
         known: list[bytes] = []
         if not self.shared:
@@ -131,19 +131,18 @@ class LocalTier:
         return root, known, secrets.token_bytes(_SECRET_BYTES)
 
     def _stored(self) -> list[bytes]:
-        """Return the note of this run in the store, which lasts."""
+        """Return the lineage of this run in the checkpoint directory."""
         return _noted(f"{self._store.root}/{NOTE}", lambda _: self._store.note(NOTE, needed=True), "")
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Setup]:
-        """Return, on rank 0, each rank's folder, the run's id, which is new if nobody knows it, and its secret."""
+        """Return, on rank 0, the folder of each rank, the run id (new if no rank has recorded one) and the secret."""
         lineages = [inventory.lineage_of(known) for _, known, _ in found]
         runs = {each.run: name_ranks([rank]) for rank, each in enumerate(lineages) if each is not None}
-        if len(runs) > 1:  # each could be the one that is meant, and its state would be taken for that of this run
+        if len(runs) > 1:  # a guess could restore the state of another run
             raise CheckpointError(
-                f"without {option('checkpoint.dir')} {NOTE} in that folder says which run this is, and another run has "
-                f"left its own: {' and '.join(runs.values())} have different ones. Delete it where it is of another "
-                "run, or "
-                f"give this run a folder of its own, {option('tier.dir', 'PATH')}."
+                f"{' and '.join(runs.values())} have {NOTE} files of different runs. Without "
+                f"{option('checkpoint.dir')} this file identifies the run. Delete {NOTE} on the machines that have it "
+                f"from another run, or use a separate folder for this run: {option('tier.dir', 'PATH')}."
             )
         lineage = inventory.lineage_of(text for _, known, _ in found for text in known)
         if lineage is None:
@@ -157,11 +156,11 @@ class LocalTier:
         self.folder.make()
         self._server = PartServer(self.folder, self._secret, self.tier.durable, self.lacking)
         there = os.stat(self.folder.path)
-        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # who shares the folder
+        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # same folder, same id
         return Site(machine, socket.gethostname(), self.tier.domain or boot_id(), self._server.address)
 
     def _place(self, sites: Sequence[Site]) -> None:
-        """Know who is where, and who gets this machine's copies."""
+        """Store the placement of the ranks, and the machines that receive the copies of this machine."""
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, site in enumerate(sites):
             ranks_of[site.machine].append(rank)
@@ -176,7 +175,7 @@ class LocalTier:
         self._partners = partners(machines, self.tier.copies)
 
     def _begin(self) -> list[bytes]:
-        """Take this machine's folder, clear it, and return what is noted of the run's branches."""
+        """Lock the folder of this machine, delete leftovers, and return the recorded lineages."""
         texts = self._stored() if self._ranks.rank == 0 and self.shared else []
         if self.leads:
             self._lock = StoreLock(self.folder.path)
@@ -189,33 +188,33 @@ class LocalTier:
         return texts
 
     def _connect(self, machine: str) -> Peer:
-        """Return a connection to a machine: to one of its ranks, so that theirs share the work."""
+        """Return a connection to one rank of a machine; the choice spreads the load over the ranks of the machine."""
         ranks = self._ranks_on[machine]
         address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
         return Peer(address, self._secret)
 
     def lacking(self, nbytes: int) -> str:
-        """Return why so many more bytes do not fit on this machine; nothing if they do."""
+        """Return why ``nbytes`` more do not fit on this machine; empty if they fit."""
         bound = self.tier.host_memory
         if bound is not None and (used := sum(each.nbytes for each in self.folder.parts())) + nbytes > bound:
             limit = option("tier.host_memory", str(bound))
-            return f"{limit} would be passed: {size_text(used)} are there, {size_text(nbytes)} more come"
+            return f"a save needs {size_text(nbytes)}, and {size_text(used)} of {limit} are used"
         return self.tier.lacking(nbytes)
 
     # -- branches
 
-    def go_on_from(self, step: int | None) -> None:
-        """The run goes on from ``step``, ``None`` from the beginning; what is beyond it is void once it saves."""
+    def resume_from(self, step: int | None) -> None:
+        """Set the step that the run resumes from, ``None`` for none. The next save voids all later steps."""
         self._origin = -1 if step is None else step
 
     def _begin_branch(self, step: int) -> None:
-        """Void what was saved beyond ``step``. Collective."""
+        """Begin a branch from ``step``, which voids all later steps. Collective."""
 
         def newest() -> int:
             there = self._store.checkpoints()[0] if self._ranks.rank == 0 else []
             return max((each.manifest.serial for each in there), default=0)
 
-        failing = "The tier could not note where this run goes on from"
+        failing = f"Cannot record in the local tier that this run resumes from step {step}"
         stored = self._ranks.run_on_all(failing, newest)[0]
         self._lineage = self._lineage.branched(step, stored)
         self._serial, self._origin = 0, None
@@ -233,7 +232,7 @@ class LocalTier:
     # -- saving, on the background thread
 
     def begin_save(self, step: int) -> SaveId | None:
-        """Agree on a save of the tier, and make room for it; ``None`` while copies are still being sent. Collective."""
+        """Agree on a save and delete older steps for it; ``None`` while a rank still sends copies. Collective."""
         if self._origin is not None:
             self._begin_branch(self._origin)
 
@@ -262,7 +261,7 @@ class LocalTier:
         self._serial += 1
         self._whole = [each for each in self._whole if each.folder in turn.stay]
         self._copied &= turn.stay
-        with contextlib.suppress(OSError, CheckpointError):  # writing shows it, on all ranks
+        with contextlib.suppress(OSError, CheckpointError):  # the write then fails, and reports it on all ranks
             self.folder.make(turn.save)
             if self.leads and not os.path.exists(f"{self.folder.path}/{NOTE}"):  # the folder was deleted
                 self._note()
@@ -271,11 +270,11 @@ class LocalTier:
         return turn.save
 
     def end_save(self, part: Part) -> None:
-        """This rank's part is written, and so is every other's: complete it, and have it copied."""
+        """Commit the part of this rank, after all ranks have written their parts, and queue its peer copies."""
         try:
             self.folder.complete(part)
         except OSError as error:
-            _log.warning("stagereg: step %d is not complete in the tier: %s", part.save.step, error)
+            _log.warning("stagereg: cannot complete step %d in the local tier: %s", part.save.step, error)
             return
         self._whole.append(part.save)
         self._threads.submit(part, self.folder.directory(part.save), self._partners[self.here])
@@ -283,7 +282,7 @@ class LocalTier:
     # -- restoring
 
     def steps(self) -> list[TierStep]:
-        """Return the complete steps that this run may go on from, the newest first. Collective."""
+        """Return the complete steps that this run can resume from, the newest first. Collective."""
 
         def look() -> tuple[str, list[inventory.ReportedPart]]:
             return self.here, inventory.report(self.folder.parts()) if self.leads else []
@@ -292,26 +291,26 @@ class LocalTier:
             reports = {machine: parts for machine, parts in found if parts}
             complete, others = inventory.steps(reports, self._lineage)
             for line in others:
-                _log.info("stagereg: in the tier: %s", line)
+                _log.info("stagereg: Skipped a step of the local tier: %s", line)
             return [complete] * len(found)
 
-        return self._ranks.round_trip("What is in the tier could not be listed", look, decide, self._ranks.limit)
+        return self._ranks.round_trip("Cannot list the steps of the local tier", look, decide, self._ranks.limit)
 
     def path_of(self, step: TierStep) -> str:
-        """Return the folder of a step on rank 0's machine, by which all ranks name it."""
+        """Return the path of a step: its folder on the machine of rank 0, the same path on all ranks."""
         return f"{self._path}/{step.save.folder}"
 
     def names(self, path: str) -> bool:
-        """Whether a path is that of a step in the tier, which may be there no more; the same on all ranks."""
+        """Whether a path is the path of a step of the tier, existing or not; the same result on all ranks."""
         return os.path.dirname(os.path.abspath(path)) == self._path
 
     def branch_of(self, serial: int) -> int:
-        """Return in which branch of the run a checkpoint of the store was committed, by its serial number."""
+        """Return the branch that committed the checkpoint with a serial number in the checkpoint directory."""
         return self._lineage.branch_of(serial)
 
     @contextlib.contextmanager
     def reading(self, step: TierStep) -> Iterator[StepReader]:
-        """Read a step on this rank; connections are closed afterwards."""
+        """Yield a reader of a step for this rank, and close its connections afterwards."""
         with contextlib.ExitStack() as closing:
 
             @functools.cache
@@ -323,24 +322,23 @@ class LocalTier:
             yield closing.enter_context(StepReader(step, self.folder, self.here, connect))
 
     def restored(self, step: TierStep, found: Sequence[Found]) -> None:
-        """Make the copies again that a restored step lacks, before anything else is sent. Collective.
+        """Delete corrupt copies of a restored step, and queue its missing copies before any other. Collective.
 
-        Older steps stay until another save begins, when they are made. ``found`` is what each rank has found, in rank
-        order.
+        ``found`` is the :class:`.Found` of each rank, in rank order. Older steps stay until the next save begins.
         """
         own = found[self._ranks.rank]
         if self._ranks.rank == 0:
             total = sum((each.sources for each in found), Counter[str]())
             sources = ", ".join(f"{size_text(nbytes)} from {machine}" for machine, nbytes in total.most_common(_SHOWN))
-            more = f" and {len(total) - _SHOWN} machines more" if len(total) > _SHOWN else ""
-            _log.info("stagereg: step %d was read in the tier: %s%s", step.save.step, sources, more)
+            more = f" and {len(total) - _SHOWN} more machines" if len(total) > _SHOWN else ""
+            _log.info("stagereg: Read step %d from the local tier: %s%s.", step.save.step, sources, more)
         record.emit("restored", step=step.save.step, branch=step.save.branch, sources=dict(own.sources))
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
         gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
-        # A machine does not take a part that it has, so the ranks delete all corrupt copies before they send any.
+        # A machine refuses a part that it already has, so the ranks delete all corrupt copies before they send any.
         drop = functools.partial(self.folder.drop, step.save, gone if self.leads else [])
-        self._ranks.run_on_all("Corrupt copies in the tier could not be deleted", drop)
+        self._ranks.run_on_all("Cannot delete corrupt copies of the local tier", drop)
         self._whole = [step.save]
         if self.leads:
             wanted = inventory.missing_copies(step, self._partners, self.tier.copies)
@@ -353,20 +351,20 @@ class LocalTier:
     # -- ending
 
     def wait_for_copies(self) -> None:
-        """Wait until every rank has made its copies, or cannot. Collective. Raises: ``CheckpointError``."""
+        """Wait until every rank has made its copies, or failed to. Collective. Raises: ``CheckpointError``."""
         limit_s = 0.9 * self._ranks.limit.total_seconds()
-        self._ranks.run_on_all("The last step may not be copied in the tier", lambda: self._threads.wait(limit_s))
+        self._ranks.run_on_all("The last step may lack peer copies", lambda: self._threads.wait(limit_s))
 
     def clear(self) -> None:
-        """Have :meth:`close` delete what this machine has: the run has come to its end, and the store has all of it."""
+        """Make :meth:`close` delete the parts on this machine: the checkpoint directory has the last step."""
         self._is_over = True
 
     def close(self) -> None:
-        """End all threads and let go of the folder. Twice is harmless."""
+        """Stop all threads and release the lock of the folder. Idempotent."""
         self._threads.close()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._server is not None:
             self._server.close()
         if self._lock is not None:
@@ -377,30 +375,30 @@ class LocalTier:
 
 
 def _in_common(ranks: Sequence[_RankParts]) -> tuple[list[str], list[str]]:
-    """Return the folders of saves that are complete on all ranks, in their order, and of these the copied ones."""
+    """Return the folders of saves that are complete on all ranks, in order, and of these the copied ones."""
     whole = [each for each in ranks[0].whole if all(each in rank.whole for rank in ranks)]
     return whole, [each for each in whole if all(each in rank.copied for rank in ranks)]
 
 
 def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence[str]:
-    """Return the folders of saves that stay when another one begins: the newest, and at least one that is copied."""
-    if whole and copied and whole[-1] not in copied:  # it could not be copied, and goes before one that is
+    """Return the folders of saves to retain when a save begins: the newest saves, at least one with all copies."""
+    if whole and copied and whole[-1] not in copied:  # the newest copies failed: retain the last copied step instead
         return copied[-1:]
     return whole[-max(most - 1, 1) :]
 
 
 def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tier.dir") -> list[bytes]:
-    """Return the note of a run, if it exists. Raises: ``CheckpointError`` if it is something else; ``OSError``.
+    """Return the recorded lineage of a run, if the file exists. Raises: ``CheckpointError`` if invalid; ``OSError``.
 
-    Without this note the run would not find its steps, so it is not skipped as other notes are.
+    Without the lineage the run would not find its steps, so an invalid file is an error and is not skipped.
     """
     try:
         if text := read(path):
             Lineage.loads(text)
         return [text] if text else []
     except (UnfitFileError, ValueError) as error:
-        more = f", or give this run another {option(other, 'PATH')}" if other else ""
+        more = f", or use another folder: {option(other, 'PATH')}" if other else ""
         raise CheckpointError(
-            f"{path}, which notes the run and its branches, cannot be used: {getattr(error, 'strerror', error)}. Bring "
-            f"it back from a copy. Or delete it{more}: the run may then not find the steps in its tier."
+            f"{path} identifies the run and its branches, and is unusable: {getattr(error, 'strerror', error)}. "
+            f"Restore the file from a backup. Or delete it{more}; the run may then not find the steps of its tier."
         ) from error

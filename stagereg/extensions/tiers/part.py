@@ -1,8 +1,8 @@
-"""What one rank has written in one save: a *part*, the unit in which tiers keep, copy and check a step.
+"""A *part*: the files that one rank writes in one save. Tiers store, copy and verify a step part by part.
 
-A part is complete or absent, as a checkpoint is: its own small manifest is written last. It has the checksum of each
-block of each file, taken of the staged bytes as they were written. They go wherever the part goes, so whoever reads or
-receives any block compares it with what was staged.
+A part is complete or absent, as a checkpoint is: its small manifest is written last. The manifest has the checksum of
+each block of each file, computed from the staged bytes during the write. The manifest is copied with the part, so each
+reader and receiver of a block compares the block with the staged bytes.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ _MOST_RANKS = 1 << 24
 
 
 class SaveId(NamedTuple):
-    """One save of all ranks. Equal steps are no proof: after a rollback a step is saved again."""
+    """One save of all ranks. The step alone does not identify a save: after a rollback a step is saved again."""
 
-    run: str  # the run's id, lower-case hexadecimal
+    run: str  # run id, lower-case hexadecimal
     branch: int  # how many times the run has been restored
-    serial: int  # the greater, the later it was saved, in all branches
+    serial: int  # greater for later saves of the branch
     step: int
-    token: str  # of this save alone, lower-case hexadecimal
+    token: str  # unique for each save, lower-case hexadecimal
     world_size: int
 
     @property
     def order(self) -> tuple[int, int]:
-        """The greater, the later."""
+        """The sort key: greater for later saves."""
         return self.branch, self.serial
 
     @property
     def folder(self) -> str:
-        """The name of the folder that its parts lie in on each machine."""
+        """The name of the folder that stores the parts of this save on each machine."""
         return f"{step_name(self.step)}.{self.token}"
 
     @classmethod
     def of(cls, data: Any) -> SaveId:
-        """Return that of which this is the list of fields. Raises: ``ValueError``."""
+        """Return the save with this list of fields, as parsed from JSON. Raises: ``ValueError``."""
         if type(data) is not list or len(data) != len(cls._fields):
-            raise ValueError("it names no save")
+            raise ValueError(f"invalid save id: expected a list of {len(cls._fields)} fields")
         found = cls(*data)
         numbers = (found.branch, found.serial, found.step, found.world_size)
         if any(type(each) is not int or not 0 <= each <= MOST for each in numbers):
-            raise ValueError("a number of its save is none")
+            raise ValueError(f"invalid save id: branch, serial, step and world_size must be in 0..{MOST}")
         if any(not isinstance(each, str) or not TOKEN.fullmatch(each) for each in (found.run, found.token)):
-            raise ValueError("the name of its run or save is none")
+            raise ValueError("invalid save id: run and token must be 8 to 64 hexadecimal digits")
         if not 0 < found.world_size <= _MOST_RANKS:
-            raise ValueError("its number of ranks is none")
+            raise ValueError(f"invalid save id: world_size must be in 1..{_MOST_RANKS}, got {found.world_size}")
         return found
 
 
@@ -67,9 +67,9 @@ class PartFile:
     blocks: tuple[int, ...]
 
     def block(self, number: int) -> range:
-        """Return which bytes of the file a block has. Raises: ``LookupError`` if there is no such block."""
+        """Return the byte range of a block in the file. Raises: ``LookupError`` if the block does not exist."""
         if type(number) is not int or not 0 <= number < len(self.blocks):
-            raise LookupError(f"there is no block {number!r:.100}")
+            raise LookupError(f"block {number!r:.100} does not exist: the file has {len(self.blocks)} blocks")
         begin = number * BLOCK_BYTES
         return range(begin, min(begin + BLOCK_BYTES, self.nbytes))
 
@@ -80,14 +80,14 @@ class PartFile:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> PartFile:
-        """Return that of a file with this content."""
+        """Return the size and checksums of a file with this content."""
         view = memoryview(data)
         return cls(len(data), tuple(crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote in one save; the same text, wherever it is."""
+    """The files that one rank wrote in one save. The manifest is identical on every machine with the part."""
 
     save: SaveId
     rank: int
@@ -98,48 +98,46 @@ class Part:
         return sum(each.nbytes for each in self.files.values())
 
     def dumps(self) -> str:
-        """Return the text of its manifest, with a checksum of its own."""
+        """Return the text of the manifest, which ends with a checksum of the text."""
         files = {name: asdict(each) for name, each in self.files.items()}
         data = {"format": _FORMAT, "save": [*self.save], "rank": self.rank, "files": files}
         return json.dumps({**data, "crc32": crc32(json.dumps(data).encode())}) + "\n"
 
     @classmethod
     def loads(cls, text: str | bytes) -> Part:
-        """Read that text.
+        """Parse the text of a manifest.
 
-        Raises:
-            ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message has the
-                reason.
+        Raises: ``ValueError`` if the text is not a manifest, is corrupt, or has a name that is not a plain file name.
         """
         try:
             data = json.loads(text)
         except RecursionError:
-            raise ValueError("it is nested too deeply to be one") from None
-        except TypeError:  # of a peer, whose message may have anything in its place
-            raise ValueError("it is not a text") from None
+            raise ValueError("invalid manifest: nested too deeply") from None
+        except TypeError:  # a message from a peer may have any type here
+            raise ValueError("invalid manifest: not a text") from None
         if type(data) is not dict or data.get("format") != _FORMAT:
-            raise ValueError(f"it is no part of format {_FORMAT}")
+            raise ValueError(f"not the manifest of a part in format {_FORMAT}")
         save, rank, files = SaveId.of(data.get("save")), data.get("rank"), data.get("files")
         if type(rank) is not int or not 0 <= rank < save.world_size:
-            raise ValueError("it is of no rank of its save")
+            raise ValueError(f"invalid manifest: rank must be in 0..{save.world_size - 1}, got {rank!r:.100}")
         if type(files) is not dict:
-            raise ValueError("it lists no files")
+            raise ValueError("invalid manifest: it lists no files")
         part = cls(save, rank, {name: _file(name, each) for name, each in files.items()})
         if (text.decode() if isinstance(text, bytes) else text) != part.dumps():
-            raise ValueError("it is not what was written: its own CRC-32 differs, or the text")
+            raise ValueError("the manifest differs from the written one: its text or its CRC-32")
         return part
 
 
 def _file(name: str, data: Any) -> PartFile:
     if not is_name(name) or name.startswith("..") or name == "." or set(name) & set("/\\") or is_manifest(name):
-        raise ValueError(f"{name!r:.100} is no plain name of a file")
+        raise ValueError(f"{name!r:.100} is not a plain file name")
     if type(data) is not dict or data.keys() != {"nbytes", "blocks"} or type(data["blocks"]) is not list:
-        raise ValueError(f"{name!r:.100} is not described")
+        raise ValueError(f"{name!r:.100} must have the fields nbytes and blocks")
     nbytes, blocks = data["nbytes"], data["blocks"]
     if type(nbytes) is not int or not 0 <= nbytes <= MOST or len(blocks) != -(-nbytes // BLOCK_BYTES):
-        raise ValueError(f"{name!r:.100} has another size than its blocks")
+        raise ValueError(f"{name!r:.100}: the number of blocks ({len(blocks)}) does not match nbytes={nbytes!r:.100}")
     if any(type(each) is not int or not 0 <= each < 1 << 32 for each in blocks):
-        raise ValueError(f"{name!r:.100} has a block without a checksum")
+        raise ValueError(f"{name!r:.100} has a block without a valid CRC-32")
     return PartFile(nbytes, tuple(blocks))
 
 
@@ -148,5 +146,5 @@ def manifest_name(rank: int) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """Whether a file is the manifest of a part, or of one that is yet to come."""
+    """Whether a file is the manifest of a part, complete or not."""
     return re.fullmatch(r"\.?part-\d+\.json(\..*)?", name, re.ASCII) is not None

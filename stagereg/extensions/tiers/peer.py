@@ -1,4 +1,4 @@
-"""Parts of another machine, through the server of a process there: send one, ask for one, get blocks of one."""
+"""The client of :mod:`.server`: sends a part to another machine, requests a part, and reads blocks of a part."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
-_STREAMS = 3  # connections, which carry the blocks of one part at the same time
-_AHEAD = 2  # requests on a connection: the other side has the next one when it has sent a block
-_ANSWER_S = 30.0  # seconds that an answer may take which waits for the other machine's disk
+_STREAMS = 3  # connections that transfer the blocks of one part concurrently
+_AHEAD = 2  # requests in flight on a connection, so that the server never waits for the next request
+_ANSWER_S = 30.0  # seconds that the other machine has to answer, disk time included
 
 
 class Peer:
-    """A connection to a :class:`.PartServer`, made when it is needed. One thread at a time, but :meth:`close`.
+    """A connection to a :class:`.PartServer`, opened at the first use. Only :meth:`close` is thread-safe.
 
-    ``secret`` is that of the run.
+    ``secret`` is the secret of the run.
 
     Raises:
-        OSError: from any method: the other side does not answer, is no process of this run, or stops.
-        CheckpointError: from any method: it refuses, with its reason.
+        OSError: from any method, the server does not answer, is not a process of this run, or stops.
+        CheckpointError: from any method, the server refuses; the message has its reason.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -39,7 +39,7 @@ class Peer:
         self._busy = self._closed = False
 
     def part(self, save: SaveId, rank: int) -> Part | None:
-        """Return the part of a rank in a save, if it is complete there. Raises: ``ValueError``: it is corrupt."""
+        """Return the part of a rank in a save, or ``None``. Raises: ``ValueError`` if its manifest is corrupt."""
         with self._ending():
             text = _ask(self._link(0), {"do": "part", "save": save, "rank": rank}).get("part")
             return None if text is None else Part.loads(text)
@@ -53,10 +53,10 @@ class Peer:
         known: PartFile,
         take: Callable[[int, memoryview], object],
     ) -> None:
-        """Get blocks of a file of a part; ``take`` is called with each that is right, on any thread.
+        """Read blocks of a file of a part, and call ``take`` with each valid block, on any thread.
 
         Raises:
-            CorruptCheckpointError: another one is not what was staged.
+            CorruptCheckpointError: a block does not match its checksum.
         """
         with self._ending():
             memory = _memory([len(known.block(number)) for number in numbers])
@@ -72,7 +72,7 @@ class Peer:
                         return
                     number, block = asked.popleft()
                     if _answer(link).get("nbytes") != len(block):
-                        raise CorruptCheckpointError(f"{name} has another size there")
+                        raise CorruptCheckpointError(f"{name} has the wrong size on that machine")
                     if link.receive_block(block) == known.blocks[number]:
                         take(number, block)
                     else:
@@ -80,13 +80,13 @@ class Peer:
 
             _on_streams(len(numbers), run)
         if bad:
-            raise CorruptCheckpointError(f"block {min(bad)} of {name} is not what was staged")
+            raise CorruptCheckpointError(f"CRC-32 mismatch in block {min(bad)} of {name}")
 
     def put(self, part: Part, directory: str) -> None:
-        """Send a part, whose files are in ``directory``; returns when it is complete there, and checked.
+        """Send a part with files in ``directory``; return once the other machine has verified and committed the part.
 
         Raises:
-            CheckpointError: there is no room for it, for one, or it was corrupted on its way.
+            CheckpointError: the other machine refuses the part, for example for lack of space or a corrupt block.
         """
         with self._ending():
             control = self._link(0)
@@ -102,14 +102,14 @@ class Peer:
                         _ask(link, {"do": "stream", "token": answer.get("token")})
                     sending.run(link)
                 except BaseException:
-                    sending.blocks.clear()  # the other streams send no more
+                    sending.blocks.clear()  # stops the other streams
                     raise
 
             _on_streams(len(sending.blocks), run)
             _ask(control, {"do": "finish"})
 
     def close(self) -> None:
-        """End it; what another thread does with it fails. Idempotent."""
+        """Close the connection; calls in other threads fail. Idempotent. Thread-safe."""
         with self._lock:
             self._closed = True
             for link in self._links.values():
@@ -133,7 +133,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connections after an error, since bytes may still be on their way: the next call makes others."""
+        """Close the connections after an error, since bytes may be in flight; the next call opens new ones."""
         self._busy, good = True, False
         try:
             yield
@@ -148,7 +148,7 @@ class Peer:
 
 
 class _Sending:
-    """The blocks of a part that are to be sent. The next free connection sends the next block."""
+    """The queue of blocks to send. Each free connection sends the next block."""
 
     def __init__(self, part: Part, directory: str) -> None:
         self._part, self._directory = part, directory
@@ -156,7 +156,7 @@ class _Sending:
         self._lock, self._until_half = threading.Lock(), (len(self.blocks) + 1) // 2
 
     def run(self, link: wire.Connection) -> None:
-        """Send blocks on one connection until there are no more."""
+        """Send blocks on one connection until the queue is empty."""
         while (block := self._next()) is not None:
             self._send(link, *block)
             with self._lock:
@@ -172,7 +172,7 @@ class _Sending:
         return None
 
     def _send(self, link: wire.Connection, name: str, number: int) -> None:
-        if link.is_readable(0):  # the other side sends nothing before the end, except an error
+        if link.is_readable(0):  # before the end, the server sends only an error
             raise CheckpointError(str(link.receive().get("error"))[:1000])
         span = self._part.files[name].block(number)
         descriptor = open_regular(f"{self._directory}/{name}", owner=os.geteuid())
@@ -184,7 +184,7 @@ class _Sending:
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:
-    """Return new memory in pieces of these sizes: huge pages, of which the system gives 1.5 GiB/s more."""
+    """Allocate buffers of these sizes in huge pages, which the system provides 1.5 GiB/s faster."""
     if not (total := sum(sizes)):
         return [memoryview(bytearray()) for _ in sizes]
     memory = mmap(-1, total, flags=MAP_PRIVATE | MAP_ANONYMOUS)
@@ -195,7 +195,7 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
-    """Call ``run`` with the number of each connection, at the same time, for so many blocks. Raises the first error."""
+    """Call ``run`` concurrently with the number of each connection. Raises the first error."""
     count = max(1, min(_STREAMS, blocks // 2))
     errors: list[BaseException] = []
 
@@ -219,14 +219,14 @@ def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
 
 
 def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request. Raises: ``CheckpointError``: it is a refusal; ``OSError``."""
+    """Return the answer to a request. Raises: ``OSError``; ``CheckpointError`` if the server refuses."""
     link.send(request)
     return _answer(link)
 
 
 def _answer(link: wire.Connection) -> dict[str, Any]:
     if not link.is_readable(_ANSWER_S):
-        raise TimeoutError(f"the other side has not answered for {_ANSWER_S:g} s")
+        raise TimeoutError(f"the other machine has not answered for {_ANSWER_S:g} s")
     answer = link.receive()
     if "error" in answer:
         raise CheckpointError(str(answer["error"])[:1000])

@@ -1,10 +1,10 @@
-"""Which machines get the copies of which others.
+"""Selects the machines that receive the peer copies of each machine.
 
-The machines are sorted by failure domain and dealt into groups of ``copies + 1``, and those of a group copy to each
-other: with few sets of partners, few ways to lose several machines take a step (copysets: Cidon et al., USENIX ATC
-2013). Neighbours in that order are in different groups, so a group has as many domains as can be. If the number of
-machines cannot be divided so, the first groups have one machine more, or several if there are few groups. The largest
-domain comes first, since a machine of a larger group has a choice of partners.
+The machines are sorted by failure domain and dealt into groups of ``copies + 1``. The machines of a group copy to each
+other: with few sets of partners, few combinations of failed machines lose a step (copysets: Cidon et al., USENIX ATC
+2013). Neighbours in the sorted order are in different groups, so a group spans as many domains as possible. If the
+number of machines is not a multiple of the group size, the first groups are larger. The largest domain comes first,
+since a machine of a larger group has a choice of partners.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _STAND_INS = 4
 
 
 class Machine(NamedTuple):
-    """One machine of a run: its name, and its failure domain; an empty one: a domain of its own."""
+    """One machine of a run: its name and its failure domain. Without a domain, the machine is its own domain."""
 
     name: str
     domain: str = ""
 
 
 def partners(machines: Iterable[Machine], copies: int) -> dict[str, list[str]]:
-    """Return which others get each machine's copies, by its name; the same in any order of ``machines``.
+    """Return the partners of each machine, by its name; independent of the order of ``machines``.
 
-    The first ``copies`` are those wanted, or all others if there are not so many; then come up to 4 that stand in if
-    one of these is lost, the best first. As long as no domain has more than ``len(machines) // (copies + 1)`` machines,
-    a machine and its partners are in ``copies + 1`` domains, and none receives more than ``copies`` copies.
+    The first ``copies`` partners receive copies (fewer in a small run). Up to 4 substitutes follow, the preferred ones
+    first, for partners that fail. If no domain has more than ``len(machines) // (copies + 1)`` machines, a machine and
+    its partners are in ``copies + 1`` domains, and no machine receives more than ``copies`` copies.
     """
     domains = {each.name: (each.domain, "" if each.domain else each.name) for each in machines}
     sizes = Counter(domains.values())
@@ -37,7 +37,7 @@ def partners(machines: Iterable[Machine], copies: int) -> dict[str, list[str]]:
         return {name: [] for name in order}
 
     def apart(names: list[str], *others: Collection[tuple[str, str]]) -> list[str]:
-        """Return machines, those in the domains ``others`` last."""
+        """Return the machines, with machines in the domains ``others`` last."""
         return sorted(names, key=lambda each: [domains[each] in some for some in others])
 
     count = max(1, len(order) // (copies + 1))

@@ -1,9 +1,9 @@
-"""What a process does for other machines with the parts on its own: it takes theirs in, and hands out blocks.
+"""The server of a process for other machines: receives copies of their parts, and sends blocks of its own parts.
 
-A request is a message, and so is its answer; ``error`` in it is the reason for a refusal. ``put`` announces a part,
-whose blocks then come on this connection and on others that name the put (``stream``), each after a message that names
+A request is a message, and so is its answer; the field ``error`` has the reason for a refusal. ``put`` announces a
+part. Its blocks follow on this connection and on others that name the put (``stream``), each after a message that names
 the block. The server answers ``end`` when all blocks of a connection have arrived, and ``finish`` when the part is
-complete. It writes a block only if the CRC-32 is right. :mod:`.peer` is the other side.
+complete. It writes a block only if the CRC-32 matches. :mod:`.peer` is the client.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from stagereg.extensions.tiers.part import Part, SaveId
 
 _log = logging.getLogger(__name__)
 
-_STRANGERS = 64  # at a time; who comes later waits, 5 s at most
+_STRANGERS = 64  # unauthenticated connections at a time; further ones wait at most 5 s
 _CLOSE_S = 5.0
 
 
 class PartServer:
     """Serves the other machines of the run until :meth:`close`, on threads of its own.
 
-    A stranger is sent away within five seconds, and costs one thread until then.
+    A connection without the secret of the run is closed within five seconds, and uses one thread until then.
 
-    ``durable``: whether what comes is flushed before it is acknowledged. ``room`` returns why so many more bytes do not
-    fit here, nothing if they do; it is called on any thread.
+    ``durable``: whether received parts are flushed before they are acknowledged. ``room`` returns why a number of
+    bytes does not fit on this machine, or an empty text; any thread calls ``room``.
 
     Attributes:
-        address: host and port at which other machines reach it.
+        address: host and port of the server for other machines.
 
     Raises:
-        OSError: it cannot listen.
+        OSError: the server cannot listen.
     """
 
     def __init__(self, folder: MachineFolder, secret: bytes, durable: bool, room: Callable[[int], str]) -> None:
@@ -64,7 +64,7 @@ class PartServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections, and delete what has come in part. Twice is harmless."""
+        """Close all connections, and delete incomplete parts. Idempotent."""
         with self._lock:
             self._closed = True
             threads = [self._thread, *self._sockets.values()]
@@ -81,26 +81,26 @@ class PartServer:
                 incoming.discard()
 
     def begin(self, part: Part) -> IncomingPart:
-        """Take in a part. Raises: ``CheckpointError``: there is no room, or it is closed; ``OSError``."""
+        """Begin to receive a part. Raises: ``OSError``; ``CheckpointError`` if it does not fit, or after close()."""
         with self._lock:
             if self._closed:
-                raise CheckpointError("this process is ending")
+                raise CheckpointError("this process is shutting down")
             incoming = IncomingPart(part, self.folder, self.durable)
             if why := self._room(incoming.left + sum(each.left for each in self._coming.values())):
                 incoming.discard()
-                raise CheckpointError(f"no room: {why}")
+                raise CheckpointError(f"not enough space: {why}")
             self._coming[incoming.token] = incoming
             return incoming
 
     def find(self, token: str) -> IncomingPart:
-        """Return the incoming part of a token. Raises: ``CheckpointError`` if there is none."""
+        """Return the incoming part of a token. Raises: ``CheckpointError`` if the token is unknown."""
         with self._lock:
             if token not in self._coming:
-                raise CheckpointError("no part comes under this token any more")
+                raise CheckpointError("the token belongs to no transfer in progress")
             return self._coming[token]
 
     def forget(self, incoming: IncomingPart) -> None:
-        """It is complete, or given up: delete what is no part."""
+        """Remove a part that is complete or aborted, and delete its hidden files."""
         with self._lock:
             self._coming.pop(incoming.token, None)
         incoming.discard()
@@ -114,10 +114,10 @@ class PartServer:
                 if self._closed:
                     return
                 self._strangers.release()
-                time.sleep(0.1)  # no descriptor is left, for one
+                time.sleep(0.1)  # for example, the process has no free file descriptor
                 continue
             thread = threading.Thread(target=self._serve, args=[caller], name="stagereg-tier-serve", daemon=True)
-            with self._lock, contextlib.suppress(RuntimeError):  # while a process ends no thread can be started
+            with self._lock, contextlib.suppress(RuntimeError):  # Python cannot start a thread while it exits
                 if not self._closed:
                     thread.start()
                     self._sockets[caller] = thread
@@ -134,12 +134,12 @@ class PartServer:
         except OSError as error:
             with self._lock:
                 level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
-            _log.log(level, "stagereg: somebody who is not of this run called its tier, and was sent away: %s", error)
+            _log.log(level, "stagereg: Rejected a connection to the local tier that is not of this run: %s", error)
         else:
             try:
                 _Session(self, connection).run()
             except OSError as error:
-                _log.debug("stagereg: a connection of the tier has ended: %s", error)
+                _log.debug("stagereg: a connection of the local tier was closed: %s", error)
         finally:
             with self._lock:
                 self._sockets.pop(caller, None)
@@ -147,23 +147,23 @@ class PartServer:
 
 
 class IncomingPart:
-    """A part on its way in: hidden files, which become a part when every block has come and is right.
+    """A part during its transfer: hidden files, which become a part once all blocks have arrived and are valid.
 
-    Each sender has a hidden folder of its own, so that two, or a dead one, never meet. Thread-safe.
+    Each sender has its own hidden folder, so that concurrent and failed senders do not conflict. Thread-safe.
 
-    ``durable``: whether it is flushed before it is complete. Any method may raise ``OSError``, as of a full disk.
+    ``durable``: whether the files are flushed before the commit. Any method may raise ``OSError``, such as disk full.
 
     Attributes:
-        token: identifies the part; only its sender has it.
-        left: bytes that are yet to come.
-        touched: when bytes arrived last, of ``time.monotonic``.
+        token: identifies the part; only its sender has the token.
+        left: number of bytes that have not arrived.
+        touched: time of the last arrival of bytes, by ``time.monotonic``.
     """
 
     def __init__(self, part: Part, folder: MachineFolder, durable: bool) -> None:
         self.part, self._folder, self._durable = part, folder, durable
         self.token, self.touched = secrets.token_hex(16), time.monotonic()
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # the system lets one thread write a file at a time, and has others spin
+        self._turn = threading.Lock()  # the kernel serializes writes to a file, and other writers would spin
         self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
         folder.make(part.save)
         os.mkdir(self._hidden, 0o700)
@@ -174,14 +174,14 @@ class IncomingPart:
             write_new(f"{self._hidden}/{name}", b"", 0o600, flush=False)
 
     def write(self, name: str, number: int, block: memoryview) -> None:
-        """Take a block whose checksum is right."""
+        """Write a block with a valid checksum."""
         at, begin = 0, self.part.files[name].block(number).start
         descriptor = os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             with self._turn:
                 while at < len(block):
                     at += os.pwrite(descriptor, block[at:], begin + at)
-            if self._durable:  # at once, so that the page cache stays as training needs it
+            if self._durable:  # flushed at once, so that the page cache stays free for training
                 os.fdatasync(descriptor)
                 os.posix_fadvise(descriptor, begin, len(block), os.POSIX_FADV_DONTNEED)
         finally:
@@ -196,10 +196,10 @@ class IncomingPart:
             failpoint("receiving")
 
     def complete(self) -> None:
-        """Make it a part of this machine. Raises: ``CheckpointError`` if not all of it has come."""
+        """Commit the part on this machine. Raises: ``CheckpointError`` if blocks are missing."""
         if self._missing:
             name, number = min(self._missing)
-            raise CheckpointError(f"{len(self._missing)} blocks have not come, among them block {number} of {name}")
+            raise CheckpointError(f"{len(self._missing)} blocks are missing, the first is block {number} of {name}")
         failpoint("received")
         directory = self._folder.directory(self.part.save)
         for name in self.part.files:
@@ -210,19 +210,19 @@ class IncomingPart:
         self._folder.complete(self.part, received=True)
 
     def discard(self) -> None:
-        """Delete what has come, unless it is complete. Twice is harmless; raises nothing."""
+        """Delete the hidden files of an incomplete part. Idempotent. Does not raise."""
         discard(self._hidden)
 
 
 class _Session:
-    """One connection of the server: its requests, one after the other."""
+    """One connection of the server, which handles its requests in order."""
 
     def __init__(self, server: PartServer, connection: wire.Connection) -> None:
         self._server, self._folder, self._connection = server, server.folder, connection
-        self._known: Part | None = None  # that was asked for last
+        self._known: Part | None = None  # the part of the previous request
         self._incoming: IncomingPart | None = None
-        self._owns = False  # whether the part ends with this connection
-        self._block: mmap | None = None  # past the heap of this thread, which would keep it
+        self._owns = False  # whether the end of this connection aborts the part
+        self._block: mmap | None = None  # outside the heap, so that the memory is released after the connection
         self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
             "part": self._part,
             "get": self._get,
@@ -234,7 +234,7 @@ class _Session:
         }
 
     def run(self) -> None:
-        """Serve until the other side ends. Raises: ``OSError``."""
+        """Serve until the client closes the connection. Raises: ``OSError``."""
         try:
             while True:
                 self._wait()
@@ -254,13 +254,13 @@ class _Session:
                 self._server.forget(self._incoming)
 
     def _wait(self) -> None:
-        """Wait for the next request; in a put, as long as bytes arrive on any of its connections."""
+        """Wait for the next request; during a put, as long as bytes arrive on any connection of the put."""
         while not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
             if self._incoming is not None and time.monotonic() - self._incoming.touched >= wire.PROGRESS_S:
-                raise TimeoutError(f"nothing more has come for {wire.PROGRESS_S:g} s")
+                raise TimeoutError(f"no data was received for {wire.PROGRESS_S:g} s")
 
     def _drain(self) -> None:
-        """Read on until the other side has heard the error and ends; else the system might drop it on its way."""
+        """Read until the client closes the connection; an earlier close could drop the error that was sent."""
         scrap = memoryview(bytearray(1 << 16))
         while True:
             self._connection.receive_into(scrap)
@@ -278,14 +278,14 @@ class _Session:
     def _get(self, request: dict[str, Any]) -> None:
         part, name = self._find(request), request["file"]
         if part is None or name not in part.files:
-            raise CheckpointError(f"{name!r:.100} of that part is not here")
+            raise CheckpointError(f"this machine does not have {name!r:.100} of that part")
         span = part.files[name].block(request["block"])
         path = f"{self._folder.directory(part.save)}/{name}"
         descriptor = open_regular(path, owner=os.geteuid())
         try:
             self._connection.send({"nbytes": len(span)}, more=True)
             self._connection.send_file(descriptor, span.start, len(span))
-        except OSError as error:  # an answer would be taken for bytes of the file
+        except OSError as error:  # the client would read an error message as bytes of the file
             raise ConnectionAbortedError(f"{path}: {error}") from error
         finally:
             os.close(descriptor)
@@ -293,10 +293,10 @@ class _Session:
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
         part = Part.loads(request["part"])
         if part.save.run != os.path.basename(self._folder.path):
-            raise CheckpointError(f"it is of run {part.save.run}, and this is another one")
+            raise CheckpointError(f"the part is of run {part.save.run}, not of the run of this server")
         if (held := self._folder.find(part.save, part.rank)) is not None:
             if held != part:
-                raise CheckpointError("another part of that rank and save is here")
+                raise CheckpointError("this machine has a different part of that rank and save")
             return {"have": True}
         self._incoming, self._owns = self._server.begin(part), True
         return {"token": self._incoming.token}
@@ -307,7 +307,7 @@ class _Session:
 
     def _coming(self) -> IncomingPart:
         if self._incoming is None:
-            raise ConnectionAbortedError("a part was not announced")
+            raise ConnectionAbortedError("a block or finish request arrived before a put request")
         return self._incoming
 
     def _take_block(self, request: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class _Session:
             incoming.touched = time.monotonic()
 
         if self._connection.receive_block(block, touch) != file.blocks[number]:
-            raise CheckpointError(f"block {number} of {name} arrived corrupt")
+            raise CheckpointError(f"CRC-32 mismatch in block {number} of {name} after the transfer")
         incoming.write(name, number, block)
 
     def _end(self, _: dict[str, Any]) -> dict[str, Any]:

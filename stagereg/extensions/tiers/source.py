@@ -1,4 +1,4 @@
-"""The local tier of a run as a source of restores: complete steps, each byte checked, from where it is."""
+"""The local tier of a run as a source of restores: complete steps, with every byte verified before it is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stagereg.extensions.tiers.step_reader import BlockFile, StepReader
 
 
 class TierSource(CheckpointSource):
-    """The steps of the tier, tried by branch, then by step, before equal checkpoints of the directory."""
+    """The steps of the tier, by branch, then by step; each before the same step in the checkpoint directory."""
 
     name = "tier"
     shares_reads = False  # each rank fetches its bytes from the nearest machine that has them
@@ -28,7 +28,7 @@ class TierSource(CheckpointSource):
     def __init__(self, tier: LocalTier, request: RestoreRequest) -> None:
         self._tier, self._request = tier, request
         self.root = "" if tier.shared else os.path.dirname(tier.folder.path)
-        self._steps: dict[str, TierStep] = {}  # by path
+        self._steps: dict[str, TierStep] = {}  # path -> step
 
     def claims(self, path: str) -> bool:
         return self._tier.names(path)
@@ -42,7 +42,7 @@ class TierSource(CheckpointSource):
             return with_steps_of_tier(listed, self._steps, self._tier.branch_of)
         if resume not in self._steps:
             named = option("checkpoint.resume", resume)
-            raise CheckpointError(f"{named} is a step of the tier that no machines have between them any more.")
+            raise CheckpointError(f"{named} is a step of the local tier that is no longer complete on the machines.")
         return [_candidate(resume, self._steps[resume])]
 
     def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
@@ -54,7 +54,7 @@ class TierSource(CheckpointSource):
 
     def restored(self, candidate: Candidate, files: CheckpointFiles) -> None:
         assert isinstance(files, TierFiles)
-        failing = f"{candidate.path} could not be restored"
+        failing = f"Cannot restore {candidate.path}"
         self._tier.restored(
             self._steps[candidate.path], self._request.ranks.run_on_all(failing, lambda: files.reader.found)
         )
@@ -63,9 +63,9 @@ class TierSource(CheckpointSource):
 def with_steps_of_tier(
     listed: Sequence[Candidate], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
 ) -> list[Candidate]:
-    """Insert the steps of the tier, the newest first, into a list: by branch, then step, before equal ones.
+    """Insert the steps of the tier into ``listed``, newest first: by branch, then by step, before an equal checkpoint.
 
-    ``steps`` are by path; ``branch_of`` returns the branch of a checkpoint with a serial number.
+    ``steps`` maps paths to steps; ``branch_of`` returns the branch of a checkpoint by its serial number.
     """
     found = [*listed]
     for path, each in steps.items():
@@ -85,10 +85,10 @@ def _candidate(path: str, step: TierStep) -> Candidate:
 
 
 class TierFiles(CheckpointFiles):
-    """The files of a step; :meth:`plan` fetches and checks. Raises: ``CheckpointError``, ``CorruptCheckpointError``.
+    """The files of a step. :meth:`plan` reads and verifies. Raises: ``CheckpointError``, ``CorruptCheckpointError``.
 
     Attributes:
-        reader: what fetches, open as long as the files are.
+        reader: reads the blocks; open until the files are closed.
     """
 
     def __init__(self, path: str, reader: StepReader) -> None:
@@ -97,7 +97,7 @@ class TierFiles(CheckpointFiles):
         self.reader = reader
 
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
-        """As of all files. Raises also: ``CorruptCheckpointError``: no machine has some of it whole."""
+        """Plan, and read all blocks. Raises: ``CorruptCheckpointError`` if no machine has a valid copy of a block."""
         transfer = super().plan(leaves)
         for name, ranges in transfer.ranges().items():
             self.reader.fetch(name, ranges)

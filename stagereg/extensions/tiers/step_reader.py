@@ -1,9 +1,9 @@
-"""Reading a step that lies in parts on several machines: each block from the nearest place that has it, checked first.
+"""Reads a step whose parts are on several machines: each block from this machine if possible, otherwise from a peer.
 
-Blocks of this machine's own parts are compared with their checksums where they lie; those of other machines come over
-the network, and are compared as they arrive. Where a block is not what was staged, or a machine does not answer, the
-next machine that has the part is asked. So :meth:`StepReader.fetch` changes nothing but memory of its own, and what is
-read after it has been checked.
+Blocks of parts on this machine are compared with their checksums in the mapped files. Blocks of other machines arrive
+over the network, and are compared on arrival. If a block is corrupt, or a machine does not answer, the reader tries the
+next machine that has the part. :meth:`StepReader.fetch` changes only its own memory, and all bytes read afterwards are
+verified.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _THREADS = 4
 
 
 class Found(NamedTuple):
-    """What reading a step has shown on one rank."""
+    """The result of reading a step on one rank."""
 
-    sources: Counter[str]  # how many bytes were read from which machine
-    bad: set[tuple[str, int]]  # copies that are not what was staged: the machine, and the rank whose part it is
+    sources: Counter[str]  # number of bytes read from each machine
+    bad: set[tuple[str, int]]  # corrupt copies, as (machine, rank of the part)
 
 
 class StepReader(ExitStack):
-    """One step, for one rank; a context manager, which closes its files. One thread at a time, but :meth:`read_into`.
+    """A reader of one step on one rank; a context manager that closes its files. Only :meth:`read_into` is thread-safe.
 
-    ``here`` and the argument of ``connect`` are names of machines; ``folder`` has the parts of this one.
+    ``here`` is the name of this machine, and ``folder`` has its parts. ``connect`` takes the name of a machine.
     """
 
     def __init__(self, step: TierStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
@@ -58,7 +58,7 @@ class StepReader(ExitStack):
         self.found = Found(Counter(), set())
 
     def content(self, name: str) -> bytes:
-        """Return all of a small file, checked. Raises: ``CorruptCheckpointError``: no machine has it whole."""
+        """Return the content of a small file. Raises: ``CorruptCheckpointError`` if no machine has a valid copy."""
         known = self._file(name)
         self.fetch(name, [range(known.nbytes)])
         data = bytearray(known.nbytes)
@@ -66,7 +66,7 @@ class StepReader(ExitStack):
         return bytes(data)
 
     def fetch(self, name: str, ranges: Iterable[range]) -> None:
-        """Have these bytes of a file here, checked. Raises ``CorruptCheckpointError``: no machine has a whole block."""
+        """Read and verify byte ranges. Raises: ``CorruptCheckpointError`` if no machine has a valid copy of a block."""
         known = self._file(name)
         wanted = {n for each in ranges if each for n in range(each[0] // BLOCK_BYTES, each[-1] // BLOCK_BYTES + 1)}
         missing = sorted(number for number in wanted if (name, number) not in self._blocks)
@@ -86,15 +86,15 @@ class StepReader(ExitStack):
                     if isinstance(error, CorruptCheckpointError):
                         self.found.bad.add((machine, rank))
                     _log.warning(
-                        "stagereg: %s of step %d is not good on %s, and read from another copy: %s",
+                        "stagereg: cannot read %s of step %d from %s, reading another copy: %s",
                         *(name, self.step.save.step, machine, reason(error)),
                     )
                 missing = [number for number in missing if (name, number) not in self._blocks]
         if missing:
-            raise CorruptCheckpointError(f"no machine has block {missing[0]} of {name} whole: {'; '.join(reasons)}")
+            raise CorruptCheckpointError(f"no valid copy of block {missing[0]} of {name}: {'; '.join(reasons)}")
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with bytes that :meth:`fetch` was called for; any thread."""
+        """Fill ``memory`` with bytes that :meth:`fetch` has read. Thread-safe."""
         while memory:
             number, at = divmod(offset, BLOCK_BYTES)
             block = self._blocks[name, number]
@@ -106,11 +106,11 @@ class StepReader(ExitStack):
 
     def _file(self, name: str) -> PartFile:
         if name not in self._ranks:
-            raise CheckpointError(f"step {self.step.save.step} has no {name!r:.100}.")
+            raise CheckpointError(f"step {self.step.save.step} has no file {name!r:.100}.")
         return self._part(self._ranks[name]).files[name]
 
     def _part(self, rank: int) -> Part:
-        """Return the part of a rank, which is the one that was reported."""
+        """Return the part of a rank, after comparing it with the reported CRC-32."""
         if rank not in self._parts:
             reported, machines = self.step.parts[rank]
             for machine in sorted(machines, key=lambda each: each != self._here):
@@ -118,19 +118,19 @@ class StepReader(ExitStack):
                     there = self._folder.find if machine == self._here else self._connect(machine).part
                     part = there(self.step.save, rank)
                 except (OSError, CheckpointError, ValueError) as error:
-                    _log.warning("stagereg: %s does not say what it has of rank %d: %s", machine, rank, reason(error))
+                    _log.warning("stagereg: cannot read the part of rank %d from %s: %s", rank, machine, reason(error))
                     continue
                 if part is not None and crc32(part.dumps().encode()) == reported.crc32:
                     self._parts[rank] = part
                     return part
-            raise CorruptCheckpointError(f"no machine has the part of rank {rank} any more")
+            raise CorruptCheckpointError(f"no machine has the part of rank {rank}")
         return self._parts[rank]
 
     def _take_here(self, name: str, known: PartFile, numbers: Sequence[int]) -> None:
-        """Compare blocks of this machine's own file where they lie."""
+        """Verify blocks of a file of this machine in the mapped file, and register the valid blocks."""
         data = self._map(name)
         if len(data) != known.nbytes:
-            raise CorruptCheckpointError(f"it has {len(data)} of {known.nbytes} bytes")
+            raise CorruptCheckpointError(f"expected {known.nbytes} bytes, got {len(data)}")
 
         def take(number: int) -> bool:
             span = known.block(number)
@@ -143,7 +143,7 @@ class StepReader(ExitStack):
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1, len(numbers))) as threads:
             good = [*threads.map(take, numbers)]
         if not all(good):
-            raise CorruptCheckpointError(f"flipped bits in block {numbers[good.index(False)]}")
+            raise CorruptCheckpointError(f"CRC-32 mismatch in block {numbers[good.index(False)]}")
 
     def _keep(self, machine: str, name: str, number: int, block: memoryview) -> None:
         with self._lock:
@@ -156,13 +156,13 @@ class StepReader(ExitStack):
             descriptor = open_regular(path, owner=os.geteuid())
             self.callback(os.close, descriptor)
             empty = os.fstat(descriptor).st_size == 0
-            # What is written to it would stay in this process.
+            # Copy-on-write: writes by this process do not change the file.
             self._mapped[name] = memoryview(b"" if empty else mmap(descriptor, 0, access=ACCESS_COPY))
         return self._mapped[name]
 
 
 class BlockFile:
-    """A file of such a step, as a transfer reads it; several threads may."""
+    """A file of the step for transfers. Thread-safe."""
 
     local = True
 

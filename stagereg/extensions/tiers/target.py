@@ -1,7 +1,7 @@
-"""The tier as saves are written to it: files of the project's own format, which each machine keeps for its ranks.
+"""The local tier as a target of saves: each machine stores the files of its ranks, in the native format.
 
-The index, which says what is where, is one more file of rank 0's part. A step is complete once every rank's part is.
-Nobody waits for its copies: the next save finds out how far they have come.
+The index of the entries is one more file in the part of rank 0. A step is complete once the part of every rank is.
+A save does not wait for its peer copies: the next save checks their progress.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class TierTarget(SaveTarget):
         self._files.mode = _PRIVATE
         super().__init__(f"the tier {near.tier.dir}", ranks, self._files, schedule, repeats=True)
         self._save: SaveId | None = None
-        self._index = b""  # on rank 0
+        self._index = b""  # set on rank 0 only
 
     def names(self, path: str) -> bool:
         return self.near.names(path)
 
     def begin(self, step: int) -> tuple[str, bool]:
-        self._index, self._save = b"", None  # what fails from here on is not the save before, which stays
+        self._index, self._save = b"", None  # so that discard() after a failure does not delete the previous save
         self._save = self.near.begin_save(step)
         if self._save is None:
             return f"{self.near.folder.path}/.nowhere", True
         return self.near.folder.directory(self._save), False
 
     def expect_room(self, nbytes: int) -> None:
-        """Make the folder of the save. Raise ``OSError`` if it has no room for so many bytes of each rank here."""
+        """Create the folder of the save. Raises: ``OSError`` if ``nbytes`` per rank do not fit on this machine."""
         self.near.folder.make(self._save)
         if why := self.near.lacking(nbytes * self.near.ranks_here):
             raise OSError(errno.ENOSPC, why)
@@ -53,7 +53,7 @@ class TierTarget(SaveTarget):
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Leave out torch's metadata: nothing reads a tier but this project."""
+        """Omit the metadata of torch: only this package reads a tier."""
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:

@@ -1,8 +1,8 @@
-"""The kind ``tier``: where a machine keeps the copies of steps that are nearer than the store, and how many.
+"""The kind ``tier``: a local tier, which stores copies of steps on the machines that train.
 
-A tier is chosen in a config, ``tier=disk tier.dir=/local/t tier.every=10``, or given to the checkpointer. What differs
-from one to the next is the medium alone: which folder, whether it outlives a reboot, and what still fits into it. What
-is sent, checked and restored is the same for all (:mod:`stagereg.checkpoint.tiers`).
+Choose a tier in a config, ``tier=disk tier.dir=/local/t tier.every=10``, or pass it to the checkpointer. Tiers differ
+in the medium only: the folder, whether files survive a reboot, and the free space. Copying, verification and restore
+are the same for all tiers (:mod:`stagereg.extensions.tiers`).
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from stagereg.errors import ConfigError, at_least, one_of
 
 
 class Tier(ABC):
-    """One of them, on this machine. A plugin derives from it, says in :meth:`prepare` where its folder is, in
-    ``durable`` what a reboot leaves of it, and in :meth:`lacking`, if it knows more than the file system, what fits.
+    """Base class of local tiers. A plugin overrides :meth:`prepare`, which creates the folder, sets ``durable``, and
+    may override :meth:`lacking` if it knows limits beyond the free space of the file system.
 
-    A tier promises, and ``stagereg.testing.TierContract`` tries:
+    Promises of a tier, which ``stagereg.testing.TierContract`` checks:
 
-    1. *Made without effect.* The constructor takes the options below, hands them on, and touches no disk.
-    2. *One folder a machine.* :meth:`prepare` makes the folder, for this user alone, and returns the same full path in
-       every process of the machine. It may be called in several at once. What is in the folder stays as it is, and
-       outlives the processes that wrote it.
-    3. *That folder or none.* Where it cannot be had, :meth:`prepare` raises, and takes no other one.
-    4. *Ordinary files.* They can be flushed, locked, mapped, renamed in one step over others, and read meanwhile.
-    5. *No surprise.* :meth:`lacking` says before what does not fit, and changes nothing. What does not fit all the same
-       is an ``OSError`` of the operating system.
-    6. *Durable or not*, as the attribute says.
+    1. *Construction has no effect.* The constructor takes the options below, passes them on, and accesses no disk.
+    2. *One folder per machine.* :meth:`prepare` creates the folder, for this user only, and returns the same full path
+       in every process of the machine. Several processes may call it at once. Existing files stay unchanged, and files
+       survive the processes that wrote them.
+    3. *That folder or an error.* If :meth:`prepare` cannot use the folder, it raises and does not use another one.
+    4. *Ordinary files.* Files can be flushed, locked, mapped, renamed atomically over others, and read meanwhile.
+    5. *Space is checked first.* :meth:`lacking` reports a lack of space and changes nothing. If files still do not fit,
+       the operating system raises ``OSError``.
+    6. *Durable or not*, as ``durable`` specifies.
 
     Args:
-        dir: its folder for all runs; each run has one of its own in it.
-        every: steps from one save to the next; ``"auto"``: as often as loses least.
-        copies: on how many other machines each machine's parts are copied; 0 keeps them here alone.
-        keep: how many steps stay, at least 1: the one before goes when the newer one is copied.
-        domain: this machine's failure domain, such as its rack; copies go to others. By default what Slurm's topology
-            says, else each machine is one of its own.
-        host_memory: bytes that this run's files may take on this machine; ``None`` for what is there.
+        dir: the folder of the tier; each run has a subfolder.
+        every: steps between saves; ``"auto"``: the interval that loses the least training time.
+        copies: number of peer copies of each part, on other machines; 0 makes no copies.
+        keep: number of steps to retain, at least 1. An older step is deleted when a newer one is copied.
+        domain: the failure domain of this machine, such as its rack; copies go to other domains. By default the
+            domain in Slurm's topology, otherwise each machine is its own domain.
+        host_memory: maximum bytes of the files of this run on this machine; ``None`` for the free space.
 
     Attributes:
-        durable: whether what is flushed outlives a reboot of the machine.
+        durable: whether flushed files survive a reboot of the machine.
 
     Raises:
-        ConfigError: a value is of no use.
+        ConfigError: a value is invalid.
     """
 
     durable: bool = False
@@ -65,7 +65,7 @@ class Tier(ABC):
         constructed("tier")
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir) or "://" in os.fspath(dir):
             raise ConfigError(
-                f"{option('tier.dir')} must be a folder of each machine's own disk or memory, not {dir!r}."
+                f"{option('tier.dir')} must be a folder on a local disk or in memory of each machine, got {dir!r}."
             )
         if isinstance(every, str):
             one_of(option("tier.every"), every, ("auto", "a number of steps"))
@@ -73,46 +73,44 @@ class Tier(ABC):
         self.every: int | Literal["auto"] = every if every == "auto" else at_least(1, option("tier.every"), every)
         self.copies = at_least(0, option("tier.copies"), copies)
         self.keep = at_least(1, option("tier.keep"), keep)
-        slurm = os.environ.get("SLURM_TOPOLOGY_ADDR", "")  # of this node, as rack1.switch2.node3
+        slurm = os.environ.get("SLURM_TOPOLOGY_ADDR", "")  # such as rack1.switch2.node3
         self.domain = slurm.rpartition(".")[0] if domain is None else str(domain)
         self.host_memory = None if host_memory is None else ByteSize(host_memory)
 
     def __str__(self) -> str:
-        """What has to be the same on all ranks."""
+        """The options that must be identical on all ranks."""
         return f"{type(self).__name__}(every={self.every}, copies={self.copies}, keep={self.keep})"
 
     @abstractmethod
     def prepare(self) -> str:
-        """Make the folder and return its full path. Raises: ``OSError``; ``ConfigError`` if it is no place for it."""
+        """Create the folder and return its full path. Raises: ``OSError``; ``ConfigError`` if it is unsuitable."""
 
     def lacking(self, nbytes: int) -> str:
-        """Return why so many more bytes do not fit; nothing if they do."""
+        """Return why ``nbytes`` more do not fit; empty if they fit."""
         free = os.statvfs(self.dir)
         room = free.f_bavail * free.f_frsize
         if nbytes > room:
-            return f"{self.dir} has {size_text(room)} left, and {size_text(nbytes)} are needed"
+            return f"a save needs {size_text(nbytes)}, and {self.dir} has {size_text(room)} of free space"
         return ""
 
 
 def made(path: str) -> str:
-    """Make a folder for this user alone, and return it. A link to a folder counts if this user or root has made both.
+    """Create a folder for this user, and return its real path. A link is accepted if this user or root owns both ends.
 
-    Others may write to the folder: the folder of each run in it is this user's (:func:`.folder.make_private`).
+    Other users may write to the folder: this user owns the folder of each run (:func:`.folder.make_private`).
 
-    Raises: ``OSError``; ``ConfigError`` if it is another user's.
+    Raises: ``OSError``; ``ConfigError`` if another user owns the folder.
     """
-    with contextlib.suppress(FileExistsError):  # a link that leads nowhere, or no folder
+    with contextlib.suppress(FileExistsError):  # the path is a dangling link or a file
         os.makedirs(path, mode=0o700, exist_ok=True)
     owners = {os.lstat(path).st_uid, os.stat(path).st_uid}
     if owners - {os.geteuid(), 0} or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{option('tier.dir', path)} belongs to another user, or cannot be written to; name another folder."
-        )
+        raise ConfigError(f"{option('tier.dir', path)} belongs to another user or is not writable. Use another folder.")
     return os.path.realpath(path)
 
 
 def available_memory() -> int:
-    """Return how many bytes this process's control group, or the machine, still has for it."""
+    """Return the free memory of the control group of this process, or of the machine, in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     room = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
     try:
@@ -121,6 +119,6 @@ def available_memory() -> int:
             most = (group / "memory.max").read_text().strip()
             used = int((group / "memory.current").read_text())
             room = room if most == "max" else min(room, int(most) - used)
-    except (OSError, ValueError):  # another layout of control groups, or none
+    except (OSError, ValueError):  # no control groups, or an unknown layout
         pass
     return room

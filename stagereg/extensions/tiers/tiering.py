@@ -1,4 +1,4 @@
-"""What a checkpointer has of its tier."""
+"""The extension of a checkpointer for its local tier."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _log = logging.getLogger(__name__)
 
 
 class Tiering(CheckpointExtension):
-    """The tier of one checkpointer. Starting it raises as :class:`.LocalTier`.
+    """The local tier of one checkpointer. :meth:`targets` raises as :class:`.LocalTier`.
 
     Args:
-        tier: what was chosen.
-        schedule: when the tier is saved to.
+        tier: the tier of the config.
+        schedule: selects the steps to save in the tier.
     """
 
     name = "tiers"
 
     def __init__(self, tier: Tier, schedule: Schedule) -> None:
         self.options = {"tier": str(tier)}
-        self.near: LocalTier | None = None  # what the ranks share, once it is started
+        self.near: LocalTier | None = None  # set by targets()
         self._tier, self._schedule = tier, schedule
 
     def targets(self, setup: Setup) -> list[TierTarget]:
-        """Make the tier. Before that take the lock, which a run with a tier has from its start. Collective."""
+        """Create the tier. A run with a tier holds the lock of its directory from the start. Collective."""
         tier, stores = self._tier, setup.stores
         if not stores:
             failing = f"{option('tier.dir', tier.dir)} cannot be used"
@@ -54,10 +54,10 @@ class Tiering(CheckpointExtension):
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._stores, self._saves = setup.stores, saves
-        self._newest: int | None = None  # the step of the newest one here
+        self._newest: int | None = None  # the newest step in the tier
 
     def leads(self) -> bool:
-        """Whether this rank is the lowest one of its machine."""
+        """Whether this rank is the lowest rank of its machine."""
         return self.near is not None and self.near.leads
 
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
@@ -71,14 +71,14 @@ class Tiering(CheckpointExtension):
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
         step = None if candidate is None else candidate.step
         if request.own and self.near is not None:
-            self.near.go_on_from(step)
+            self.near.resume_from(step)
         if candidate is not None and candidate.source == TierSource.name:
             self._newest = step
 
     def completed(self) -> None:
-        """Delete what is in the tier, if the checkpoint directory has come as far; else have it copied.
+        """Delete the steps of the tier if the checkpoint directory has the last step; otherwise wait for their copies.
 
-        Nothing is done if the tier has saved nothing.
+        Do nothing if the tier has saved no step.
         """
         stored = self._saves.newest if self._stores else None
         if self.near is None or self._newest is None:
@@ -92,28 +92,28 @@ class Tiering(CheckpointExtension):
             _log.warning("stagereg: %s", error)
 
     def close(self, in_time: bool) -> None:
-        """End the threads and release the folder. Idempotent."""
+        """Stop the threads and release the lock of the folder. Idempotent."""
         if self.near is not None:
             self.near.close()
 
 
 def notes_of(tier: Tier) -> str:
-    """Return where a run without a checkpoint directory notes what it has to."""
+    """Return the folder for the records of a run without a checkpoint directory."""
     return os.path.join(tier.dir, _NOTES)
 
 
 def _log_what_it_survives(near: LocalTier, stores: bool) -> None:
     tier, others = near.tier, len(near.machines) - 1
     copies = min(tier.copies, others)
-    lost = "a machine that is lost" if copies == 0 else f"{copies + 1} machines that are lost at once"
-    reboot = "" if tier.durable else ", or a reboot of all that have them"
+    lost = "the failure of a machine" if copies == 0 else f"the failure of {copies + 1} machines at once"
+    reboot = "" if tier.durable else ", a reboot of all machines that have them"
     if not stores:
         _log.warning(
-            "stagereg: %s: steps are in %s alone, and do not survive %s%s, or what clears that folder. For checkpoints "
-            "that last, give a directory, %s.",
+            "stagereg: %s: steps are stored in %s only. They do not survive %s%s, or the deletion of that folder. For "
+            "durable checkpoints set %s.",
             *(option("checkpoint.dir", None), tier.dir, lost, reboot, option("checkpoint.dir", "PATH")),
         )
     elif copies < tier.copies:
-        there = "is one machine" if others == 0 else f"are {others + 1} machines"
-        text = "stagereg: %s, and there %s: what the tier has does not survive %s."
+        there = "1 machine" if others == 0 else f"{others + 1} machines"
+        text = "stagereg: %s, but the run has %s: the steps of the local tier do not survive %s."
         _log.warning(text, option("tier.copies", tier.copies), there, lost)

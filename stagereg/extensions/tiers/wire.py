@@ -1,9 +1,9 @@
-"""A connection between two processes of one run: who the other is, messages, raw bytes, and no wait without an end.
+"""An authenticated connection between two processes of one run, with messages, raw bytes and timeouts.
 
-Both sides prove that they know the run's secret before anything else is read. What follows is not encrypted: the secret
-keeps other programs and users away, as a cluster's network is trusted to carry what is sent. Messages are JSON, data
-only; files go from the page cache to the socket, past this process. A wait ends when no byte has moved for
-:data:`PROGRESS_S`, however long the whole takes.
+Both sides prove that they know the secret of the run before any other byte is read. The data is not encrypted: the
+secret rejects other programs and users, and the network of the cluster is trusted. Messages are JSON and never
+unpickled; files go from the page cache to the socket without a copy in this process. A call fails when no byte has
+moved for :data:`PROGRESS_S`; its total duration is not limited.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from stagereg.checkpoint.format.checksum import crc32
 PROGRESS_S = 10.0  # seconds without a byte after which a transfer has failed
 HANDSHAKE_TIMEOUT_S = 5.0  # seconds in which a new connection must prove that it belongs to the run
 
-_MOST_BYTES = 64 << 20  # of a message: the manifest of a part of 20 TB
+_MOST_BYTES = 64 << 20  # maximum size of a message: the manifest of a part of 20 TB
 _LENGTH = struct.Struct("!I")
-_PIECE_BYTES = 1 << 18  # stay in the processor's cache between the socket and the checksum
+_PIECE_BYTES = 1 << 18  # small enough to stay in the processor's cache until the checksum is computed
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HELLO = b"stagereg-tier/1\n"
 
 
 class Connection:
-    """One whose other side is of this run. One thread at a time, but :meth:`end`.
+    """A connection to another process of this run. Only :meth:`end` is thread-safe.
 
-    All errors are ``OSError``: what the system says, ``TimeoutError`` if the other side moved nothing for
-    :data:`PROGRESS_S`, ``ConnectionError`` if it has ended or sent what is none of this.
+    All errors are ``OSError``: errors of the system, ``TimeoutError`` if no byte has moved for :data:`PROGRESS_S`,
+    ``ConnectionError`` if the other process has closed the connection or sent an invalid message.
     """
 
     def __init__(self, opened: socket.socket) -> None:
         self._socket = opened
-        opened.settimeout(None)  # the kernel waits, so that a call moves as much as there is
+        opened.settimeout(None)  # the kernel waits, so that a call moves all available bytes
         limit = struct.pack("ll", int(PROGRESS_S), int(PROGRESS_S % 1 * 1e6))
         for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             opened.setsockopt(socket.SOL_SOCKET, name, limit)
-        # Buffers stay the kernel's to size: one that is asked for is bounded lower, and grows no more.
+        # The kernel sizes the buffers: a requested size has a lower bound, and stops automatic growth.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # or an idle one outlives the other machine
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a failed machine on an idle connection
         for name, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             opened.setsockopt(socket.IPPROTO_TCP, name, seconds)
 
@@ -65,7 +65,7 @@ class Connection:
         self.receive_into(memoryview(head))
         (length,) = _LENGTH.unpack(head)
         if length > _MOST_BYTES:
-            raise ConnectionAbortedError(f"a message has {length} bytes, which is too many")
+            raise ConnectionAbortedError(f"received a message of {length} bytes; the maximum is {_MOST_BYTES}")
         text = bytearray(length)
         self.receive_into(memoryview(text))
         try:
@@ -73,7 +73,7 @@ class Connection:
         except (ValueError, RecursionError):
             message = None
         if type(message) is not dict:
-            raise ConnectionAbortedError("what came is no message")
+            raise ConnectionAbortedError("received bytes that are not a message")
         return message
 
     def send_file(self, descriptor: int, offset: int, count: int) -> None:
@@ -82,20 +82,20 @@ class Connection:
             with _moving():
                 sent = os.sendfile(self._socket.fileno(), descriptor, offset, end - offset)
             if not sent:
-                raise ConnectionAbortedError(f"the file ends at byte {offset}, before all was sent")
+                raise ConnectionAbortedError(f"the file ends at byte {offset}: expected at least {end} bytes")
             offset += sent
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill ``memory`` with what comes next."""
+        """Fill ``memory`` with the next bytes."""
         while memory:
             with _moving():
                 count = self._socket.recv_into(memory, len(memory), socket.MSG_WAITALL)
             if not count:
-                raise ConnectionResetError("the other side has closed the connection")
+                raise ConnectionResetError("the other process has closed the connection")
             memory = memory[count:]
 
     def receive_block(self, memory: memoryview, touch: Callable[[], object] = int) -> int:
-        """Fill ``memory`` and return the CRC-32 of it. Call ``touch`` after each piece."""
+        """Fill ``memory`` with the next bytes, return their CRC-32, and call ``touch`` after each chunk."""
         crc = 0
         while memory:
             piece, memory = memory[:_PIECE_BYTES], memory[_PIECE_BYTES:]
@@ -105,13 +105,13 @@ class Connection:
         return crc
 
     def is_readable(self, seconds: float | None) -> bool:
-        """Wait at most so long, ``None`` for ever, until something comes, or the connection ends; whether it did."""
+        """Wait until data arrives or the connection is closed; return False after ``seconds`` (``None``: no limit)."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def end(self) -> None:
-        """Have all calls fail, here and on the other side. Any thread."""
+        """Shut the connection down: all calls fail, in both processes. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -125,37 +125,37 @@ def _moving() -> Iterator[None]:
     try:
         yield
     except BlockingIOError:
-        raise TimeoutError(f"the other side has moved nothing for {PROGRESS_S:g} s") from None
+        raise TimeoutError(f"the other process has sent or received no data for {PROGRESS_S:g} s") from None
 
 
 def accept(opened: socket.socket, secret: bytes) -> Connection:
-    """Return the connection to one who has called, when it has proved to be of this run. Raises: ``OSError``."""
+    """Return the connection to a client after it has proved to be of this run. Raises: ``OSError``."""
     close_in_forks(opened)
     ends, nonce = time.monotonic() + HANDSHAKE_TIMEOUT_S, secrets.token_bytes(_NONCE_BYTES)
     _put(opened, _HELLO + nonce, ends)
     answer = _take(opened, _NONCE_BYTES + _PROOF_BYTES, ends)
     theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"calls", nonce, theirs)):
-        raise ConnectionRefusedError("it does not know the secret of this run")
+        raise ConnectionRefusedError("the client does not know the secret of this run")
     _put(opened, _proof(secret, b"answers", nonce, theirs), ends)
     return Connection(opened)
 
 
 def connect(address: tuple[str, int], secret: bytes) -> Connection:
-    """Return a connection to one who has proved to be of this run, as this side does. Raises: ``OSError``."""
+    """Return a connection to a server after both processes have proved to be of this run. Raises: ``OSError``."""
     opened = socket.create_connection(address, HANDSHAKE_TIMEOUT_S)
     try:
         close_in_forks(opened)
-        ends = time.monotonic() + 2 * HANDSHAKE_TIMEOUT_S  # strangers may be first
+        ends = time.monotonic() + 2 * HANDSHAKE_TIMEOUT_S  # the server may first have to reject other connections
         own = secrets.token_bytes(_NONCE_BYTES)
         hello = _take(opened, len(_HELLO) + _NONCE_BYTES, ends)
         nonce = hello[len(_HELLO) :]
         if not hello.startswith(_HELLO):
-            raise ConnectionRefusedError("what answers there is no process of this run")
+            raise ConnectionRefusedError(f"the server {address[0]}:{address[1]} is not a process of this run")
         _put(opened, own + _proof(secret, b"calls", nonce, own), ends)
         proof = _take(opened, _PROOF_BYTES, ends)
         if not hmac.compare_digest(proof, _proof(secret, b"answers", nonce, own)):
-            raise ConnectionRefusedError("what answers there does not know the secret of this run")
+            raise ConnectionRefusedError(f"the server {address[0]}:{address[1]} does not know the secret of this run")
         return Connection(opened)
     except BaseException:
         opened.close()
@@ -176,6 +176,6 @@ def _take(opened: socket.socket, count: int, ends: float) -> bytes:
     while len(data) < count:
         opened.settimeout(max(0.001, ends - time.monotonic()))
         if not (got := opened.recv(count - len(data))):
-            raise ConnectionResetError("the other side has closed the connection")
+            raise ConnectionResetError("the other process has closed the connection")
         data += got
     return data

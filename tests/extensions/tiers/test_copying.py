@@ -108,8 +108,8 @@ def test_a_stand_in_takes_what_another_refuses(
         assert threads.copied
         assert copied_of(folder, part) == ("c",)
     assert [each.getMessage() for each in caplog.records] == [
-        "stagereg: a has no copy of step 1: no room: it is full",
-        "stagereg: unknown has no copy of step 1: KeyError: 'unknown'",
+        "stagereg: cannot copy step 1 to a: no room: it is full",
+        "stagereg: cannot copy step 1 to unknown: KeyError: 'unknown'",
     ]
     del machines.failing["a"]
     submit(threads, folder, ["a"], 3)
@@ -117,7 +117,7 @@ def test_a_stand_in_takes_what_another_refuses(
     machines.failing["a"] = TimeoutError("again")
     submit(threads, folder, ["a"], 4)
     wait_for(lambda: not threads.busy)
-    assert caplog.records[-1].getMessage() == "stagereg: a has no copy of step 4: TimeoutError: again"
+    assert caplog.records[-1].getMessage() == "stagereg: cannot copy step 4 to a: TimeoutError: again"
     assert not threads.copied
 
 
@@ -245,8 +245,9 @@ def test_each_lag_is_one_warning_and_one_end(caplog: pytest.LogCaptureFixture) -
     lag.note_copied(100)
     texts = [each.getMessage() for each in caplog.records]
     assert [each.levelname for each in caplog.records] == ["WARNING", "INFO", "WARNING", "INFO"]
-    assert "no step of the tier is copied yet, and 5 saves have begun since: copies have failed." in texts[0]
-    assert "step 40 is the newest that is copied in the tier, and 5 saves have begun since: rank 1 still" in texts[2]
+    late = "all peer copies{}, and 5 saves have begun since"
+    assert f"no step of the local tier has {late.format(' yet')}: copies have failed." in texts[0]
+    assert f"step 40 is the newest step of the local tier with {late.format('')}: rank 1 still" in texts[2]
     assert [each.rpartition(": ")[2] for each in texts[1::2]] == ["step 40 is copied.", "step 90 is copied."]
 
 

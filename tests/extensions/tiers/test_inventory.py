@@ -36,7 +36,7 @@ def test_a_step_is_complete_if_each_part_is_on_some_machine_and_no_machine_vetoe
     assert found(reports) == [100, 90]
     complete, others = steps({"a": [part(new, 0)], "back": [part(old, 0), part(old, 1)]}, LINEAGE)
     assert [each.save.step for each in complete] == [90]
-    assert others == ["step 100: no machine has what rank 1 wrote"]
+    assert others == ["step 100 is incomplete: no machine has the part of rank 1"]
 
 
 @given(some.lists(some.sets(some.integers(0, 3)), min_size=1, max_size=4), some.lists(some.integers(1, 5), max_size=6))
@@ -80,7 +80,7 @@ def test_a_rollback_makes_the_same_step_of_the_earlier_branch_void() -> None:
     both = [part(each, rank) for each in (old, new, save(500)) for rank in (0, 1)]
     complete, others = steps({"a": both}, lineage)
     assert [each.save for each in complete] == [new, save(500)]
-    assert others == ["step 600 of branch 1: given up when the run went back"]
+    assert others == ["step 600 of branch 1 is void: the run returned to an earlier step"]
 
 
 def test_a_checkpoint_of_the_store_is_of_the_branch_that_was_new_then() -> None:

@@ -63,7 +63,7 @@ def test_each_step_is_shown_with_the_machines_that_have_it(tmp_path: Path, comma
         "1 3.91 KiB 0-3 of 4 copied 0-1: copied to node2; 2-3: from another machine"
     )
     assert found["20"].endswith("0-1, 3 of 4 written 0: copied to node2, node3; 1: here alone; 3: from another machine")
-    assert "The newest step that survives the loss of this machine is 10; the newest one is 20." in seen
+    assert "The newest step is 20. The newest that survives a failure of this machine is 10." in seen
     assert command("ls", tmp_path / RUN).out == seen
 
 
@@ -104,9 +104,9 @@ def test_a_program_gets_all_of_it(tmp_path: Path, command: Command) -> None:
 @pytest.mark.parametrize(
     ("copied", "expected"),
     [
-        ({10: True, 20: False}, "The newest step that survives the loss of this machine is 10; the newest one is 20."),
-        ({10: False, 20: False}, "None is copied: step 20 does not survive the loss of this machine."),
-        ({10: False, 20: True}, "The newest step that survives the loss of this machine is 20; the newest one is 20."),
+        ({10: True, 20: False}, "newest step is 20. The newest that survives a failure of this machine is 10."),
+        ({10: False, 20: False}, "No step has peer copies: step 20 does not survive a failure of this machine."),
+        ({10: False, 20: True}, "newest step is 20. The newest that survives a failure of this machine is 20."),
     ],
 )
 def test_the_newest_copied_step_is_named(
@@ -123,7 +123,7 @@ def test_what_the_run_gave_up_is_void(tmp_path: Path, command: Command) -> None:
     lineage = Lineage(RUN).branched(-1).branched(10)
     (tmp_path / RUN / NOTE).write_bytes(lineage.dumps())
     found = rows(command("ls", tmp_path).out)
-    assert "void given up when the run went back; copied to node2" in found["20"]
+    assert "void the run returned to an earlier step; copied to node2" in found["20"]
     assert " copied copied to node2" in found["10"]
     assert command("ls", tmp_path, "--json").json["runs"][0]["newest"].endswith("step-00000010.00000000000a")
 
@@ -131,7 +131,7 @@ def test_what_the_run_gave_up_is_void(tmp_path: Path, command: Command) -> None:
 def test_what_a_reboot_ended_is_void(tmp_path: Path, command: Command) -> None:
     write_step(tmp_path, 20, {0: ["node2"]})
     (tmp_path / RUN / ".boot").write_text("another")
-    assert "void from before a reboot" in rows(command("ls", tmp_path).out)["20"]
+    assert "void saved before a reboot" in rows(command("ls", tmp_path).out)["20"]
 
 
 def test_several_runs_and_their_holders_are_told_apart(tmp_path: Path, command: Command) -> None:
@@ -154,7 +154,7 @@ def test_a_store_and_other_folders_are_no_tier(tmp_path: Path, command: Command)
     (tmp_path / "empty" / RUN).mkdir(parents=True)
     assert "There is no checkpoint in" in command("ls", tmp_path / "empty", code=2).err
     (tmp_path / "empty" / RUN / NOTE).write_bytes(Lineage(RUN).dumps())
-    assert "No step is whole here" in command("ls", tmp_path / "empty").out
+    assert "no complete step that the run can resume from" in command("ls", tmp_path / "empty").out
     assert "has no complete part" in command("verify", tmp_path / "empty", code=2).err
 
 
@@ -165,17 +165,17 @@ def change(manifest: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected", "fast"),
     [
-        (lambda at: flip(at / "__1_0.distcp"), "__1_0.distcp: flipped bits in block 1: ", False),
+        (lambda at: flip(at / "__1_0.distcp"), "__1_0.distcp: CRC-32 mismatch in block 1: expected ", False),
         (
             lambda at: os.truncate(at / "__1_0.distcp", 9),
             f"__1_0.distcp: truncated: 9 of {BLOCK_BYTES + 5} bytes",
             True,
         ),
         (lambda at: (at / "__1_0.distcp").unlink(), "__1_0.distcp: missing", True),
-        (lambda at: instead(at / "__1_0.distcp", os.mkfifo), "__1_0.distcp: no regular file", True),
-        (lambda at: change(at / "part-1.json"), "part-1.json: damaged: it is not what was written", True),
-        (lambda at: (at / "part-1.json").write_text("[" * 10000), "part-1.json: damaged: ", True),
-        (lambda at: (at / "part-0.json").replace(at / "part-1.json"), "part-1.json: damaged: it is of another", True),
+        (lambda at: instead(at / "__1_0.distcp", os.mkfifo), "__1_0.distcp: not a regular file", True),
+        (lambda at: change(at / "part-1.json"), "part-1.json: corrupt: the manifest differs from the written", True),
+        (lambda at: (at / "part-1.json").write_text("[" * 10000), "part-1.json: corrupt: ", True),
+        (lambda at: (at / "part-0.json").replace(at / "part-1.json"), "part-1.json: corrupt: the manifest is of", True),
     ],
 )
 def test_any_damage_is_found_and_named(
@@ -184,12 +184,12 @@ def test_any_damage_is_found_and_named(
     write_step(tmp_path, 10, {0: [], 1: []}, nbytes=BLOCK_BYTES + 5)
     step = write_step(tmp_path, 20, {0: [], 1: []}, nbytes=BLOCK_BYTES + 5)
     for target in (tmp_path, tmp_path / RUN, step):
-        assert " good." in command("verify", target).out
+        assert " valid." in command("verify", target).out
     damage(step)
     seen = command("verify", tmp_path, code=1).out
     assert expected in seen
-    assert "2 steps, 1 not good." in seen
-    assert rows(seen)["10"].endswith(" good")
+    assert "2 steps, 1 not valid." in seen
+    assert rows(seen)["10"].endswith(" valid")
     assert expected in command("verify", step, code=1).out
     [run] = command("verify", tmp_path, "--json", code=1).json["runs"]
     assert [(each["step"], each["state"]) for each in run["steps"]] == [(20, "corrupt"), (10, "written")]

@@ -60,15 +60,16 @@ def lose_copies(rank: int, world_size: int, root: str) -> tuple[list[set[int]], 
                 saving.maybe_save(step, {"x": stagereg.per_rank(torch.tensor([rank, step]))})
                 settle(saving)
             found.append(steps_in(root, rank))
-    return found, [each for each in lines if "no copy of" not in each]
+    return found, [each for each in lines if "cannot copy step" not in each]
 
 
 def test_a_copied_step_stays_until_a_newer_one_is_copied_and_a_lag_is_logged(tmp_path: Path) -> None:
     one, other = run_ranks(lose_copies, 2, args=(str(tmp_path),), timeout_s=90)
     assert one[0] == other[0] == [{1}, *({1, step} for step in range(2, 9)), {8, 9}]
     warned, mended = one[1]
-    assert "step 1 is the newest that is copied in the tier, and 5 saves have begun since: copies have failed" in warned
-    assert mended.endswith("keep up again: step 8 is copied.")
+    assert "step 1 is the newest step of the local tier with all peer copies, and 5 saves have begun since" in warned
+    assert ": copies have failed" in warned
+    assert mended.endswith("caught up with the saves: step 8 is copied.")
     assert other[1] == []
 
 

@@ -56,7 +56,7 @@ def test_whatever_else_is_refused(text: Any) -> None:
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ".", "", "a\\b", "part-0.json", ".part-1.json.tmp", "/etc/x"])
 def test_a_name_that_leads_elsewhere_or_is_a_manifests_is_refused(name: str) -> None:
     part = Part(SaveId("0" * 8, 1, 1, 1, "1" * 8, 1), 0, {name: PartFile(0, ())})
-    with pytest.raises(ValueError, match="is no plain name of a file"):
+    with pytest.raises(ValueError, match="is not a plain file name"):
         Part.loads(part.dumps())
 
 

@@ -42,7 +42,7 @@ def test_values_of_no_use_are_refused(options: dict[str, Any], why: str) -> None
 def test_memory_wants_a_folder_in_memory(tmp_path: Path) -> None:
     if os.statvfs(tmp_path).f_fsid == os.statvfs("/dev/shm").f_fsid:
         pytest.skip("the folder of tests is in memory")
-    with pytest.raises(ConfigError, match=r"not in memory: choose tier=.*disk"):
+    with pytest.raises(ConfigError, match=r"not in memory\. Use tier=.*disk"):
         stagereg.build("tier", "memory", dir=str(tmp_path)).prepare()
 
 
@@ -111,7 +111,7 @@ def test_a_step_that_no_machine_has_whole_any_more_is_skipped_with_what_reading_
     newest = max((tmp_path / "near").rglob("*.distcp"), key=lambda each: each.stat().st_mtime_ns)
     newest.write_bytes(bytes(byte ^ 1 for byte in newest.read_bytes()))
     assert crash(tmp_path)[0] == 1
-    assert "is damaged and skipped:\n  rank 0: no machine has block 0" in caplog.text
+    assert "is damaged and skipped:\n  rank 0: no valid copy of block 0" in caplog.text
 
 
 def test_a_step_of_the_tier_that_runs_crash_after_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_a_step_of_the_tier_that_runs_crash_after_is_given_up(tmp_path: Path, ca
 def test_a_step_of_the_tier_may_be_named_by_its_path_until_it_is_gone(tmp_path: Path) -> None:
     crash(tmp_path, 3)
     _, path = crash(tmp_path)
-    for named, why in ((path, ""), (f"{path}0", "no machines have between them any more")):
+    for named, why in ((path, ""), (f"{path}0", "no longer complete on the machines")):
         with Checkpointer(str(tmp_path / "store"), resume=named, tier=tier_in(tmp_path)) as checkpointer:
             state = {"x": 0}
             if why:

@@ -112,7 +112,7 @@ def test_a_tier_without_room_leaves_the_store_alone(tmp_path: Path, caplog: pyte
             checkpointer.wait()
         assert (checkpointer.stats.saves, checkpointer.stats.tier_saves) == (1, 0)
     warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert sum('Tier(host_memory="10B") would be passed' in each for each in warnings) == 2
+    assert sum('of Tier(host_memory="10B") are used' in each for each in warnings) == 2
 
 
 def lose_folder(rank: int, world_size: int, root: str) -> tuple[int, int]:
