@@ -101,7 +101,7 @@ def test_a_planted_folder_of_the_run_is_refused_and_what_is_said_works(
         away.rename(planted)
         train(tmp_path, run.parent, store=store, at=2)
     else:
-        assert "Delete it, or give this run another Tier(dir=" in str(error)
+        assert "Delete it, or use another folder: Tier(dir=" in str(error)
         train(tmp_path, tmp_path / "other", store=store)
 
 
@@ -277,7 +277,7 @@ def test_what_notes_the_run_is_not_skipped_and_nothing_is_lost(
     plant(kind, path, mine)
     error = ends(lambda: train(tmp_path, run.parent, store=store))
     assert isinstance(error, CheckpointError)
-    assert f"{path}, which notes the run" in str(error)
+    assert f"{path} identifies the run" in str(error)
     path.rename(tmp_path / "away")
     path.write_bytes(content)
     train(tmp_path, run.parent, store=store, at=at)

@@ -438,7 +438,7 @@ def test_blocks_that_nobody_announced_end_the_connection(server: PartServer) -> 
         link.close()
     link = wire.connect(server.address, SECRET)
     link.send({"do": "stream", "token": "0" * 32})
-    assert "no part comes" in link.receive()["error"]
+    assert "no transfer in progress" in link.receive()["error"]
     link.close()
 
 
