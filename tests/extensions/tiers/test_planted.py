@@ -120,7 +120,7 @@ def test_a_planted_folder_on_one_machine_is_refused_on_all_ranks(tmp_path: Path)
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / run).symlink_to(tmp_path)
     said = run_ranks(plant_on_rank_1, nproc=2, args=(str(tmp_path),))
-    assert all(f"rank 1: {tmp_path}/1/{run} is a link, or not a folder" in each for each in said), said
+    assert all(f"rank 1: {tmp_path}/1/{run} is a link or not a folder" in each for each in said), said
 
 
 def _noted(folder: Path) -> str:
