@@ -109,7 +109,7 @@ def _add(commands: Any, name: str, module: str) -> None:
     """Add the parser of a subcommand. Raises: ``InstallationError`` if its module cannot be imported."""
     try:
         importlib.import_module(module).add_to(commands)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cure = "Install hydra-stagereg again" if module.startswith("stagereg.") else "Install its package again"
         why = f"it could not be imported from {module} ({reason(error)})"
         if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("stagereg."):

@@ -82,6 +82,7 @@ def test_another_package_adds_a_command_and_a_broken_one_costs_its_own_command_a
 ) -> None:
     write_package(tmp_path, "greeting", COMMAND, "greet")
     write_package(tmp_path, "breaking", "raise ValueError('bad luck')", "broken")
+    write_package(tmp_path, "leaving", "raise SystemExit(0)", "left")
     write_package(tmp_path, "imitating", COMMAND, "list")
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["greet"]) == 7
@@ -94,6 +95,8 @@ def test_another_package_adds_a_command_and_a_broken_one_costs_its_own_command_a
     shown = capsys.readouterr().out
     assert "say hello" in shown
     assert "not available: `stagereg broken` cannot run" in " ".join(shown.split())
+    assert "not available: `stagereg left` cannot run" in " ".join(shown.split())
+    assert cli.main(["left"]) == 2
     assert cli.main(["list", "stager"]) == 0  # a name of the project's own is not taken away
     assert "overlapped" in capsys.readouterr().out
 

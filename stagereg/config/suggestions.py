@@ -181,6 +181,8 @@ def _wrong_type(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_option(error: MissingConfigException) -> str:
+    if error.missing_cfg_file == "stagereg":
+        return "Hydra does not find the config stagereg: install stagereg again, pip install . in its checkout"
     if error.missing_cfg_file and not error.options and nearest(error.missing_cfg_file, ["stagereg"]):
         return f"there is no config {error.missing_cfg_file!r} for the defaults of a config. Did you mean 'stagereg'?"
     group, _, name = (error.missing_cfg_file or "").rpartition("/")

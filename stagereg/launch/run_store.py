@@ -76,6 +76,7 @@ class RunStore:
 
     def is_first(self, text: str) -> bool:
         """Return True for the first call with this text on any rank, and False for later calls."""
+        text = text.encode("utf-8", "backslashreplace").decode()  # a key of the store must be UTF-8
         return bool(self.of_attempt.add(f"reported/{text}", 1) == 1)
 
     def set_ended(self) -> None:

@@ -16,6 +16,10 @@ from stagereg.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
+_STATUS: dict[str, CheckpointError] = {}
+"""The failed last save by place, which the end of the process reports if failures are warnings. A run that is tried
+again in one process has a checkpointer for each attempt."""
+
 
 class Failures:
     """The failures of one checkpointer on this rank.
@@ -24,13 +28,14 @@ class Failures:
         warns: whether they are logged, and never raised.
         first: whether this is the rank that logs what happens on all.
         describe_newest: returns a sentence on the newest good checkpoint.
+        where: the place that is saved to. A save there withdraws the status of an earlier checkpointer of this process.
     """
 
-    def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str]) -> None:
+    def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str], where: str = "") -> None:
         self.last: CheckpointError | None = None  # why the last save that has ended failed, if it did
         self.warns = warns
         self._first, self._describe_newest = first, describe_newest
-        self._status: CheckpointError | None = None  # what the end reports if failures are warnings
+        self._where = where
         self._kept: deque[CheckpointError] = deque()
 
     def __bool__(self) -> bool:
@@ -70,13 +75,12 @@ class Failures:
 
     def set_status(self, failed: int | None) -> None:
         """Have the end report that the save of step ``failed`` was the last one, if failures are warnings."""
-        if self._status is not None:
-            shutdown.withdraw_error(self._status)
-        self._status = None
+        if (earlier := _STATUS.pop(self._where, None)) is not None:
+            shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:
             text = f"the last save has failed, of step {failed}, so the exit status is 1. {self._describe_newest()}"
-            self._status = CheckpointError(text)
-            shutdown.report_error(self._status)
+            _STATUS[self._where] = CheckpointError(text)
+            shutdown.report_error(_STATUS[self._where])
 
     def _warn(self, failure: CheckpointError, everywhere: bool = False) -> None:
         log = _log.info if everywhere and not self._first else _log.warning

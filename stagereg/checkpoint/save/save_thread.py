@@ -67,7 +67,7 @@ class SaveThread:
     ) -> None:
         self.newest: int | None = None  # the step of the newest checkpoint there that this run knows to be good
         describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
-        self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)())
+        self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)(), target.where)
         self.stats = stats or CheckpointStats()
         self._listeners: list[Callable[[int], object]] = []
         self.target = target

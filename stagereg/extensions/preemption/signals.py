@@ -180,6 +180,7 @@ class SignalListener:
             os.write(self._pipe[1], bytes([number]))
         else:  # the last one has closed on another thread
             self.close()
+            signal.signal(number, signal.SIG_DFL)  # a library may have restored this handler after the close
             os.kill(os.getpid(), number)
 
     def _read(self, read: int) -> None:

@@ -10,6 +10,7 @@ import errno
 from collections.abc import Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.base.small_files import replace_small
@@ -24,11 +25,17 @@ from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 _PRIVATE = 0o600  # whatever the umask is
 
 
+class _TierStorage(DcpStorage):
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Touch no disk: a failure while ranks plan would fail the save to the checkpoint directory too."""
+        return plan
+
+
 class TierTarget(SaveTarget):
     required = False
 
     def __init__(self, near: LocalTier, ranks: RankGroup, schedule: Schedule) -> None:
-        self.near, self._files = near, DcpStorage(direct="auto" if near.tier.durable else "never")
+        self.near, self._files = near, _TierStorage(direct="auto" if near.tier.durable else "never")
         self._files.mode = _PRIVATE
         super().__init__(f"the tier {near.tier.dir}", ranks, self._files, schedule, repeats=True)
         self._save: SaveId | None = None

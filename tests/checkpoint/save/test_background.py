@@ -198,3 +198,19 @@ def test_a_failure_of_a_later_save_is_logged_in_full_only_if_it_differs(
     assert str(raised.value) == texts[0]
     short = ["Step 2 was not saved, for the same reason as step 1."] * first
     assert [each.getMessage() for each in caplog.records] == [*short, texts[2]]
+
+
+def test_a_save_to_the_same_place_withdraws_the_status_of_an_earlier_checkpointer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: list[BaseException] = []
+    monkeypatch.setattr(shutdown, "report_error", reported.append)
+    monkeypatch.setattr(shutdown, "withdraw_error", reported.remove)
+    here, again, elsewhere = (Failures(True, True, str, where) for where in ("here", "here", "elsewhere"))
+    here.set_status(4)
+    elsewhere.set_status(5)
+    assert len(reported) == 2
+    again.set_status(None)
+    assert ["step 5" in str(each) for each in reported] == [True]
+    elsewhere.set_status(None)
+    assert reported == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -279,3 +280,22 @@ def test_only_the_main_thread_listens() -> None:
     assert received == [False]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert not preemption._listener.handlers
+
+
+RESTORES = """import os, signal, stagereg
+checkpointer = stagereg.Checkpointer("kept")
+handler = signal.getsignal(signal.SIGTERM)
+checkpointer.close()
+signal.signal(signal.SIGTERM, handler)  # as a library does that has saved the handler that it found
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except Exception:
+    raise SystemExit(3)
+"""
+
+
+def test_a_handler_that_is_restored_after_the_end_of_the_checkpointer_ends_the_process(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESTORES], cwd=tmp_path, timeout=LIMIT_S, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr

@@ -135,3 +135,9 @@ def test_a_store_that_is_gone_is_found_at_once() -> None:
     del server
     with pytest.raises(LaunchError, match=r"store of this run is gone.*next start resumes"):
         CONNECT(run, LIMIT_S)
+
+
+def test_an_error_whose_text_is_not_utf_8_is_reported_once() -> None:
+    run = RunStore(HashStore(), 0, 2)
+    text = "no labels in /data/shard-\udcff.bin"  # the name of a file
+    assert [run.is_first(text), run.is_first(text), run.is_first("another")] == [True, False, True]

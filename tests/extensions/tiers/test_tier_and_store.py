@@ -174,3 +174,16 @@ def test_a_step_in_a_tier_has_what_subclasses_wrap(tmp_path: Path) -> None:
     with stagereg.Checkpointer(str(tmp_path / "store"), every=10, tier=tier) as checkpointer:
         assert checkpointer.restore(state) == 3
     assert same_bits(state["x"]["w"], nested(4))
+
+
+def test_a_tier_whose_disk_fails_costs_the_checkpoint_directory_no_save(tmp_path: Path, caplog: Any) -> None:
+    kept = tmp_path / "kept"
+    with stagereg.Checkpointer(str(kept), every=2, keep=9, tier=tier(tmp_path / "tier")) as checkpointer:
+        for step in range(1, 7):
+            if step == 3:
+                checkpointer.wait()
+                (tmp_path / "tier").rename(tmp_path / "away")
+                (tmp_path / "tier").touch()  # no folder can be made there
+            checkpointer.maybe_save(step, {"x": torch.full((4,), float(step)), "step": step})
+    assert sorted(path.name for path in kept.glob("step-*")) == [f"step-{step:08}" for step in (2, 4, 6)]
+    assert "in the tier" in caplog.text
