@@ -1,11 +1,11 @@
-"""What plugin authors, and the project's own tests, test with: importing it imports no torch.
+"""Test tools for plugin authors and the project's own tests. Importing this package does not import torch.
 
-``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
-or hung, and where.
+``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names the ranks that failed,
+died or hung, and their positions.
 
 ``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract``,
-``StorageContract`` and ``TierContract`` are to be inherited: their methods try the promises of a kind of component on
-the author's own one, under pytest or without it (``Contract``, ``Outcome``).
+``StorageContract`` and ``TierContract`` are base classes: their methods try the promises of a kind of component on the
+author's component, with or without pytest (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     }
     extension = {"OnCommitContract": "callbacks", "TierContract": "tiers"}.get(name)
     if extension and (why := missing(f"stagereg.extensions.{extension}")):
-        raise InstallationError(f"There is no stagereg.testing.{name}. {why}")
+        raise InstallationError(f"stagereg.testing.{name} is not available. {why}")
     return getattr(importlib.import_module(f"stagereg.testing.{modules.get(name, 'join')}"), name)
 
 

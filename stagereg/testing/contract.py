@@ -1,6 +1,6 @@
-"""The base of the contracts: promises, how one is tried, and how a broken one is reported.
+"""The base of the contracts: promises, their trials, and reports of broken promises.
 
-A contract is a class to inherit: each method named ``test_*`` tries one promise on a fresh instance, under pytest or by
+A contract is a class to inherit. Each method named ``test_*`` tries one promise on a new instance, under pytest or by
 :meth:`Contract.outcome`. The first line of the method's docstring is the promise.
 """
 
@@ -24,24 +24,24 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 T = TypeVar("T")
 
-_STARTING_S = 60.0  # seconds that ranks may take to start, in addition to the time limit of the contract
+_STARTING_S = 60.0  # seconds for ranks to start, in addition to the contract's time limit
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one promise fared."""
+    """The result of trying one promise."""
 
-    name: str  # of the method that tried it
+    name: str  # name of the method that tried it
     promise: str  # one line
-    kept: bool | None  # `None` if it cannot be tried on this machine
-    seen: str = ""  # of a broken promise, or why it was not tried
+    kept: bool | None  # `None` if the promise cannot be tried on this machine
+    seen: str = ""  # how the promise was broken, or why it was not tried
 
 
 class Contract:
-    """Base of the contracts: lists the promises, tries one, reports what was seen.
+    """Base of the contracts: lists the promises, tries one, and reports the outcome.
 
     Attributes:
-        timeout_s: seconds after which a promise whose trial does not come back counts as broken.
+        timeout_s: seconds after which a trial that has not returned counts as a broken promise.
     """
 
     timeout_s: ClassVar[float] = 20.0
@@ -58,7 +58,7 @@ class Contract:
 
     @classmethod
     def outcome(cls, name: str) -> Outcome:
-        """Try one of :meth:`promises` on a fresh instance; only interrupting the process raises."""
+        """Try one of :meth:`promises` on a new instance. Raises only when the process is interrupted."""
         promise = cls.promises()[name]
         try:
             getattr(cls(), name)()
@@ -71,15 +71,15 @@ class Contract:
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:
-        """Raise ``BrokenPromiseError``; ``seen`` is what was seen, and what would have been right."""
+        """Raise ``BrokenPromiseError``; ``seen`` is the observation, and the correct result."""
         raise BrokenPromiseError(seen)
 
     def skipped(self, reason: str) -> NoReturn:
-        """Report that a promise cannot be tried here, by ``unittest.SkipTest``, which pytest knows."""
+        """Report that a promise cannot be tried here, with ``unittest.SkipTest``, which pytest supports."""
         raise unittest.SkipTest(reason)
 
     def on_ranks(self, what: str, nproc: int, fn: Callable[..., Any], *args: object) -> list[Any]:
-        """Return what ``fn(rank, world_size, *args)`` returns on each of ``nproc`` local ranks.
+        """Return the results of ``fn(rank, world_size, *args)`` on ``nproc`` local ranks.
 
         Raises:
             BrokenPromiseError: a rank failed or hung; the message begins with ``what``.
@@ -96,15 +96,16 @@ class Contract:
             self.broken(f"{what}{seen}")
 
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Call ``do`` on another thread and wait for it, so that a component that never comes back fails a test.
+        """Call ``do`` on another thread and wait for it, so that a component that hangs fails a test.
 
-        Returns what ``do`` returned, or raises what it raised. A thread that hangs is left behind.
+        Return the result of ``do``, or raise its error. A thread that hangs is left behind.
 
         Raises:
-            BrokenPromiseError: it still runs after ``timeout_s`` seconds (the class's own); the message has where.
+            BrokenPromiseError: ``do`` still runs after ``timeout_s`` seconds (default: the class's); the message has
+                its position.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        # Popped, for an error has this frame in its traceback: a cycle would keep what the trial held.
+        # Popped, because an error's traceback holds this frame: a cycle would keep the trial's objects alive.
         futures: list[Future[T]] = [Future()]
 
         def attempt() -> None:
@@ -119,7 +120,7 @@ class Contract:
         thread.join(limit_s)
         if thread.is_alive():
             places = " -> ".join(reversed(_stack_of(thread)[:3]))
-            self.broken(f"it did not come back within {limit_s:g} s; it is at {places or 'its end'}")
+            self.broken(f"the call did not return within {limit_s:g} s. It is at {places or 'its end'}")
         return futures.pop().result()
 
 
@@ -132,7 +133,7 @@ def _broken_on_a_rank(rank: int, world_size: int, kind: type[Contract], do: str,
 
 
 def _stack_of(thread: threading.Thread) -> list[str]:
-    """Return where a thread is, the innermost call first. Python may crash if one thread walks another's frames."""
+    """Return a thread's stack, innermost call first. Python may crash if one thread walks another's frames."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""Describes crashed processes in a line, from what the standard library's ``faulthandler`` and ``traceback`` wrote."""
+"""One-line descriptions of crashed processes, from the output of ``faulthandler`` and ``traceback``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from stagereg.base.crash_report import is_foreign
 
 
 def innermost_frame(dump: str) -> str:
-    """Where a plugin was when ``faulthandler`` wrote ``dump``, ``"stage (mine.py:7)"``; empty without a stack.
+    """Return the frame of a plugin in a ``faulthandler`` dump, ``"stage (mine.py:7)"``; empty without a stack.
 
-    The running thread comes first. Frames of Python, torch, pytest and stagereg are passed over for their callers.
+    The running thread comes first. Frames of Python, torch, pytest and stagereg are skipped in favour of their callers.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
@@ -19,10 +19,10 @@ def innermost_frame(dump: str) -> str:
 
 
 def summarize(text: str) -> str:
-    """How a rank ended, in a line, of its text in ``RankFailure.failed``: its error; or the signal and where it was."""
+    """Return one line from a rank's text in ``RankFailure.failed``: its error, or the signal and its frame."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
     if "before it returned" not in lines[0]:
-        return lines[-1]  # of a traceback
+        return lines[-1]  # last line of a traceback
     uncaught = [line for line in lines[1:] if line.startswith("what():")]
     errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
     summary = ": ".join([lines[0], *(uncaught or errors)[-1:]])

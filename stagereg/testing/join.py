@@ -1,8 +1,8 @@
-"""The contracts of joins: what a joinable, or a join hook, promises to those who train with it.
+"""The contracts of joins: the promises of a joinable or a join hook.
 
-An author inherits one, and writes how to make the component, one training step, and the result of a single process. The
-contract runs training loops on ranks (``scenario``), and compares what it observed with each promise.
-``docs/contracts.md`` lists the promises and has a whole example.
+An author inherits a contract, and defines how to make the component, one training step, and the result of a single
+process. The contract runs training loops on ranks (``scenario``), and compares its observations with each promise.
+``docs/contracts.md`` lists the promises and has a complete example.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _NEVER_TRAINED = ("hooks on", "attributes of", "join of", "Python's warning filt
 
 
 class JoinableContract(Contract):
-    """What a joinable promises; inherit it, and override the methods that raise ``NotImplementedError``.
+    """The promises of a joinable. Inherit this class, and override the methods that raise ``NotImplementedError``.
 
-    :meth:`build`, :meth:`joinables`, :meth:`step`, :meth:`loop` and :meth:`state` run on ranks, within a process group
-    and with the same seed on all; :meth:`expected` runs in the calling process. The class has to be at the top of a
-    module, so that the ranks find it.
+    :meth:`build`, :meth:`joinables`, :meth:`step`, :meth:`loop` and :meth:`state` run on ranks, in a process group and
+    with the same seed on all ranks; :meth:`expected` runs in the calling process. Define the subclass at the top of a
+    module, so that ranks can import it.
 
     Attributes:
-        world_size: how many ranks there are, from 2 on.
+        world_size: the number of ranks, at least 2.
         options: keyword arguments of ``Join``, such as ``{"divide_by_initial_world_size": False}``.
-        torch_join: whether it is to work in torch's ``Join`` too, and among ranks that run torch's.
-        announces: whether it announces through stagereg's ``Join``; torch's own joinables do not, and can neither be
-            planned nor counted.
-        own_collectives: how many collectives it adds to each step of a planned join, by design.
-        keeps: names of attributes that a join may change for good, though training without one does not.
-        tolerance: by how much numbers may differ, relative above 1.
-        timeout_s: seconds that a scenario may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
-            that wait for each other in vain give up after half of it. When one has hung, the others get a third.
+        torch_join: whether the joinable must also work in torch's ``Join``, and among ranks that run torch's.
+        announces: whether the joinable announces through stagereg's ``Join``; torch's own joinables do not, and support
+            neither planned nor counted mode.
+        own_collectives: the number of collectives that the joinable adds to each step of a planned join by design.
+        keeps: names of attributes that a join may change permanently, though training without a join does not.
+        tolerance: the maximum difference of numbers, relative above 1.
+        timeout_s: seconds for a scenario; longer scenarios count as hung. In stagereg's ``Join``, ranks that wait for
+            each other time out after half of it. After a hang, later scenarios get a third.
     """
 
     world_size: ClassVar[int] = 2
@@ -47,57 +47,57 @@ class JoinableContract(Contract):
     keeps: ClassVar[Sequence[str]] = ()
     tolerance: ClassVar[float] = 1e-9
 
-    # -- what the author says
+    # -- defined by the author
 
     def build(self) -> Any:
-        """Return a fresh subject: the joinable, or whatever object leads to all that the other methods need."""
-        raise NotImplementedError(f"{type(self).__name__} has to define build(self)")
+        """Return a new subject: the joinable, or an object that leads to everything that the other methods need."""
+        raise NotImplementedError(f"{type(self).__name__} must define build(self)")
 
     def joinables(self, subject: Any) -> Sequence[Any]:
-        """Return what goes into ``Join``, in order; called once for each subject. Default: the subject alone.
+        """Return the list for ``Join``, in order; called once per subject. Default: only the subject.
 
-        Torch's ``Join`` takes only joinables: name those that wrap an optimizer or a function.
+        torch's ``Join`` accepts only joinables: list joinables that wrap an optimizer or a function.
         """
         return [subject]
 
     def step(self, subject: Any, value: float) -> object:
-        """Take one training step on a rank that has data; ``value`` is the batch and differs by rank. Collective."""
-        raise NotImplementedError(f"{type(self).__name__} has to define step(self, subject, value)")
+        """Run one training step on a rank with data; ``value`` is the batch and differs by rank. Collective."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(self, subject, value)")
 
     def loop(self, join: Any, subject: Any, values: list[float]) -> None:
-        """Loop over a rank's batches, within the join. Default: :meth:`step` for each, as in a plain loop.
+        """Loop over a rank's batches, within the join. Default: call :meth:`step` for each, as in a plain loop.
 
-        Override it only for what cannot be joined but in ``join.iterate``; each turn of the loop calls ``self.step``.
+        Override it only for joinables that require ``join.iterate``; each iteration must call ``self.step``.
         """
         for value in values:
             self.step(subject, value)
 
     def state(self, subject: Any) -> Mapping[str, Any]:
-        """Return what has to be right on every rank after a join: tensors and numbers by name. All ranks call it."""
-        raise NotImplementedError(f"{type(self).__name__} has to define state(self, subject)")
+        """Return the values that must be correct on every rank after a join: tensors, numbers by name. Collective."""
+        raise NotImplementedError(f"{type(self).__name__} must define state(self, subject)")
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        """Return the same as :meth:`state`, computed in a single process.
+        """Return the same values as :meth:`state`, computed in a single process.
 
-        ``steps`` has for each step the values of the ranks that had data in it, in rank order.
+        ``steps``: for each step, the values of the ranks with data, in rank order.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define expected(self, steps, world_size)")
+        raise NotImplementedError(f"{type(self).__name__} must define expected(self, steps, world_size)")
 
     def announce(self, joinables: Sequence[Any]) -> None:
-        """Before each step, for what does not announce by itself. A joinable does, in :meth:`step`."""
+        """Called before each step, for components that do not announce. A joinable announces in :meth:`step`."""
 
     # -- the promises
 
     def test_even_inputs(self) -> None:
-        """With as many batches on every rank, all ranks end with the numbers of a single process."""
+        """With equally many batches on every rank, all ranks end with the numbers of a single process."""
         self._right("even")
 
     def test_uneven_inputs(self) -> None:
-        """When ranks run out of data, in whatever order, or never have any, all end with the numbers of one process."""
+        """If ranks run out of data, in any order, or never have any, all end with the numbers of one process."""
         self._right("uneven", "first has none", "last has none")
 
     def test_join_after_join(self) -> None:
-        """Two joins one after the other give the right numbers after each."""
+        """Two joins in sequence produce correct numbers after each."""
         self._right("two joins")
 
     def test_replicas_do_not_drift(self) -> None:
@@ -109,12 +109,12 @@ class JoinableContract(Contract):
                         self._broken(name, f"rank {rank} and rank 0 differ after join {stage + 1}: {apart}")
 
     def test_every_mode(self) -> None:
-        """With planned lengths, with mode=counted, and in join.iterate with empty batches, the numbers are right."""
+        """With planned lengths, mode=counted, and join.iterate with empty batches, the numbers are correct."""
         self._needs_announcing()
         self._right("planned", "counted", *([] if self._has_own_loop else ["iterate"]))
 
     def test_planned_sends_nothing_more(self) -> None:
-        """In a planned join a step has no collective that it has not without a join; in a counted one, one sum."""
+        """A planned join adds no collective to a step; a counted join adds one sum."""
         self._needs_announcing()
         for name, more in (("planned", 0), ("counted", 1)):
             for rank, (seen, alone) in enumerate(zip(self._ended(name), self._ended("disabled"), strict=True)):
@@ -125,24 +125,25 @@ class JoinableContract(Contract):
                     self._broken(name, f"{had}, so {right} would be right")
 
     def test_torchs_join(self) -> None:
-        """In torch's Join, and where ranks run torch's beside stagereg's with mode=torch, the numbers are right."""
+        """In torch's Join, and if some ranks run it and others stagereg's with mode=torch, the numbers are correct."""
         if not self.torch_join:
             self.skipped("torch_join = False: it works in stagereg's Join only")
         self._right("torch's", "mixed", "mixed the other way")
 
     def test_failing_rank(self) -> None:
-        """When a rank fails, every other rank ends soon, with an error that names it; also ranks without data."""
+        """If a rank fails, every other rank, even without data, soon raises an error that names the failed rank."""
         for name in ("fails", "fails while others have left"):
             for rank, seen in enumerate(self._seen(name)):
                 if not seen.error:
-                    self._broken(name, f"rank {rank} ended as if nothing had happened, after rank 0 had failed")
+                    self._broken(name, f"rank {rank} raised no error after rank 0 had failed")
                 if seen.kind != ("peer" if rank else "injected") or "on purpose" not in seen.error:
-                    self._broken(name, f"rank {rank} raised {seen.error}, and not what rank 0 failed with")
+                    self._broken(name, f"rank {rank} raised {seen.error}, not the error of rank 0")
 
     def test_throw(self) -> None:
-        """With throw, all ranks stop before the step that not all can take, or a planned join: with the state of then.
+        """With throw, all ranks stop, with unchanged state, before the first step that not all can take, or a planned
+        join.
 
-        Even inputs are none to throw for.
+        Even inputs raise no error.
         """
         self._right("throws not")
         names = ("throws", "throws in mode counted", "throws in mode planned", "throws in mode torch")
@@ -150,16 +151,16 @@ class JoinableContract(Contract):
             self._throws(name)
 
     def test_training_without_a_join(self) -> None:
-        """Before and after a join, and in one with enable=False, training works and gives the right numbers."""
+        """Before and after a join, and in one with enable=False, training works with correct numbers."""
         self._right("side effects", "disabled")
 
     def test_leaves_no_trace(self) -> None:
-        """A join leaves the joinable, what it watched and the warning filters as they were, on every way out."""
+        """A join restores the joinable, the objects it watched and the warning filters, on every exit path."""
         for name in ("side effects", "side effects of stopped", "side effects of thrown", "disabled"):
             for rank, seen in enumerate(self._seen(name)):
                 if seen.kind not in ("", "injected", "uneven"):
                     self._broken(name, f"rank {rank} raised {seen.error}")
-                # After an irregular end only what training never changes can be judged.
+                # After an error, only properties that training never changes can be compared.
                 judged = [trace for trace in seen.traces if not seen.kind or trace.startswith(_NEVER_TRAINED)]
                 if left := [trace for trace in judged if not self._is_kept(trace)]:
                     self._broken(name, f"on rank {rank} the join left {'; '.join(left[:4])}")
@@ -204,21 +205,21 @@ class JoinableContract(Contract):
 
     def _result(self, name: str) -> ScenarioResult:
         if self.world_size < 2:
-            self.broken(f"world_size is {self.world_size}, and a join is between ranks: set it to 2 or 3")
+            self.broken(f"world_size must be at least 2, got {self.world_size}. Set it to 2 or 3")
         return played(type(self), self._plan()[name])
 
     def _broken(self, name: str, seen: str) -> None:
         self.broken(f"{seen} ({self._plan()[name]})")
 
     def _seen(self, name: str) -> list[Observation]:
-        """What the ranks saw of a scenario that has to come to its end on all."""
+        """Return the observations of a scenario that must finish on all ranks."""
         result = self._result(name)
         if None in result.seen:
-            self._broken(name, f"rank {result.seen.index(None)} did not end: {result.failure}")
+            self._broken(name, f"rank {result.seen.index(None)} did not finish: {result.failure}")
         return [seen for seen in result.seen if seen is not None]
 
     def _ended(self, name: str) -> list[Observation]:
-        """What the ranks saw of a scenario in which nothing is to go wrong; a rank's own error is named first."""
+        """Return the observations of a scenario without errors. Errors of a rank are reported before those of peers."""
         failed = {rank: seen for rank, seen in enumerate(self._result(name).seen) if seen and seen.error}
         own = {rank: seen for rank, seen in failed.items() if seen.kind != "peer"}
         ended = self._seen(name) if not own else []
@@ -237,8 +238,8 @@ class JoinableContract(Contract):
         with torch.random.fork_rng(devices=[]):
             right = self.expected(steps_of(what, stage, self.world_size)[:most], self.world_size)
         if apart := _apart(state, right, self.tolerance):
-            when = f"after join {stage + 1}" if stage < len(what.lengths) else "after training on without a join"
-            self._broken(name, f"rank {rank} {when} has not the numbers of a single process: {apart}")
+            when = f"after join {stage + 1}" if stage < len(what.lengths) else "after further training without a join"
+            self._broken(name, f"rank {rank} {when} differs from a single process: {apart}")
 
     def _throws(self, name: str) -> None:
         what = self._plan()[name]
@@ -247,9 +248,9 @@ class JoinableContract(Contract):
         steps = 0 if planned else min(what.lengths[0])
         for rank, seen in enumerate(self._seen(name)):
             if seen.kind != "uneven":
-                self._broken(name, f"rank {rank} ended with {seen.error or 'no error'}, not UnevenInputsError")
+                self._broken(name, f"rank {rank} raised {seen.error or 'no error'}, not UnevenInputsError")
             if seen.done != [steps]:
-                self._broken(name, f"rank {rank} stopped after {seen.done[0]} steps, and {steps} would be right")
+                self._broken(name, f"rank {rank} stopped after {seen.done[0]} steps, expected {steps}")
             self._compare(name, rank, 0, seen.states[0], steps)
 
     @property
@@ -258,27 +259,27 @@ class JoinableContract(Contract):
 
     def _needs_announcing(self) -> None:
         if not self.announces:
-            self.skipped("announces = False: it can neither be planned nor counted")
+            self.skipped("announces = False: it supports neither planned nor counted mode")
 
     def _is_kept(self, trace: str) -> bool:
         return any(trace.endswith(f": now also {name!r}") or f".{name}:" in trace for name in self.keeps)
 
 
 class MinimalJoinable(BuiltInJoinable):
-    """The least of a joinable, to carry a hook that is to be tried: it announces, and has no collectives itself."""
+    """A minimal joinable for a hook under test: it announces, and has no collectives itself."""
 
 
 class JoinHookContract(JoinableContract):
-    """What a join hook promises; as :class:`JoinableContract`, with :meth:`hook` in place of ``joinables``.
+    """The promises of a join hook: like :class:`JoinableContract`, with :meth:`hook` instead of ``joinables``.
 
-    The hook is tried within a minimal joinable, which announces each step; so :meth:`step` is only what the active
-    ranks do, collectives and all, and the hook's ``main_hook`` has to match it. A hook that needs more of its joinable
-    overrides :meth:`joinables` too.
+    The hook runs in a minimal joinable, which announces each step. So :meth:`step` contains only the work of the active
+    ranks, including collectives, and the hook's ``main_hook`` must match it. For a hook that needs more of its
+    joinable, override :meth:`joinables`, too.
     """
 
     def hook(self, subject: Any) -> Any:
-        """Return a fresh hook for one join."""
-        raise NotImplementedError(f"{type(self).__name__} has to define hook(self, subject)")
+        """Return a new hook for one join."""
+        raise NotImplementedError(f"{type(self).__name__} must define hook(self, subject)")
 
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return a minimal joinable around :meth:`hook`."""
@@ -294,7 +295,7 @@ class JoinHookContract(JoinableContract):
 
 
 def _apart(found: Any, right: Any, tolerance: float) -> str:
-    """Where and how two states differ by more than ``tolerance``, relative above 1; empty if they do not."""
+    """Return where and how two states differ by more than ``tolerance``, relative above 1; empty if they do not."""
     exact = tolerance == 0.0
     found, right = _as_tensors(found), _as_tensors(right)
     try:
@@ -305,7 +306,7 @@ def _apart(found: Any, right: Any, tolerance: float) -> str:
 
 
 def _as_tensors(state: Any) -> Any:
-    """The same with a tensor for every number and list of numbers; Python's own are doubles."""
+    """Return the state with a tensor for every number and list of numbers; Python's own numbers become doubles."""
     if isinstance(state, Mapping):
         return {key: _as_tensors(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and not all(isinstance(each, (int, float)) for each in state):

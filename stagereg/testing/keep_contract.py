@@ -1,7 +1,7 @@
-"""The contract of a retention rule, as tests to inherit: what a component of the kind ``keep`` promises.
+"""The contract of a retention rule, as tests to inherit: the promises of a component of the kind ``keep``.
 
-A trial shows the rule the checkpoints of made-up runs, after each commit, as ``Checkpointer`` does. The rule returns
-which checkpoints are retained; the checkpointer deletes the others.
+A trial passes the checkpoints of made-up runs to the rule, after each commit, as ``Checkpointer`` does. The rule
+returns the retained checkpoints; the checkpointer deletes the others.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ODD: tuple[dict[str, float], ...] = (
 
 
 class KeepContract(Contract):
-    """What a retention rule promises; inherit it, and override :meth:`make`.
+    """The promises of a retention rule. Inherit this class, and override :meth:`make`.
 
-    The class has to be at the top of a module, so that ranks find it.
+    Define the subclass at the top of a module, so that ranks can import it.
     """
 
     def make(self) -> KeepRule:
-        """Return a fresh rule; called once or more for each promise."""
-        raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
+        """Return a new rule. Called at least once per promise."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that a made-up run logged for a step. Override it if the rule needs a metric."""
@@ -55,7 +55,7 @@ class KeepContract(Contract):
             list(self._play(what, steps))
 
     def test_paths_and_reasons(self) -> None:
-        """Its answer has only paths of the given checkpoints, each with a reason: a line of text."""
+        """It returns only paths of the given checkpoints, each with a reason: a line of text."""
         for what, steps in _RUNS.items():
             for shown, answer in self._play(what, steps):
                 paths = {each.path for each in shown}
@@ -63,37 +63,37 @@ class KeepContract(Contract):
                     if path not in paths:
                         self.broken(f"{what}: it returned {path!r}, which is not the path of a given checkpoint")
                     if not isinstance(why, str) or not why.strip() or not why.isprintable():
-                        self.broken(f"{what}: its reason for {path} is {why!r}, and has to be a line of text")
+                        self.broken(f"{what}: its reason for {path} must be a line of text, got {why!r}")
 
     def test_none_and_one(self) -> None:
-        """Of no checkpoints it retains none, and of one checkpoint that one, whatever its step."""
+        """It retains none of no checkpoints, and a single checkpoint, whatever its step."""
         if answer := self._ask(self.make(), []):
-            self.broken(f"of no checkpoints it returned {answer!r:.200}")
+            self.broken(f"for no checkpoints it returned {answer!r:.200}")
         for step in (0, 1, 7, 1000):
             list(self._play("a single checkpoint", [step]))
 
     def test_any_metrics(self) -> None:
-        """A checkpoint may have no metrics or other ones, and metrics may be NaN or infinite."""
+        """A checkpoint may have no metrics or other metrics, and metrics may be NaN or infinite."""
         made = self._checkpoints("/runs", range(len(_ODD)))
         odd = [replace(one, manifest=replace(one.manifest, metrics=more)) for one, more in zip(made, _ODD, strict=True)]
         for newest in range(len(odd)):
             self._retained("with odd metrics", self.make(), odd[newest:])
 
     def test_same_answer_again(self) -> None:
-        """The same checkpoints get the same answer: again, from a fresh rule, and with metrics in another order."""
+        """It decides the same for the same checkpoints: again, as a new rule, and with metrics in another order."""
         for what, steps in _RUNS.items():
             rule = self.make()
             for shown, answer in self._play(what, steps, rule):
                 for how, other, turned in (
                     ("again", rule, False),
-                    ("a fresh rule", self.make(), False),
+                    ("a new rule", self.make(), False),
                     ("with the metrics in another order", rule, True),
                 ):
                     if differs := sorted(self._ask(other, shown, turned).keys() ^ answer.keys()):
-                        self.broken(f"{what}: {how}, it decides otherwise about {differs[0]}")
+                        self.broken(f"{what}: {how}, it decides differently about {differs[0]}")
 
     def test_leaves_all_as_it_is(self) -> None:
-        """It changes neither the list nor the metrics that it is given, and no file: the checkpointer deletes."""
+        """It changes neither the given list nor the given metrics, and no file: the checkpointer deletes."""
         with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
             made = self._checkpoints(folder, range(9))
             for each in made:
@@ -103,7 +103,7 @@ class KeepContract(Contract):
             before = deepcopy(metrics)
             self.within(lambda: self.make().select(shown, metrics))
             if (shown, metrics) != (made, before):
-                self.broken("it changed the list or the metrics that it was given")
+                self.broken("it changed the given list or metrics")
             if gone := [each.path for each in made if not Path(each.path, "a").exists()]:
                 self.broken(f"it deleted {gone[0]}")
 
@@ -112,11 +112,11 @@ class KeepContract(Contract):
         self._retained("in an object store", self.make(), self._checkpoints("s3://bucket/runs", range(0, 50, 10)))
 
     def test_many_checkpoints(self) -> None:
-        """It comes back soon, of hundreds of checkpoints too: the thread that saves waits for it."""
-        self._retained(f"of {_MANY} checkpoints", self.make(), self._checkpoints("/runs", range(_MANY)))
+        """It returns soon, even for hundreds of checkpoints: the thread that saves waits for it."""
+        self._retained(f"with {_MANY} checkpoints", self.make(), self._checkpoints("/runs", range(_MANY)))
 
     def test_rank_0_alone(self) -> None:
-        """It is made on all ranks and called on rank 0 alone, so it does not use the process group."""
+        """It is made on all ranks and called only on rank 0, so it does not use the process group."""
         self.on_rank_0("_call_on_rank_0")
 
     def _call_on_rank_0(self, rank: int) -> None:
@@ -127,7 +127,7 @@ class KeepContract(Contract):
     def _play(
         self, what: str, steps: Sequence[int], rule: KeepRule | None = None
     ) -> Iterator[tuple[list[Checkpoint], dict[str, str]]]:
-        """Yield after each commit of a run the checkpoints that a rule was shown, and its answer."""
+        """Yield, after each commit of a run, the checkpoints passed to a rule, and its answer."""
         rule = rule or self.make()
         there: list[Checkpoint] = []
         for made in reversed(self._checkpoints("/runs", steps)):
@@ -137,22 +137,22 @@ class KeepContract(Contract):
             there = [each for each in there if each.path in answer]
 
     def _retained(self, what: str, rule: KeepRule, shown: list[Checkpoint]) -> dict[str, str]:
-        """Return the answer of a rule, which has the newest checkpoint."""
+        """Return the answer of a rule, and check that it contains the newest checkpoint."""
         answer = self._ask(rule, shown)
         if shown[0].path not in answer:
             of = f"{len(shown)} checkpoints" if len(shown) > 1 else "one checkpoint"
-            self.broken(f"{what}: of {of}, it does not retain the newest, of step {shown[0].manifest.step}")
+            self.broken(f"{what}: of {of}, it does not retain the newest, step {shown[0].manifest.step}")
         return answer
 
     def _ask(self, rule: KeepRule, shown: list[Checkpoint], turned: bool = False) -> dict[str, str]:
         metrics = {each.path: dict(each.manifest.metrics) for each in (shown[::-1] if turned else shown)}
         answer: Any = self.within(lambda: rule.select(list(shown), metrics))
         if not isinstance(answer, Mapping):
-            self.broken(f"it returned {answer!r:.200}, and has to return a mapping from paths to reasons")
+            self.broken(f"it must return a mapping from paths to reasons, got {answer!r:.200}")
         return dict(answer)
 
     def _checkpoints(self, folder: str, steps: Sequence[int]) -> list[Checkpoint]:
-        """Checkpoints of a run, the newest first; a step that is saved again gets another name."""
+        """Return checkpoints of a run, the newest first; a step that is saved again gets another name."""
         made: list[Checkpoint] = []
         for serial, step in enumerate(steps, 1):
             token = f".{serial:012x}" if step in steps[: serial - 1] else ""

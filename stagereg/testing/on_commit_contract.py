@@ -1,6 +1,6 @@
-"""The contract of an ``on_commit`` component, as tests to inherit: what ``checkpoint.on_commit.component`` promises.
+"""The contract of an ``on_commit`` component, as tests to inherit: the promises of ``extensions.callbacks.on_commit``.
 
-The component gets three real checkpoints of a small model, on another thread and within a limit, as ``Checkpointer``
+The component gets three real checkpoints of a small model, on another thread and with a time limit, as ``Checkpointer``
 calls it. An author checks effects outside this machine in ``verify``.
 """
 
@@ -24,42 +24,42 @@ from stagereg.testing.contract import Contract
 
 
 class OnCommitContract(Contract):
-    """What an ``on_commit`` component promises; inherit it, and override :meth:`make`.
+    """The promises of an ``on_commit`` component. Inherit this class, and override :meth:`make`.
 
-    The class has to be at the top of a module, so that ranks find it.
+    Define the subclass at the top of a module, so that ranks can import it.
     """
 
-    folder: Path  # empty, for what the component writes; deleted when the promise has been tried
+    folder: Path  # an empty folder for the component's files; deleted after each promise
 
     def make(self) -> OnCommit:
-        """Return a fresh component; called once or more for each promise, all within the same ``folder``."""
-        raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
+        """Return a new component. Called at least once per promise, with the same ``folder``."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def state(self) -> dict[str, Any]:
-        """Return what checkpoints hold; a small ``model`` and its ``optimizer`` by default."""
+        """Return the content of the checkpoints; default: a small ``model`` and its ``optimizer``."""
         model = torch.nn.Linear(4, 2)
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
     def verify(self, component: OnCommit, checkpoint: CommittedCheckpoint) -> None:
-        """Call :meth:`broken` unless the component has done what it is for with a checkpoint. Default: it has."""
+        """Call :meth:`broken` if the component did not do its job with a checkpoint. Default: no check."""
 
     def test_each_checkpoint_in_turn(self) -> None:
-        """It does what it is for with each checkpoint, one after the other, on a thread that is not the main one."""
+        """It does its job with each checkpoint, one after the other, on a thread other than the main one."""
         with self._committed() as checkpoints:
             self._call(self.make(), *checkpoints)
 
     def test_checkpoint_stays_as_it_is(self) -> None:
-        """It neither deletes a checkpoint nor changes it, nor does it write anything into its directory."""
+        """It neither deletes nor changes a checkpoint, and writes nothing into its directory."""
         with self._committed() as checkpoints:
             root = Path(checkpoints[0].path).parent
             before = _contents(root)
             self._call(self.make(), *checkpoints)
             after = _contents(root)
             if changed := [name for name in sorted(before | after) if before.get(name) != after.get(name)]:
-                self.broken(f"it has changed, made or deleted {', '.join(changed[:4])}")
+                self.broken(f"it has changed, created or deleted {', '.join(changed[:4])}")
 
     def test_same_checkpoint_again(self) -> None:
-        """A checkpoint that was there before is no error: not in the same run, and not in the next one."""
+        """A checkpoint that already existed is not an error, neither in the same run nor in the next one."""
         with self._committed() as (first, *_):
             self._call(self.make(), first, first)
             self._call(self.make(), first)
@@ -72,7 +72,7 @@ class OnCommitContract(Contract):
             self._call(self.make(), *given)
 
     def test_url(self) -> None:
-        """A checkpoint in an object store, whose path is a URL, is taken as well, or refused by a StageregError."""
+        """A checkpoint in an object store, whose path is a URL, is accepted, or refused with a StageregError."""
         with self._committed("memory://") as checkpoints:
             try:
                 self._call(self.make(), *checkpoints)
@@ -83,7 +83,7 @@ class OnCommitContract(Contract):
                     self.broken(f"its refusal does not name the URL: {refusal}")
 
     def test_rank_0_alone(self) -> None:
-        """It is made on all ranks and called on rank 0 alone, so it does not use the process group."""
+        """It is made on all ranks and called only on rank 0, so it does not use the process group."""
         with self._committed() as (first, *_):
             self.on_rank_0("_call_on_rank_0", self.folder, first)
 
@@ -113,6 +113,6 @@ class OnCommitContract(Contract):
 
 
 def _contents(root: Path) -> dict[str, bytes]:
-    """What each file of the checkpoints has in it, and that there are the directories."""
+    """Return the content of each file of the checkpoints, and their directories."""
     found = {each.relative_to(root).as_posix(): each for each in root.rglob("*") if each.name != ".lock"}
     return {name: each.read_bytes() if each.is_file() else b"" for name, each in found.items()}

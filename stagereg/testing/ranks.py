@@ -1,4 +1,4 @@
-"""Run a function on several local ranks, and always come back: with the results, or with who failed, died or hung.
+"""Run a function on several local ranks, and always return: with the results, or the ranks that failed, died or hung.
 
 The ranks are forked from a server process (the standard library's forkserver) that has imported torch and the project's
 components and has never run a thread, autograd or a collective. ``faulthandler`` dumps the Python stack of a hung rank.
@@ -41,20 +41,20 @@ _PRELOAD = [
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _ON_THIS_MACHINE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 _PG_EXTRA_S = 60.0
-"""Seconds by which the process group's time-out is longer than the harness's, so that the harness reports."""
+"""Seconds by which the process group's timeout exceeds the harness's, so that the harness reports."""
 _LINGER_S = 2.0
-"""Seconds the other ranks get to report their errors once one has failed, and hung ranks to dump their stacks."""
+"""Seconds for other ranks to report their errors after a failure, and for hung ranks to dump their stacks."""
 before_wait: Callable[[float], object] = lambda seconds: None  # noqa: E731
-"""Called with the seconds of each wait of a contract that ends by itself, before it: ``stagereg check`` adds them."""
+"""Called before each bounded wait of a contract, with its seconds: ``stagereg check`` sums them."""
 
 
 class RankFailure(StageregError, RuntimeError):
     """At least one rank of :func:`run_ranks` raised, died or hung; all ranks have ended.
 
     Attributes:
-        failed: rank -> traceback of what it raised, or how its process died; the first to fail comes first.
-        hung: rank -> Python stacks of all its threads when the time was up.
-        returned: rank -> what the function returned there, of those that came to its end.
+        failed: rank -> traceback of its error, or how its process died; the first failed rank comes first.
+        hung: rank -> Python stacks of all its threads at the timeout.
+        returned: rank -> result of the function, for ranks that finished.
     """
 
     def __init__(
@@ -76,28 +76,28 @@ def run_ranks(
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``fn(rank, world_size, *args, **kwargs)`` on ``nproc`` fresh local processes and return their results.
+    """Run ``fn(rank, world_size, *args, **kwargs)`` on ``nproc`` new local processes and return their results.
 
-    Each process has an initialised process group of size ``nproc``, one compute thread, the caller's working directory,
-    ``sys.path`` and environment, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` set as ``torchrun`` sets them. No rank
-    ends before all have returned or raised. What a rank prints appears on the caller's ``sys.stdout`` once all have
-    ended, each line with its rank. ``atexit`` handlers do not run in the ranks.
+    Each process has an initialized process group of size ``nproc``, one compute thread, the caller's working directory,
+    ``sys.path`` and environment, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` as set by ``torchrun``. No rank exits
+    before all have returned or raised. The output of ranks appears on the caller's ``sys.stdout`` when all have exited,
+    each line with its rank. ``atexit`` handlers do not run in the ranks.
 
     Args:
         fn: a function at the top of a module; a test module works under every import mode of pytest.
         nproc: number of ranks.
         args: picklable positional arguments after rank and world size; each rank gets its own copy.
-        kwargs: picklable keyword arguments, likewise.
-        timeout_s: seconds until ranks that still run count as hung; they are named and ended.
+        kwargs: picklable keyword arguments; each rank gets its own copy.
+        timeout_s: seconds after which running ranks count as hung; they are reported and terminated.
         backend: as in ``torch.distributed.init_process_group``.
-        env: further environment variables of the ranks; they are set after torch was imported.
+        env: additional environment variables of the ranks; set after torch was imported.
 
     Returns:
-        What ``fn`` returned, in rank order. Results must be picklable; tensors are.
+        The results of ``fn``, in rank order. Results must be picklable; tensors are.
 
     Raises:
         RankFailure: a rank raised, died or hung.
-        ValueError: ``fn`` is no function at the top of a module, or an argument cannot be pickled.
+        ValueError: ``fn`` is not a function at the top of a module, or an argument cannot be pickled.
     """
     before_wait(timeout_s)
     shipment = pack(fn, tuple(args), dict(kwargs or {}))
@@ -111,19 +111,21 @@ def run_ranks(
                 own = {**sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 variables = {**os.environ, **_ONE_THREAD, **_ON_THIS_MACHINE, **own, **(env or {})}
                 ranks.append(_start(Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, limit_s)))
-            hung = _wait(ranks, time.monotonic() + timeout_s)  # the server, which may import torch first, has forked
+            hung = _wait(
+                ranks, time.monotonic() + timeout_s
+            )  # begins when the server, which may import torch first, has forked
         finally:
             for each in ranks:
                 each.end()
             for each in ranks:
                 for line in each.lines("output"):
                     print(f"[rank {each.job.rank}] {line}")
-            del store  # which the traceback of a failure would keep
+            del store  # otherwise the traceback of a failure would keep the store
         return _results(ranks, hung, timeout_s)
 
 
 def _open_store() -> Any:
-    """Return a store on a free port of loopback; it lives here, so no rank's end takes it from the others."""
+    """Return a store on a free loopback port, in this process, so that no rank's exit stops it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with listen("127.0.0.1") as opened:
@@ -144,7 +146,7 @@ class _Rank:
         self.was_ended = self.was_ended or self.process.is_alive()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        # A rank that is not yet the leader of its group is not in it.
+        # A rank that does not lead its process group yet is not in the group.
         self.process.kill()
         self.process.join(_LINGER_S)
 
@@ -153,12 +155,12 @@ class _Rank:
         return file.read_text(errors="replace").splitlines() if file.exists() else []
 
     def when_failed(self) -> float:
-        """A time that puts causes before their consequences: a rank that died has recorded no time, and comes first."""
+        """Return a time that orders causes before consequences: a rank that died has no time, and comes first."""
         error = self.job.file("error")
         return error.stat().st_mtime if error.exists() else 0.0
 
     def failure(self) -> str:
-        """Why this rank has no result: its traceback, or how it died; empty when it has one or was ended."""
+        """Return why this rank has no result: its traceback, or how it died; empty if it has one or was terminated."""
         if error := self.lines("error"):
             return "\n".join(error)
         if self.was_ended or self.process.is_alive() or self.job.file("result").exists():
@@ -177,13 +179,13 @@ def _start(job: Assignment) -> _Rank:
 
 
 def start_server() -> None:
-    """Start the process from which ranks are forked, if it does not run yet."""
-    # Modules of tests import a runner, and children of multiprocessing their caller's main one; code of other packages
-    # is not run before a rank asks for it.
+    """Start the server process from which ranks are forked, unless it runs already."""
+    # Test modules import a test runner, and children of multiprocessing import their caller's main module; code of
+    # other packages runs only when a rank needs it.
     runners = {"pytest", "hypothesis"} & sys.modules.keys()
     own = sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
     get_context("forkserver").set_forkserver_preload([*_PRELOAD, *own, *sorted(runners)])
-    # What the server imports is then what is imported here, whatever lies in its working directory.
+    # The server imports the same modules as this process, whatever its working directory contains.
     here = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
     with mock.patch.dict(os.environ, {**_ONE_THREAD, **here}):
         forkserver.ensure_running()
@@ -202,11 +204,11 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
         connection.wait([each.process.sentinel for each in running], min(left_s, 0.05) if failed else left_s)
     if failed:
         return []
-    # A rank that has its result only waits for the others, unless all have theirs: then it hangs at its exit.
+    # A rank with a result only waits for the others, unless all have results: then it hangs at exit.
     hung = [each for each in running if not each.job.file("result").exists()] or running
     for each in hung:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(each.pid, signal.SIGUSR2)  # its handler dumps the stacks, and ends the rank
+            os.kill(each.pid, signal.SIGUSR2)  # the handler dumps the stacks, and terminates the rank
     patience = time.monotonic() + _LINGER_S
     for each in hung:
         each.process.join(max(0.0, patience - time.monotonic()))
@@ -216,13 +218,13 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
 def _results(ranks: Sequence[_Rank], hung: Sequence[_Rank], timeout_s: float) -> list[Any]:
     files = {each.job.rank: each.job.file("result") for each in ranks}
     returned = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
-    stacks = {each.job.rank: "\n".join(each.lines("stacks")) or "it did not answer" for each in hung}
+    stacks = {each.job.rank: "\n".join(each.lines("stacks")) or "it did not respond" for each in hung}
     failed = {each.job.rank: why for each in sorted(ranks, key=_Rank.when_failed) if (why := each.failure())}
     if not stacks and not failed:
         return list(returned.values())
     if stacks:
         others = [str(each.job.rank) for each in ranks if each not in hung]
-        ended = f"; ended in time: rank {', '.join(others)}" if others else ""
+        ended = f"; finished in time: rank {', '.join(others)}" if others else ""
         head, failed = f"rank {', '.join(map(str, stacks))} hung: still running after {timeout_s:g} s{ended}", {}
     else:
         head = f"{len(failed)} of {len(ranks)} ranks failed: rank {', then '.join(map(str, failed))}"

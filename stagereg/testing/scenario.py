@@ -1,7 +1,7 @@
-"""One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
+"""One training loop in a join, run on ranks, and its observations: the evidence for the contracts of joins.
 
-Each scenario of a contract runs once, in processes of its own. To find what a join leaves behind, a walk from the
-joinables compares their attributes and hooks, and of other objects also the values of simple attributes.
+Each scenario of a contract runs once, in separate processes. To find side effects of a join, a walk from the joinables
+compares their attributes and hooks, and for other objects also the values of simple attributes.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from stagereg.testing.crash_text import innermost_frame, summarize
 from stagereg.testing.ranks import RankFailure, run_ranks
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
-"""Options of stagereg's ``Join`` that torch's does not know."""
+"""Options of stagereg's ``Join`` that torch's does not have."""
 _STARTING_S = 5.0  # seconds from the start of the ranks to the loop
-_HURRIED_S = 6.0  # seconds that a loop gets at least, when another one of the contract has hung
+_HURRIED_S = 6.0  # minimum seconds for a loop after another loop of the contract has hung
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
-_SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch sets on a module before each use of it
+_SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch sets on a module before each use
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens."""
+    """The description of a scenario."""
 
-    lengths: tuple[tuple[int, ...], ...]  # of each join that follows on the one before, each rank's batches
-    torchs: tuple[bool, bool] = (False, False)  # on even and on odd ranks: whether torch's Join runs there
-    mode: str | None = "own"  # of stagereg's Join; "own": what the contract's options say
-    iterates: bool = False  # the loop is over join.iterate, and passes over empty batches
+    lengths: tuple[tuple[int, ...], ...]  # for each consecutive join, the number of batches per rank
+    torchs: tuple[bool, bool] = (False, False)  # whether torch's Join runs on even and on odd ranks
+    mode: str | None = "own"  # of stagereg's Join; "own": from the contract's options
+    iterates: bool = False  # loop over join.iterate, and skip empty batches
     enable: bool = True
     throw: bool = False
-    before: int = 0  # steps outside the join before it; side effects beyond those of the last of them are observed
-    after: int = 0  # steps outside the join after it
-    failing: int = 0  # so many ranks, from rank 0 on, raise after their first step
+    before: int = 0  # steps before the join; side effects beyond those of the last of these steps are observed
+    after: int = 0  # steps after the join
+    failing: int = 0  # number of ranks, from rank 0 on, that raise after their first step
 
     def __str__(self) -> str:
         counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
@@ -65,38 +65,38 @@ class Scenario:
 
 @dataclass
 class Observation:
-    """What one rank saw."""
+    """The observations of one rank."""
 
-    states: list[Any] = field(default_factory=list)  # after each join, and once more after the steps that follow
-    done: list[int] = field(default_factory=list)  # how many steps ended within each join
-    error: str = ""  # what ended it, and where
-    kind: str = ""  # of that: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
-    traces: list[str] = field(default_factory=list)  # what was left behind, one text each
-    sent: list[int] = field(default_factory=list)  # how many collectives each step had in the last join
+    states: list[Any] = field(default_factory=list)  # after each join, and after the steps that follow
+    done: list[int] = field(default_factory=list)  # steps completed within each join
+    error: str = ""  # the error, and its position
+    kind: str = ""  # kind of the error: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
+    traces: list[str] = field(default_factory=list)  # side effects, one text each
+    sent: list[int] = field(default_factory=list)  # collectives per step in the last join
 
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """How a scenario went: what each rank saw, ``None`` if it did not end, and then what is known of that."""
+    """The result of a scenario: the observations of each rank, ``None`` if it did not finish, and then the failure."""
 
     seen: tuple[Observation | None, ...]
     failure: str = ""
 
 
 class InjectedError(Exception):
-    """What the scenario itself raises."""
+    """The error that the scenario itself raises."""
 
 
 _KINDS = {InjectedError: "injected", UnevenInputsError: "uneven", PeerFailedError: "peer"}
 
 
 def batch(rank: int, join: int, step: int) -> float:
-    """Return the value that stands for a batch; no two ranks have the same one in a step."""
+    """Return the value that represents a batch; it differs between ranks in every step."""
     return 1.0 + ((7 * rank + 3 * step + 5 * join) % 16) / 8
 
 
 def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float]]:
-    """Return the values of the active ranks, step by step, up to the end of a stage: of a join, or of what follows."""
+    """Return the values of the active ranks, step by step, up to the end of a stage: a join, or the steps after it."""
     steps = [[batch(rank, -1, step) for rank in range(world_size)] for step in range(scenario.before)]
     for join, lengths in enumerate(scenario.lengths[: stage + 1]):
         for step in range(max(lengths)):
@@ -106,14 +106,14 @@ def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float
     return steps
 
 
-# -- where it is asked for
+# -- running scenarios
 
 _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakref.WeakKeyDictionary()
-_hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts of which a scenario has hung
+_hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts with a hung scenario
 
 
 def played(contract: Any, scenario: Scenario) -> ScenarioResult:
-    """Return how a scenario of a contract went, which is run once."""
+    """Return the result of a contract's scenario, which runs once."""
     known = _played.setdefault(contract, {})
     if scenario not in known:
         known[scenario] = _run(contract, scenario, _limit_s(contract))
@@ -128,12 +128,12 @@ def _run(contract: Any, scenario: Scenario, limit_s: float) -> ScenarioResult:
     except RankFailure as error:
         return ScenarioResult(tuple(map(error.returned.get, range(contract.world_size))), _in_short(error))
     finally:
-        if time.monotonic() - began > limit_s / 2:  # for example since stagereg's Join timed out
+        if time.monotonic() - began > limit_s / 2:  # for example because stagereg's Join timed out
             _hung.add(contract)
 
 
 def _limit_s(contract: Any) -> float:
-    """Seconds for one more scenario: a third of the contract's when one has hung, for many may hang for one reason."""
+    """Return the seconds for a scenario: a third of the contract's after a hang, because others may hang, too."""
     limit_s: float = contract.timeout_s
     return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
 
@@ -144,7 +144,7 @@ def _in_short(failure: RankFailure) -> str:
         hung = rank in failure.hung
         line = f"rank {rank} hung in {innermost_frame(text)}" if hung else f"rank {rank}: {summarize(text)}"
         if other := re.search(r"(\d+) vs (\d+)\. Received data", text):
-            sizes = f"received {other[1]} bytes of another rank's collective where its own has {other[2]}"
+            sizes = f"received {other[1]} bytes of another rank's collective, but expected {other[2]}"
             line = f"rank {rank} {sizes}, in {innermost_frame(text)}"
         if hung or other:
             advice = ". All ranks must run the same collectives in the same order; main_hook() runs those of a step"
@@ -156,7 +156,7 @@ def _in_short(failure: RankFailure) -> str:
 
 
 def play(rank: int, world_size: int, contract: Any, scenario: Scenario, limit_s: float) -> Observation:
-    """Play a scenario on a rank, and return what was observed."""
+    """Play a scenario on a rank, and return its observations."""
     return _Play(contract(), scenario, rank, limit_s).run()
 
 
@@ -235,7 +235,7 @@ class _Play:
 
     def _join(self, length: int) -> Any:
         what = self._what
-        options = {**self._contract.options, "colour": "red"}  # as if there were another joinable that takes it
+        options = {**self._contract.options, "colour": "red"}  # simulates an option of another joinable
         if what.torchs[self._rank % 2]:
             theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(self._joinables, what.enable, what.throw, **theirs)
@@ -259,7 +259,7 @@ class _Play:
 
 
 def _begun_collectives() -> int:
-    """How many collectives this process has begun, in all its process groups and their control channels."""
+    """Return how many collectives this process has begun, in all process groups and their control channels."""
     groups = list(_world.pg_map)
     begun = 0
     for each in [*groups, *(backend for group in groups for backend in resources_of(group).backends())]:
@@ -268,21 +268,21 @@ def _begun_collectives() -> int:
     return begun
 
 
-# -- what is left behind
+# -- side effects
 
 
 def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """List what there is to compare of named objects, by where it was seen, in values comparable by ``==``."""
+    """Return the comparable properties of named objects, by place, as values comparable by ``==``."""
     found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
-    known: dict[int, Any] = {}  # an id is one only while its object lives
+    known: dict[int, Any] = {}  # keeps objects alive, so that ids remain unique
     for name, thing in roots:
         _visit(name, thing, _DEPTH, found, known)
     return found
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is not as it was: a text by where it was seen."""
-    # What is reached on one side only was made or dropped; what leads to it has changed, and is listed.
+    """Return the properties that have changed: a text by place."""
+    # Objects reached on one side only were created or dropped; the reference to them has changed, and is listed.
     differ = [(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was]
     return {place: f"{place}: {_text(was, now)}" for place, was, now in differ}
 
@@ -310,7 +310,7 @@ def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict
             _visit(f"{name}[{key!r}]", each, depth - 1, found, known)
     elif isinstance(thing, types.MethodType):
         _visit(name, thing.__self__, depth, found, known)
-    # Torch's and Python's own objects lead to all the world.
+    # Objects of torch and Python lead to unrelated objects.
     elif hasattr(thing, "__dict__") and type(thing).__module__.partition(".")[0] not in ("torch", "builtins"):
         found |= _own(name, thing)
         for attribute, value in vars(thing).items():
@@ -321,7 +321,7 @@ def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict
 
 
 def _own(name: str, thing: Any) -> dict[str, Any]:
-    """Which attributes an object has of its own, how many hooks in which of them, and whether it is in a join."""
+    """Return an object's own attributes, the number of hooks by attribute, and whether the object is in a join."""
     own = vars(thing)
     kept = {key: value for key, value in own.items() if key.endswith("hooks") and isinstance(value, (Mapping, list))}
     config = own.get("_join_config")

@@ -1,7 +1,7 @@
-"""The contract of a stager, as tests to inherit: what ``stagers.async_stager.AsyncStager`` promises, tried one by one.
+"""The contract of a stager, as tests to inherit: the promises of ``stagers.async_stager.AsyncStager``, one by one.
 
 The trials call a stager as torch's ``async_save`` does: they wait for a future, and otherwise call
-``synchronize_staging`` if ``should_synchronize_after_execute``. Every trial is bounded. Speed is not a promise.
+``synchronize_staging`` if ``should_synchronize_after_execute``. Every trial has a time limit. Speed is not a promise.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from stagereg.stagers.guard import written_by
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
-_LARGE = 36 * 2**20  # bytes that no malloc keeps for later: glibc maps what is above 32 MiB, and unmaps it at once
+_LARGE = 36 * 2**20  # bytes; larger than what malloc retains: glibc maps blocks above 32 MiB, and unmaps them at once
 _Training: TypeAlias = tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]
-_HELD = 12  # copies: more than stagers keep memory for
+_HELD = 12  # number of copies, more than stagers retain memory for
 
 
 @dataclass
 class CustomValue:
-    """A value of a state dict that is neither tensor nor container."""
+    """A value of a state dict that is neither a tensor nor a container."""
 
     steps: list[int]
 
 
 class StagerContract(StagerFidelity):
-    """Inherit from this, write ``make``, and each ``test_*`` tries one promise on your stager.
+    """Inherit this class and implement ``make``; each ``test_*`` then tries one promise on your stager.
 
-    What to override is described in :class:`~stagereg.testing.stager_trial.StagerTrial`: ``make``, and for stagers that
-    are not like others ``expected``, ``timeout_s`` and ``device``.
+    :class:`~stagereg.testing.stager_trial.StagerTrial` describes the members to override: ``make``, and for unusual
+    stagers ``expected``, ``timeout_s`` and ``device``.
     """
 
-    # The shape, and isolation
+    # Interface, and isolation
 
     def test_it_has_the_shape_of_a_stager(self) -> None:
         """It has stage, synchronize_staging, close and should_synchronize_after_execute, as torch calls them."""
@@ -58,10 +58,12 @@ class StagerContract(StagerFidelity):
         except RegistryError as error:
             self.broken(str(error))
         if not isinstance(stager.should_synchronize_after_execute, bool):
-            self.broken(f"should_synchronize_after_execute is {stager.should_synchronize_after_execute!r}, not a bool")
+            self.broken(
+                f"should_synchronize_after_execute must be a bool, got {stager.should_synchronize_after_execute!r}"
+            )
 
     def test_later_writes_do_not_show(self) -> None:
-        """Writes to the source after staging do not show in the copy, whatever the size of the tensor."""
+        """Writes to the source after staging do not change the copy, whatever the size of the tensor."""
         stager, state = self.opened(), self.sized()
         with self.kept(stager, state, "after in-place writes to the source"):
             self.fill(state, 1)
@@ -70,7 +72,7 @@ class StagerContract(StagerFidelity):
                 x.untyped_storage().fill_(1)
 
     def test_writes_that_no_version_counter_sees_are_staged(self) -> None:
-        """Writes that do not move torch's version counter (.data, numpy, collectives) are in the next copy."""
+        """Writes that do not change torch's version counter (.data, numpy, collectives) are in the next copy."""
         stager, w = self.opened(), self.ones(100)
         storage: Any = w.untyped_storage()
         writes: dict[str, Callable[[], object]] = {
@@ -84,7 +86,7 @@ class StagerContract(StagerFidelity):
             self.faithful(stager, {"w": w}, f"staged after a write through {way}")
 
     def test_a_training_loop_is_staged_as_it_was(self) -> None:
-        """The copy of a model and its optimizer is what they were, while training goes on."""
+        """The copy of a model and its optimizer has their values at the time of staging, while training continues."""
         stager = self.opened()
         model, optimizer, train = self._training(stager)
         for step in range(3):
@@ -94,12 +96,12 @@ class StagerContract(StagerFidelity):
                 train()
 
     def test_a_future_does_not_hold_up_training(self) -> None:
-        """A future is of the state as it was when stage() returned, or fails, unless stage() is to be synchronized."""
+        """A future has the state as of stage(), or fails, unless should_synchronize_after_execute is True."""
         stager = self.opened()
         model, optimizer, train = self._training(stager, 2**18)
         train()
         ways: list[Callable[[], object]] = [optimizer.step, *[lambda: _write(optimizer)] * 2]
-        for way in ways:  # it is a race, so more than once
+        for way in ways:  # repeated, because it is a race
             train()
             state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
             noted, staged = self.noted(state), stager.stage(state)
@@ -108,7 +110,7 @@ class StagerContract(StagerFidelity):
             way()  # a Checkpointer does not wait before training continues
             try:
                 copied = staged.result()
-            except StagingError:  # not silent, and only an optimizer announces what it writes
+            except StagingError:  # not silent; only an optimizer announces its writes
                 if way == optimizer.step:
                     raise
                 continue
@@ -117,7 +119,7 @@ class StagerContract(StagerFidelity):
                 self.broken(f"written before its future was done, {wrong}. {advice}")
 
     def _training(self, stager: AsyncStager, width: int = 2**16) -> _Training:
-        """Return a model with layers small and large, its optimizer, and one step of training."""
+        """Return a model with small and large layers, its optimizer, and a function for one training step."""
         layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, width)
         model = torch.nn.Sequential(*layers).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -145,55 +147,59 @@ class StagerContract(StagerFidelity):
             value.steps.append(2)
 
     def test_the_source_is_left_as_it_is(self) -> None:
-        """Staging changes nothing in the source (keys, values, places), nor torch's grad mode and random state."""
+        """Staging changes neither the source (keys, values, memory) nor torch's grad mode and random state."""
         w = torch.nn.Parameter(self.counted(6))
         state: StateDict = {"z": w, "a": [self.ones(3), 5], "m": {"z": 1, "a": None}}
         noted, address, values = self.noted(state), w.data_ptr(), state["a"]
         stager, grad, drawn = self.opened(), torch.is_grad_enabled(), torch.random.get_rng_state()
         self.settled(stager, state)
         if torch.is_grad_enabled() != grad:
-            self.broken(f"staging left torch.is_grad_enabled() {not grad}, and it was {grad}")
+            self.broken(f"staging changed torch.is_grad_enabled() from {grad} to {not grad}")
         if not torch.equal(torch.random.get_rng_state(), drawn):
-            self.broken("staging drew from torch's random numbers: a run that saves trains on others than one without")
+            self.broken(
+                "staging drew torch's random numbers: runs that save train on different ones than runs that do not"
+            )
         if self.device == "cpu" and (problem := difference(state, noted, where="source")):
             self.broken(f"after staging, {problem}")
         if state["z"] is not w or w.data_ptr() != address or state["a"] is not values:
-            self.broken("after staging, the source's values lie elsewhere")
+            self.broken("after staging, the source's values are in other memory")
         if vars(w):
             self.broken(f"after staging, a tensor of the source has the attributes {sorted(vars(w))}")
 
-    # In flight
+    # Copies in flight
 
     def test_held_copies_stay_as_they_are(self) -> None:
-        """However many copies, or slices of them, are held: the next stage comes back and does not overwrite them."""
+        """However many copies, or slices of copies, are held: the next stage returns and does not overwrite them."""
         stager, source, held = self.opened(), self.sized(), []
         for step in range(_HELD):
             held.append(self.settled(stager, self.fill(source, step)))
         for step, copied in enumerate(held):
-            self._unchanged(copied, self.sized(step), f"of {_HELD} copies that were held, copy {step + 1}")
+            self._unchanged(copied, self.sized(step), f"copy {step + 1} of {_HELD} held copies")
         held.clear()
         parts = [_halves(self.settled(stager, self.fill(source, step))) for step in range(3)]
         gc.collect(1)
         later = [self.settled(stager, self.fill(source, step)) for step in range(3, 6)]
         for step, part in enumerate(parts):
-            wanted = _halves(self._all_expected(self.sized(step)))  # by the whole tensors, which have the right shapes
+            wanted = _halves(
+                self._all_expected(self.sized(step))
+            )  # from the whole tensors, which have the correct shapes
             if wrong := difference(part, wanted, lambda tensor, path: tensor):
-                self._has_changed("a copy of which slices were held, and nothing else,", wrong)
+                self._has_changed("a copy of which only slices were held", wrong)
         del later
 
     def test_copies_outlive_stagers(self) -> None:
-        """What a stager hands out is touched neither by another one nor by the end of either."""
+        """Neither another stager nor closing a stager changes a copy that was handed out."""
         source = self.sized()
         copied = self.settled(self.opened(), source)
         self.settled(self.opened(), self.fill(source, 1))
         self.close()
         gc.collect(1)
-        fresh = [self.sized(2) for _ in range(4)]  # would take memory that was freed too early
+        fresh = [self.sized(2) for _ in range(4)]  # would reuse memory that was freed too early
         self.agree(copied, self.sized(), "after another stager was used, and both were closed")
         del fresh
 
     def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
-        """If it has release(): a released copy is empty and not waited for; its tensors stay while they are held."""
+        """If it has release(): a released copy is empty and not waited for; its held tensors do not change."""
         stager, source, held = self.opened(), self.sized(), []
         if not isinstance(stager, ReleasesCopies):
             return
@@ -205,12 +211,12 @@ class StagerContract(StagerFidelity):
             if copied:
                 self.broken(f"after release(), the copy still has {len(copied)} entries; release() must empty the dict")
         for step, tensors in enumerate(held):
-            what = f"of {_HELD} copies that were released, copy {step + 1}, whose tensors were held,"
+            what = f"copy {step + 1} of {_HELD} released copies, whose tensors were held,"
             self._unchanged(tensors, self.sized(step), what)
 
     def test_memory_is_given_back(self) -> None:
-        """The memory of dropped copies is freed or used again; after close() only that of held copies is kept."""
-        itemsize = self.expected(self.ones(1), "w").element_size()  # of the copy, whatever its dtype
+        """Memory of dropped copies is freed or reused; after close() only memory of held copies remains."""
+        itemsize = self.expected(self.ones(1), "w").element_size()  # element size of the copy, whatever its dtype
         stager, source = self.opened(), {"w": self.ones(_LARGE // itemsize)}
 
         def stage_often() -> None:
@@ -241,38 +247,38 @@ class StagerContract(StagerFidelity):
         for states in (keys, sized, views, [{"w": self.counted(6).to(dtype)} for dtype in dtypes]):
             stager = self.opened()
             for state in states + states[::-1]:
-                self.faithful(stager, state, "staged after something else")
+                self.faithful(stager, state, "staged after another state dict")
 
     def test_a_tensor_may_get_other_memory(self) -> None:
-        """A tensor that was resized, or given other memory (module.to, load_state_dict), is staged as it is now."""
+        """A tensor that was resized, or got other memory (module.to, load_state_dict), is staged as it is now."""
         stager, w = self.opened(), self.counted(4)
         for size in (4, 100, 2):
             w.resize_(size).fill_(size)
             self.faithful(stager, {"w": w}, f"after resize_({size})")
         w = self.counted(6)
-        before = w.detach()  # keeps the old memory from being given out again
+        before = w.detach()  # prevents reuse of the old memory
         for value in (2.0, 3.0):
             self.settled(stager, {"w": w})
             w.data = torch.full_like(w, value)
             self.faithful(stager, {"w": w}, "after tensor.data was replaced")
         before.fill_(0)
 
-    # What cannot be staged
+    # Values that cannot be staged
 
     def test_what_cannot_be_staged_is_named(self) -> None:
-        """A value that cannot be staged is a StageregError with its path; nothing is left out in silence."""
+        """A value that cannot be staged raises a StageregError with its path; nothing is omitted silently."""
         bad: dict[str, Any] = {"lock": threading.Lock(), "meta": torch.empty(3, dtype=torch.float32, device="meta")}
         for name, value in bad.items():
             state = {"model": {"layers": [self.ones(2), {name: value}]}, "ok": self.ones(3)}
             error = self._error_of(self.opened(), state)
             what = f"a {type(value).__name__} at model.layers.1.{name}"
             if not isinstance(error, StageregError):
-                self.broken(f"{what} was {_shown(error)}; raise StagingError(path, reason)")
+                self.broken(f"{what} raised {_shown(error)}. Raise StagingError(path, reason)")
             if not re.search(f"model.*layers.*1.*{name}", str(error)):
                 self.broken(f"the error for {what} does not name that path: {error}")
 
     def test_an_error_leaves_the_stager_usable(self) -> None:
-        """After an error the stager goes on, and earlier copies stay as they are."""
+        """After an error the stager remains usable, and earlier copies do not change."""
         stager, state = self.opened(), self.sized()
         bad: StateDict = {**self.sized(1), "bad": threading.Lock()}
         with self.kept(stager, state, "after an error, in an earlier copy"):
@@ -282,7 +288,7 @@ class StagerContract(StagerFidelity):
 
     @on_a_rank
     def test_a_storage_that_shrank_is_an_error(self) -> None:
-        """A tensor whose storage has been freed or cut under it is an error, never a copy of something else."""
+        """A tensor whose storage was freed or shrunk raises an error; its copy never has other bytes."""
         for left in (0, 8):
             stager, w = self.opened(), self.ones(64)
             self.settled(stager, {"w": w})
@@ -291,13 +297,13 @@ class StagerContract(StagerFidelity):
                 self.broken(f"a tensor of 256 bytes over a storage of {left} was staged without an error")
 
     def test_errors_that_nobody_looked_at_surface(self) -> None:
-        """An error of background work that nobody asked for is raised by the next call, or by close()."""
+        """An error of background work whose future was not read is raised by the next call, or by close()."""
         stager = self.opened()
         model, optimizer, train = self._training(stager)
         train()
         try:
             staged = stager.stage({"w": self.ones(3), "bad": threading.Lock()})
-        except Exception:  # a write while it copies is what it may find later
+        except Exception:  # a stager may find only a write during the copy later
             train()
             staged = stager.stage(dict(model.state_dict()))
             _write(optimizer)
@@ -310,12 +316,12 @@ class StagerContract(StagerFidelity):
         except Exception:
             return
         if staged.exception() is not None:
-            self.broken("a future that failed and was not looked at left no trace in the next stage() and in close()")
+            self.broken("the error of a future that was not read was raised neither by the next stage() nor by close()")
 
-    # The end, and torch
+    # Closing, and torch
 
     def test_close_is_the_end(self) -> None:
-        """close() may come early and twice, and leaves no thread; stage() after it is a StageregError that says so."""
+        """close() may be called early and twice, and leaves no thread; stage() after it raises a StageregError."""
         before = set(threading.enumerate())
         unused, used = self.opened(), self.opened()
         self.settled(used, {"w": self.ones(2**18)})
@@ -328,13 +334,13 @@ class StagerContract(StagerFidelity):
         for thread in left:
             thread.join(1.0)
         if names := sorted(thread.name for thread in left if thread.is_alive()):
-            self.broken(f"a second after close(), these threads are still there: {', '.join(names)}")
+            self.broken(f"one second after close(), these threads still run: {', '.join(names)}")
         refusal = self._error_of(used, {"w": self.ones(3)})
         if not isinstance(refusal, StageregError) or "close" not in str(refusal):
-            self.broken(f"stage() after close() was {_shown(refusal)}; raise StagerClosedError")
+            self.broken(f"stage() after close() raised {_shown(refusal)}. Raise StagerClosedError")
 
     def test_torchs_async_save_writes_what_was_staged(self) -> None:
-        """What stage() returns is complete, or a future is; torch's async_save writes it late and load() reads it."""
+        """stage() returns a complete copy or its future; torch's async_save writes it late and load() reads it."""
         stager, w, x = self.opened(), self.counted(1000), self.counted(12)
         state: StateDict = {"w": w, "nested": {"x": x}}
         wanted = {"w": self.expected(w, "w").cpu().clone(), "nested": {"x": self.expected(x, "nested.x").cpu().clone()}}
@@ -345,7 +351,7 @@ class StagerContract(StagerFidelity):
         else:
             self.agree(staged, noted, "when stage() had returned, and torch's writer may read")
         overwritten, limit_s = threading.Event(), self.timeout_s
-        if stager.should_synchronize_after_execute:  # it may wait for the writer, who cannot be late then
+        if stager.should_synchronize_after_execute:  # the stager may wait for the writer, which cannot be late then
             stager.synchronize_staging()
             overwritten.set()
 
@@ -364,18 +370,16 @@ class StagerContract(StagerFidelity):
             getattr(saved, "upload_completion", saved).result(limit_s)
             load(got, checkpoint_id=folder, no_dist=True)
         if problem := difference(got, wanted, where="saved"):
-            self.broken(f"of a checkpoint whose writer came late, {problem}")
+            self.broken(f"in a checkpoint with a late writer, {problem}")
 
-    # What the promises have in common
+    # Helpers
 
     def _unchanged(self, copied: Any, noted: Any, what: str) -> None:
         if wrong := difference(copied, noted, self.expected):
             self._has_changed(what, wrong)
 
     def _has_changed(self, what: str, wrong: str) -> None:
-        self.broken(
-            f"{what} has changed: {wrong}. The stager may write memory again only when no tensor over it is left."
-        )
+        self.broken(f"{what} has changed: {wrong}. The stager may reuse memory only when no tensor over it exists.")
 
     def _all_expected(self, value: Any, *path: object) -> Any:
         if isinstance(value, torch.Tensor):
@@ -385,7 +389,7 @@ class StagerContract(StagerFidelity):
         return {key: self._all_expected(item, *path, key) for key, item in value.items()}
 
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
-        """What staging ``state`` raises: at once, in its future, when it is waited for, or later."""
+        """Return the error of staging ``state``: at once, in its future, when waited for, or later."""
         try:
             self.settled(stager, state)
             stager.synchronize_staging()
@@ -395,7 +399,7 @@ class StagerContract(StagerFidelity):
 
 
 def _write(optimizer: torch.optim.Optimizer) -> None:
-    """Write what an optimizer writes, unannounced; what lies last first, as a copy is likely to come to it last."""
+    """Write an optimizer's tensors without announcement, in reverse order: a copy probably ends at the last one."""
     with torch.no_grad():
         for x in sorted(written_by(optimizer), key=torch.Tensor.data_ptr, reverse=True):
             x.add_(1)

@@ -1,4 +1,4 @@
-"""Promises of a stager on what a copy is: the source in everything but its memory."""
+"""Promises of a stager about the content of a copy: equal to the source in everything but its memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stagereg.testing.stager_trial import StagerTrial, on_a_rank
 
 _DTYPES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32
 float64 complex64 complex128"""
-"""Those that checkpoints are made of."""
+"""The dtypes of checkpoints."""
 
 Pair = namedtuple("Pair", "left right")
 
 
 @dataclass
 class Box:
-    """An object that is no container, and has tensors."""
+    """An object with tensors that is not a container."""
 
     tensor: Tensor
     more: dict[str, Tensor]
@@ -32,7 +32,7 @@ class StagerFidelity(StagerTrial):
     """The first promises of :class:`~stagereg.testing.StagerContract`."""
 
     def test_structure_is_kept(self) -> None:
-        """Containers keep their types and the order of their items, empty ones too."""
+        """Containers keep their types and the order of their items, including empty ones."""
         state: StateDict = {
             "z first": [self.ones(2), (self.ones(1), [self.ones(1), "x"], ())],
             "pair": Pair(self.ones(2), {"k": 1}),
@@ -44,7 +44,7 @@ class StagerFidelity(StagerTrial):
         self.faithful(self.opened(), state)
 
     def test_dtypes_and_strides_are_kept(self) -> None:
-        """Each dtype is staged bit by bit, with NaNs and signed zeros; strides stay, and empty tensors' shapes."""
+        """Each dtype is staged bit by bit, with NaNs and signed zeros; strides and empty tensors' shapes are kept."""
         self.faithful(self.opened(), {name: _odd_values(name).to(self.device) for name in _DTYPES.split()})
         state = {
             "transposed": self.counted(24).view(4, 6).t(),
@@ -57,21 +57,21 @@ class StagerFidelity(StagerTrial):
         self.faithful(self.opened(), state)
 
     def test_tied_tensors_stay_tied(self) -> None:
-        """Tensors that share memory, such as tied weights, share it in the copy; ties may come and go between calls."""
+        """Tensors that share memory, such as tied weights, share it in the copy; ties may change between calls."""
         w = self.counted(32)
         state = {"embed": w, "head": w.view(w.shape), "again": w, "tail": w[8:], "other": self.ones(8)}
         copied = self.faithful(self.opened(), state)
         for name, offset in (("head", 0), ("again", 0), ("tail", 8)):
             if copied[name].data_ptr() != copied["embed"].data_ptr() + offset * copied[name].element_size():
-                self.broken(f"'embed' and {name!r} share memory in the source, and not in the copy")
+                self.broken(f"'embed' and {name!r} share memory in the source, but not in the copy")
         stager, x, y = self.opened(), self.counted(8), self.ones(8)
         for other in (x, y, x):
-            copied = self.faithful(stager, {"a": x, "b": other.view(other.shape)}, "tied now, or no more")
+            copied = self.faithful(stager, {"a": x, "b": other.view(other.shape)}, "after a tie changed")
             if (copied["a"].data_ptr() == copied["b"].data_ptr()) != (other is x):
-                self.broken("two tensors began or ceased to share memory, and their copies did not")
+                self.broken("two tensors began or ceased to share memory, but their copies did not")
 
     def test_a_view_costs_its_own_bytes(self) -> None:
-        """The copy of a view takes the view's bytes, not those of its storage; an expanded tensor is not inflated."""
+        """The copy of a view takes the view's bytes, not the storage's; an expanded tensor is not inflated."""
         whole, limit = self.counted(2**23), 2**16
         rows = whole.view(-1, 1024)
         for x in (whole[10:20], rows[3], rows[:, 3], whole[5].expand(2**18)):
@@ -79,8 +79,8 @@ class StagerFidelity(StagerTrial):
             taken = copied.untyped_storage().nbytes()
             if taken > limit:
                 self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
-            # Clones have the strides they like.
-            self.agree({"view": copied.clone()}, {"view": x.clone()}, f"of a view of {tuple(x.shape)}")
+            # clones may have other strides
+            self.agree({"view": copied.clone()}, {"view": x.clone()}, f"in a copy of a view of {tuple(x.shape)}")
 
         held: list[Any] = []
         last = {"view": whole[-10:]}
@@ -88,7 +88,7 @@ class StagerFidelity(StagerTrial):
         self.grows_at_most(whole.nbytes // 2, lambda: held.append(self.settled(self.opened(), last)), what)
 
     def test_lazy_flips_are_carried_out(self) -> None:
-        """A view that is conjugated or negated when it is read has its values in memory in the copy."""
+        """A lazily conjugated or negated view has its resolved values in memory in the copy."""
         c = torch.complex(self.counted(6), self.ones(6))
         state = {"conjugate": c.conj(), "negative": c.conj().imag, "plain": c}
         noted = {name: x.resolve_conj().resolve_neg().contiguous().clone() for name, x in state.items()}
@@ -96,11 +96,11 @@ class StagerFidelity(StagerTrial):
         c.fill_(-1)
         for name, x in copied.items():
             if x.is_conj() or x.is_neg():
-                self.broken(f"the copy of {name!r} has a lazy flip, which is lost on the way to another process")
-        self.agree({name: x.contiguous() for name, x in copied.items()}, noted, "of lazy views")
+                self.broken(f"the copy of {name!r} has a lazy flip, which is lost in a transfer to another process")
+        self.agree({name: x.contiguous() for name, x in copied.items()}, noted, "in copies of lazy views")
 
     def test_tensors_inside_objects_are_staged(self) -> None:
-        """Tensors in dataclasses, deques and other objects are copied like those in dicts, their ties included."""
+        """Tensors in dataclasses, deques and other objects are copied like tensors in dicts, including their ties."""
         w = self.counted(16)
         state: StateDict = {"w": w, "box": Box(w[4:], {"w": w}), "deque": deque([w])}
         noted = self.noted({"w": w, "tail": w[4:]})
@@ -109,13 +109,13 @@ class StagerFidelity(StagerTrial):
         box, queue = copied["box"], copied["deque"]
         if (type(box), type(queue)) != (Box, deque):
             self.broken(f"copies of a dataclass and a deque are a {type(box).__name__} and a {type(queue).__name__}")
-        self.agree({"w": copied["w"], "tail": box.tensor}, noted, "of a dataclass")
+        self.agree({"w": copied["w"], "tail": box.tensor}, noted, "in the copy of a dataclass")
         at, size = copied["w"].data_ptr(), copied["w"].element_size()
         if (box.tensor.data_ptr(), box.more["w"].data_ptr(), queue[0].data_ptr()) != (at + 4 * size, at, at):
-            self.broken("a tensor in an object shares memory with another in the source, and not in the copy")
+            self.broken("a tensor in an object shares memory with another tensor in the source, but not in the copy")
 
     def test_tensors_keep_what_makes_them_more(self) -> None:
-        """Parameters stay parameters; requires_grad and attributes of tensors are kept, and copied."""
+        """Parameters remain parameters; requires_grad and attributes of tensors are copied."""
         p: Any = torch.nn.Parameter(self.counted(3))
         p.tags = ["decay"]
         frozen = torch.nn.Parameter(self.counted(3), requires_grad=False)
@@ -126,7 +126,7 @@ class StagerFidelity(StagerTrial):
 
     @on_a_rank
     def test_distributed_tensors_keep_their_parts(self) -> None:
-        """A DTensor or ShardedTensor is staged as one, placed as it was, and costs a rank its own part."""
+        """A DTensor or ShardedTensor is staged as one, with its placement, and costs a rank only its local shard."""
         from torch.distributed._shard import sharded_tensor
         from torch.distributed._shard.sharding_spec import ChunkShardingSpec
         from torch.distributed.device_mesh import init_device_mesh
@@ -140,25 +140,25 @@ class StagerFidelity(StagerTrial):
                 self.broken(f"the copy of a DTensor placed {source.placements} is placed {copied.placements}")
         shards = sharded_tensor.rand(ChunkShardingSpec(dim=0, placements=[f"rank:0/{self.device}"]), 5, 3)
         copied = self._of_parts(self.opened(), shards, lambda x: x.local_shards()[0].tensor)
-        # Not the placement, which differs where the source is on an accelerator.
+        # Not the placement, which differs if the source is on an accelerator.
         have, wanted = ([shard.metadata for shard in x.local_shards()] for x in (copied, shards))
         if [(m.shard_offsets, m.shard_sizes) for m in have] != [(m.shard_offsets, m.shard_sizes) for m in wanted]:
             self.broken(f"the copy of a ShardedTensor has other shards: {have}")
 
     def _of_parts(self, stager: AsyncStager, source: Any, part: Callable[[Any], Tensor]) -> Any:
-        """Stage a distributed tensor, write this rank's part of it, and return the copy, whose part has to agree."""
+        """Stage a distributed tensor, write this rank's shard, and return the copy, whose shard must agree."""
         local = part(source).detach()
         noted = self.noted({"x": local})
         copied = self.settled(stager, {"x": source})["x"]
         local.fill_(-1)
         if type(copied) is not type(source):
             self.broken(f"the copy of a {type(source).__name__} is a {type(copied).__name__}")
-        self.agree({"x": part(copied)}, noted, f"of a {type(source).__name__}")
+        self.agree({"x": part(copied)}, noted, f"in the copy of a {type(source).__name__}")
         return copied
 
 
 def _odd_values(name: str) -> Tensor:
-    """Eight values of a dtype, two of bool: with zeros of both signs, and NaN where it has more than eight bits."""
+    """Return eight values of a dtype, two of bool, with zeros of both signs, and NaN if it has more than eight bits."""
     dtype: torch.dtype = getattr(torch, name)
     if dtype.is_floating_point or dtype.is_complex:
         odd = [0.0, -0.0, 1.5, -3.0, float("nan"), 0.1, 100.0, -7.0]

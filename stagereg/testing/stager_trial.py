@@ -1,7 +1,7 @@
-"""How a promise of a stager is tried: on a fresh stager, called as torch calls one, within a bounded time.
+"""Trials of a stager's promises: on a new stager, called as torch does, within a time limit.
 
-A copy is compared with what it has to be in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every
-bit of every tensor, so NaN is equal to itself and minus zero is not zero; values that are no tensors with ``==``.
+A copy is compared with the expected value in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every
+bit of every tensor, so NaN equals itself and minus zero differs from zero. Other values are compared with ``==``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ S = TypeVar("S", bound="StagerTrial")
 
 _SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # of float32: around a page, 64 KiB and 4 MiB
 
-_MEANT = "; if it changes that on purpose, its contract says so: expected(tensor, path) returns the copy to be"
+_MEANT = ". If the stager changes this on purpose, override expected(tensor, path), which returns the expected copy"
 
 
 class StagerTrial(Contract):
-    """What the author of a stager overrides, and what the promises (``stager``) are written with."""
+    """The methods that the author of a stager overrides, and helpers for the promises (``stager``)."""
 
-    device: ClassVar[str] = "cpu"  # of the tensors that are staged; copies must be in host memory
+    device: ClassVar[str] = "cpu"  # device of the staged tensors; copies must be in host memory
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,30 +43,30 @@ class StagerTrial(Contract):
                 setattr(cls, name, _bounded(method))
 
     def make(self) -> AsyncStager:
-        """Return a fresh stager. Called once or more for each promise; the contract closes what it gets."""
+        """Return a new stager. Called at least once per promise; the contract closes it."""
         raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a fresh stager")
 
     def expected(self, tensor: Tensor, path: str) -> Tensor:
-        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values.
+        """Return the expected copy of ``tensor``. Override it for a stager that changes dtypes or values.
 
-        ``path`` is its dotted name in the state dict: ``"optimizer.state.0.exp_avg"``.
+        ``path`` is the tensor's dotted name in the state dict: ``"optimizer.state.0.exp_avg"``.
         """
         return tensor
 
     def opened(self) -> AsyncStager:
-        """Return a fresh stager that is closed when the promise has been tried."""
+        """Return a new stager, which is closed after the trial."""
         stager = self.make()
         self._stagers.append(stager)
         return stager
 
     def close(self) -> None:
-        """Close what was opened, and keep no reference; how a stager closes is for one promise to judge."""
+        """Close all opened stagers, and drop the references. Ignores errors, because another promise tests closing."""
         while self._stagers:
             with contextlib.suppress(Exception):
                 self._stagers.pop().close()
 
     def settled(self, stager: AsyncStager, state: StateDict) -> Any:
-        """Stage ``state`` and return the copy when staging is complete; the source may be written again then."""
+        """Stage ``state`` and return the copy when staging is complete; then the source may be written again."""
         staged = stager.stage(state)
         if isinstance(staged, Future):
             return staged.result()
@@ -75,24 +75,24 @@ class StagerTrial(Contract):
         return staged
 
     def noted(self, state: StateDict) -> Any:
-        """Return ``state`` as it is now, for :meth:`agree`; later writes do not show in it."""
+        """Return a snapshot of ``state`` for :meth:`agree`, which later writes do not change."""
         return copy.deepcopy(state)
 
     def agree(self, copied: Any, noted: Any, when: str) -> None:
-        """Say that the promise is broken where a copy is not what :meth:`noted` noted; ``when`` begins the message."""
+        """Report a broken promise if a copy differs from a snapshot of :meth:`noted`; ``when`` begins the message."""
         if wrong := difference(copied, noted, self.expected):
             self.broken(f"{when}, {wrong}")
 
     @contextlib.contextmanager
     def kept(self, stager: AsyncStager, state: StateDict, when: str) -> Iterator[Any]:
-        """Stage ``state``; at the end of the ``with`` block the copy has to agree with what it was."""
+        """Stage ``state``; at the end of the ``with`` block the copy must equal the state at staging."""
         noted = self.noted(state)
         copied = self.settled(stager, state)
         yield copied
         self.agree(copied, noted, when)
 
     def faithful(self, stager: AsyncStager, state: StateDict, when: str = "at once") -> Any:
-        """Stage ``state`` and return the copy, which has to agree with it."""
+        """Stage ``state`` and return the copy, which must equal it."""
         with self.kept(stager, state, when) as copied:
             return copied
 
@@ -103,7 +103,7 @@ class StagerTrial(Contract):
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
     def grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
-        """Measure by how much ``use`` makes the process grow; twice if that is too much, for others allocate too."""
+        """Measure how much memory ``use`` adds to the process; twice if too much, because other threads allocate."""
         for _ in range(2):
             self.settled(self.opened(), {"w": self.ones(10)})
             gc.collect()
@@ -113,27 +113,27 @@ class StagerTrial(Contract):
             grown = memory("VmRSS") - before
             if grown <= limit:
                 return
-        self.broken(f"after {what}, the process has {grown >> 20} MiB more")
+        self.broken(f"after {what}, the process uses {grown >> 20} MiB more")
 
     def sized(self, value: int = 0) -> StateDict:
-        """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled as :meth:`fill` does."""
+        """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled by :meth:`fill`."""
         flat, inner = ({f"{4 * n} bytes": self.ones(n) for n in _SIZES} for _ in range(2))
         return self.fill({**flat, "0-d": self.ones(), "nested": [{"inner": inner}, self.ones()]}, value)
 
     def fill(self, state: StateDict, value: int) -> StateDict:
-        """Fill the tensors of ``state`` with numbers of their own, which are others for each ``value``; return it."""
+        """Fill the tensors of ``state`` with distinct numbers, different for each ``value``; return ``state``."""
         tensors = tree_leaves(state)
         for i, x in enumerate(tensors):
             x.fill_(value * len(tensors) + i)
         return state
 
     @functools.cached_property
-    def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
+    def _stagers(self) -> list[AsyncStager]:  # pytest does not collect classes with a constructor
         return []
 
 
 def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Try a promise in a process of its own, in a process group of one. The contract must be at the top of a module."""
+    """Try a promise in a separate process, in a process group of one. Define the contract at the top of a module."""
     vars(method)["on_a_rank"] = True
     return method
 
@@ -153,7 +153,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
             if outcome.kept is False:
                 self.broken(outcome.seen)
             return
-        # The filters are the process's, so they are changed where they come back even if the trial does not.
+        # The filters are global, so they are changed here, where they are restored even if the trial hangs.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with _frozen():
@@ -164,7 +164,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Let ``gc.collect()``, which a stager may call whenever it waits, visit only what a trial has made."""
+    """Let ``gc.collect()``, which a stager may call while waiting, visit only the trial's objects."""
     if gc.get_freeze_count():
         yield
         return
@@ -186,13 +186,13 @@ def difference(
     where: str = "copy",
     path: tuple[object, ...] = (),
 ) -> str | None:
-    """Return the first difference between a copy and its source, with its path; ``None`` if there is none.
+    """Return the first difference between a copy and its source, with its path; ``None`` if they are equal.
 
-    ``expected`` makes of a source tensor and its dotted name what its copy is to be; its strides count where the shape
-    is another one.
+    ``expected`` returns the expected copy of a source tensor, given its dotted name; its strides are compared if its
+    shape differs.
     """
     if type(copied) is not type(source):
-        return f"{where} is a {type(copied).__name__}, and the source a {type(source).__name__}"
+        return f"{where} is a {type(copied).__name__}, but the source is a {type(source).__name__}"
     if isinstance(source, Tensor):
         tensor = expected(source.detach(), ".".join(map(str, path)))
         return _tensor_difference(copied, source, tensor.detach().cpu(), where)
@@ -212,11 +212,11 @@ def _tensor_difference(copied: Tensor, source: Tensor, wanted: Tensor, where: st
     for what, is_, was in zip(("device", "dtype", "shape", "strides", "requires_grad"), seen, right, strict=True):
         if is_ != was:
             return f"{where} has the {what} {is_}, not {was}{_MEANT if what in ('dtype', 'shape') else ''}"
-    # Not contiguous(), which leaves odd strides alone where there is one element.
+    # Not contiguous(), which keeps unusual strides of tensors with one element.
     have, want = (x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in (copied, wanted))
     if torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
         return None
     wrong = (have.view(torch.uint8) != want.view(torch.uint8)).view(-1, have.element_size()).any(1).nonzero().flatten()
     at = int(wrong[0])
     numbers = f"element {at} is {have[at].item()}, not {want[at].item()}"
-    return f"{len(wrong)} of {copied.numel()} elements of {where} are wrong: {numbers}"
+    return f"{len(wrong)} of {copied.numel()} elements of {where} differ: {numbers}"

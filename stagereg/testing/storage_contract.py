@@ -1,7 +1,7 @@
-"""The contract of a storage, as tests to inherit: what ``checkpoint.storage.protocol.Storage`` promises.
+"""The contract of a storage, as tests to inherit: the promises of ``checkpoint.storage.protocol.Storage``.
 
 A trial saves and restores real checkpoints of small states with ``Checkpointer``, on one rank and on two, and compares
-every byte. No trial shows that a storage is fast, or that it reads what an earlier version of it wrote.
+every byte. No trial checks speed, or reading of files from an earlier version of the storage.
 """
 
 from __future__ import annotations
@@ -43,27 +43,29 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 _RARE = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex128)
 _PLACES = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
-_LARGE = 1_200_000  # elements of 4 bytes: more than any buffer has
-_MOST_BYTES = 1 << 16  # size of a file at which the disk is full
-_FAILURE = Failure(timeout=datetime.timedelta(seconds=15))  # shorter than a trial, so the save reports where it hangs
+_LARGE = 1_200_000  # elements of 4 bytes: larger than any buffer
+_MOST_BYTES = 1 << 16  # file size at which the simulated disk is full
+_FAILURE = Failure(
+    timeout=datetime.timedelta(seconds=15)
+)  # shorter than a trial, so that the save reports where it hangs
 
 
 class StorageContract(Contract):
-    """What a storage promises; inherit it, and override :meth:`make`.
+    """The promises of a storage. Inherit this class, and override :meth:`make`.
 
-    The class has to be at the top of a module, so that ranks find it.
+    Define the subclass at the top of a module, so that ranks can import it.
     """
 
     def make(self) -> Storage:
-        """Return a fresh storage; called once or more for each promise, also on ranks."""
-        raise NotImplementedError(f"{type(self).__name__} has to define make(self)")
+        """Return a new storage. Called at least once per promise, also on ranks."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def test_every_value(self) -> None:
-        """Tensors come back bit for bit, with dtype and shape: large and empty ones, scalars, slices, NaN."""
+        """Tensors are restored bit for bit, with dtype and shape: large and empty ones, scalars, slices, NaN."""
         self._round_trip(_tensors())
 
     def test_rare_dtypes(self) -> None:
-        """A tensor of a rare dtype comes back bit for bit, or the save is refused with its name."""
+        """A tensor of a rare dtype is restored bit for bit, or the save is refused with its name."""
         for number, dtype in enumerate(_RARE):
             name = f"value{number}"
             try:
@@ -78,11 +80,11 @@ class StorageContract(Contract):
         self._round_trip({"a": x, "tied": x, "turned": x.t(), "row": x[1], "column": x[:, 1], "slice": x[1:3, 2:]})
 
     def test_objects(self) -> None:
-        """Values that are not tensors come back as they were: containers, numbers, text, tuples with tensors."""
+        """Values that are not tensors are restored unchanged: containers, numbers, text, tuples with tensors."""
         self._round_trip(_objects())
 
     def test_save_after_save(self) -> None:
-        """One storage writes one checkpoint after the other; keys, shapes and dtypes may change in between."""
+        """One storage writes several checkpoints in sequence; keys, shapes and dtypes may change in between."""
         states: list[dict[str, Any]] = [
             {
                 "x": _ones(5),
@@ -103,18 +105,18 @@ class StorageContract(Contract):
                 self._expect_restored(folder, state, step)
 
     def test_no_arguments(self) -> None:
-        """It can be built without arguments, and then reads what make() wrote: a checkpoint has only its name."""
+        """It can be built without arguments, and then reads what make() wrote: a checkpoint stores only its name."""
         kind = type(self.make())
         try:
             built = kind()
         except TypeError as error:
-            self.broken(f"{kind.__name__}() fails: {error}; give each parameter a default")
+            self.broken(f"{kind.__name__}() fails: {error}. Give each parameter a default")
         with _folder() as folder:
             self._save(folder, _tensors())
             self._expect_restored(folder, _tensors(), storage=built)
 
     def test_in_another_process(self) -> None:
-        """Another process reads what this one wrote, also when its directory was moved: all of it is in there."""
+        """Another process reads the files of this one, even if the directory was moved: it contains everything."""
         with _folder() as folder, _folder() as other:
             self._save(folder, {**_tensors(), **_objects()})
             shutil.copytree(f"{folder}/{step_name(1)}", f"{other}/{step_name(1)}")
@@ -122,30 +124,30 @@ class StorageContract(Contract):
             self._expect("in another process: ", self.on_ranks("", 1, _restore, type(self), other))
 
     def test_pickled(self) -> None:
-        """It can be pickled before it writes and afterwards, with the marks of its files."""
+        """It can be pickled before and after it writes, including the digests of its files."""
         state = {"x": torch.arange(5, dtype=torch.int64, device="cpu"), "n": 3}
         with _folder() as folder:
             storage = self._pickled(self.make())
             self._by_torch(save, dict(state), storage_writer=storage, checkpoint_id=f"{folder}/step")
             copy = self._pickled(storage)
             if isinstance(storage, Storage) and dict(copy.marks) != dict(storage.marks):
-                self.broken("its copy has other marks")
+                self.broken("its unpickled copy has other digests")
             self._expect_loaded(copy, f"{folder}/step", state)
 
     def test_torch(self) -> None:
-        """``torch.distributed.checkpoint`` saves with it, and loads every value with its reader, plain ones too."""
+        """``torch.distributed.checkpoint`` saves with it and loads every value with its reader, even plain ones."""
         state = {**_tensors(), "n": 3, "text": "ü", "none": None, "list": [1, 2.5]}
         with _folder() as folder:
             self._by_torch(save, dict(state), storage_writer=self.make(), checkpoint_id=f"{folder}/step")
             self._expect_loaded(self.make(), f"{folder}/step", state)
 
     def test_two_ranks(self) -> None:
-        """Two ranks save and restore tensors in shards, also uneven and empty ones, and values of each rank."""
+        """Two ranks save and restore sharded tensors, also uneven and empty shards, and per-rank values."""
         with _folder() as folder:
             self._expect("saved and restored on 2 ranks: ", self.on_ranks("", 2, _save_shards, type(self), folder))
 
     def test_another_world_size(self) -> None:
-        """One rank restores shards of two ranks as whole tensors; two ranks restore tensors of one rank in shards."""
+        """One rank restores two ranks' shards as whole tensors; two ranks restore one rank's tensors in shards."""
         with _folder() as folder:
             self._expect("", self.on_ranks("", 2, _save_shards, type(self), folder, False))
             full = dict.fromkeys(_PLACES, _full()) | {"uneven": _full()[:1]}
@@ -156,13 +158,13 @@ class StorageContract(Contract):
             self._expect("saved on 1 rank, restored on 2: ", found)
 
     def test_corrupt_files(self) -> None:
-        """A file that is cut, changed or missing is found by its checksum, and nothing is restored from it."""
+        """A truncated, changed or missing file is found by its checksum, and nothing is restored from it."""
         with _folder() as folder:
             self._save(folder, _tensors())
             path = Path(folder, step_name(1))
             self._expect_verified(path, good=True, what="as it was saved")
             for file in (each for each in sorted(path.rglob("*")) if each.is_file()):
-                if file.name in (MANIFEST, INDEX):  # of the checkpointer
+                if file.name in (MANIFEST, INDEX):  # files of the checkpointer
                     continue
                 content = file.read_bytes()
                 flipped = content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
@@ -173,11 +175,11 @@ class StorageContract(Contract):
                     file.write_bytes(content)
 
     def test_full_disk(self) -> None:
-        """If the disk is full, the save is an error, and no checkpoint is committed."""
+        """If the disk is full, the save raises an error, and no checkpoint is committed."""
         with _folder() as folder:
             self._expect("on a full disk, ", self.on_ranks("", 1, _fill_disk, type(self), folder))
 
-    # -- what they are tried with
+    # -- helpers
 
     def _round_trip(self, state: dict[str, Any]) -> None:
         with _folder() as folder:
@@ -202,14 +204,14 @@ class StorageContract(Contract):
         try:
             with _quiet():
                 self.within(partial(do, state, no_dist=True, **more))
-        except CheckpointException as failed:  # not an Exception
+        except CheckpointException as failed:  # does not derive from Exception
             error = next(iter(failed.failures.values()))[0]
             self.broken(f"torch.distributed.checkpoint.{do.__name__} fails: {type(error).__name__}: {error}")
 
     def _expect_verified(self, path: Path, good: bool, what: str) -> None:
         damages = open_store(str(path.parent)).look(str(path), content=True).damages
         if good != (not damages):
-            self.broken(f"{what}, a checkpoint is {'corrupt: ' if damages else 'called good'}{damages or ''}")
+            self.broken(f"{what}, a checkpoint is {'corrupt: ' if damages else 'reported as valid'}{damages or ''}")
         if not good:
             with contextlib.suppress(CheckpointError):
                 self.within(partial(_restored, self.make(), str(path.parent), _blank(_tensors()), 1))
@@ -229,7 +231,7 @@ class StorageContract(Contract):
 
 
 def difference(found: Any, expected: Any, path: str = "") -> str:
-    """Return where two states differ, and in what; empty if they are the same, tensors bit for bit."""
+    """Return where and how two states differ; empty if they are equal, tensors bit for bit."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(found, torch.Tensor):
             return f"{path} is {found!r:.60}, not a tensor"
@@ -251,7 +253,7 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
 
 
 def _random(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Return elements with random bits, which no conversion leaves as they are."""
+    """Return elements with random bits, which every conversion would change."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, device="cpu", generator=generator).view(
         dtype
@@ -300,7 +302,7 @@ def _full() -> torch.Tensor:
 
 
 def _blank(value: Any) -> Any:
-    """Return a state for the values to be restored into; other values than tensors are replaced."""
+    """Return a state to restore the values into; values other than tensors are replaced."""
     if isinstance(value, dict) and type(value) is dict:
         return {key: _blank(item) for key, item in value.items()}
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
@@ -309,7 +311,7 @@ def _blank(value: Any) -> Any:
 def _sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placed: dict[str, Any] = {name: distribute_tensor(_full(), mesh, [each]) for name, each in _PLACES.items()}
-    return {**placed, "uneven": distribute_tensor(_full()[:1], mesh, [Shard(0)])}  # nothing on the last rank
+    return {**placed, "uneven": distribute_tensor(_full()[:1], mesh, [Shard(0)])}  # empty on the last rank
 
 
 def _save(storage: Storage, folder: str, *states: dict[str, Any]) -> None:
@@ -354,9 +356,9 @@ def _fill_disk(rank: int, world_size: int, kind: type[StorageContract], folder: 
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         saving.save(2, {"large": _random(torch.float32, _LARGE)})
         saving.wait()
-        return "the save raised nothing"
+        return "the save raised no error"
     committed = sorted(each.name for each in Path(folder).glob("step-*"))
-    return "" if committed == [step_name(1)] else f"there are the checkpoints {committed}"
+    return "" if committed == [step_name(1)] else f"the committed checkpoints are {committed}"
 
 
 @contextlib.contextmanager
@@ -367,7 +369,7 @@ def _folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide that a run only restores, and that it has no process group."""
+    """Suppress the messages about a run that only restores, without a process group."""
     log = logging.getLogger("stagereg")
     level = log.level
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""The contract of a tier, as tests to inherit: what ``checkpoint.tiers.tier.Tier`` promises of a machine's own folder.
+"""The contract of a tier, as tests to inherit: the promises of ``extensions.tiers.tier.Tier`` about a machine's folder.
 
-A trial prepares the tier in a fresh folder and uses it as a run does: several processes write, flush, rename, lock and
-map files. No trial shows that files outlive a reboot.
+A trial prepares the tier in a new folder and uses it as a run does: several processes write, flush, rename, lock and
+map files. No trial checks that files survive a reboot.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _DATA = bytes(range(256)) * 64
 
 
 class TierContract(Contract):
-    """What a tier promises; inherit it, and override :meth:`make`.
+    """The promises of a tier. Inherit this class, and override :meth:`make`.
 
-    The class has to be at the top of a module, so that ranks find it.
+    Define the subclass at the top of a module, so that ranks can import it.
     """
 
-    root: ClassVar[str | None] = None  # a folder of the tier's medium, such as /dev/shm; of temporary files by default
+    root: ClassVar[str | None] = None  # a folder on the tier's medium, such as /dev/shm; default: the temporary folder
 
     def make(self, dir: str, **options: Any) -> Tier:
-        """Return a fresh tier with the folder ``dir`` and other options of ``Tier``, such as ``copies``."""
-        raise NotImplementedError(f"{type(self).__name__} has to define make(self, dir, **options)")
+        """Return a new tier with the folder ``dir`` and other options of ``Tier``, such as ``copies``."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(self, dir, **options)")
 
     def test_making_it_touches_no_disk(self) -> None:
-        """Making it touches no disk: the folder is made by prepare(), which returns its full path."""
+        """The constructor does not access the disk; prepare() creates the folder and returns its full path."""
         with self._folder() as folder:
             tier = self.make(folder)
             if os.path.lexists(folder):
-                self.broken(f"{folder} was made with the tier, before prepare()")
+                self.broken(f"{folder} was created by the constructor, before prepare()")
             path = self._prepared(tier)
             if not os.path.isabs(path) or not os.path.isdir(path):
-                self.broken(f"prepare() returned {path!r}, which is no full path of a folder")
+                self.broken(f"prepare() returned {path!r}, which is not the full path of a folder")
 
     def test_options(self) -> None:
-        """It takes the options of every tier and hands them on, so that a value of no use is refused as for all."""
+        """It passes the options of every tier to Tier, which refuses invalid values."""
         with self._folder() as folder:
             tier = self.make(folder, **_OPTIONS)
             if not isinstance(tier, Tier):
@@ -62,7 +62,7 @@ class TierContract(Contract):
                 self.make(folder, keep=0)
             except ConfigError:
                 return
-            self.broken("keep=0 is taken; hand it to the constructor of Tier, which refuses it")
+            self.broken("keep=0 is accepted. Pass it to the constructor of Tier, which refuses it")
 
     def test_one_folder_a_machine(self) -> None:
         """Every process of a machine gets the same folder, whose files outlive the processes that write them."""
@@ -73,10 +73,10 @@ class TierContract(Contract):
                 self.broken(f"two other processes got {' and '.join(paths)}, not {path}")
             for file in (Path(path, "0"), Path(path, "1")):
                 if not file.is_file() or file.read_bytes() != _DATA:
-                    self.broken(f"{file} is not there any more after the process that wrote it")
+                    self.broken(f"{file} does not exist after the exit of the process that wrote it")
 
     def test_what_is_there_stays(self) -> None:
-        """prepare() leaves what is in the folder as it is, also what another process is writing."""
+        """prepare() does not change files in the folder, including files that another process is writing."""
         with self._folder() as folder:
             path = Path(self._prepared(self.make(folder)))
             (path / "run" / "step-1.ab").mkdir(parents=True)
@@ -85,17 +85,17 @@ class TierContract(Contract):
                 each.write_bytes(_DATA)
             self._prepared(self.make(folder))
             if lost := [each for each in kept if not each.is_file() or each.read_bytes() != _DATA]:
-                self.broken(f"{lost[0].relative_to(path)} was there, and is lost or changed")
+                self.broken(f"prepare() deleted or changed {lost[0].relative_to(path)}")
 
     def test_for_this_user_alone(self) -> None:
-        """A folder that prepare() makes can be read and written by this user alone: it holds the state."""
+        """Only this user can read and write a folder that prepare() creates: it contains the state."""
         with self._folder() as folder:
             path = self._prepared(self.make(folder))
             if (mode := os.stat(path).st_mode & 0o777) & 0o077:
-                self.broken(f"{path} has mode {mode:03o}; make it with mode 700")
+                self.broken(f"{path} has mode {mode:03o}. Create it with mode 700")
 
     def test_ordinary_files(self) -> None:
-        """Its files can be flushed, renamed in one step over others, locked, and read while others are written."""
+        """Its files can be flushed, renamed atomically over others, locked, and read while others are written."""
         with self._folder() as folder:
             path = Path(self._prepared(self.make(folder)))
             try:
@@ -104,41 +104,41 @@ class TierContract(Contract):
                 self.broken(f"files in {path} cannot be used: {reason(error)}")
 
     def test_lacking(self) -> None:
-        """lacking() says in a line why so many bytes do not fit, nothing if they do, and changes nothing."""
+        """lacking() returns a line that says why so many bytes do not fit, or '' if they fit, and has no effect."""
         with self._folder() as folder:
             tier = self.make(folder)
             path = self._prepared(tier)
             fits, not_ = self.within(lambda: (tier.lacking(0), tier.lacking(_TOO_MUCH)))
             if fits != "":
-                self.broken(f"lacking(0) is {fits!r}, and has to be ''")
+                self.broken(f"lacking(0) must be '', got {fits!r}")
             if not isinstance(not_, str) or not not_ or "\n" in not_:
-                self.broken(f"lacking({_TOO_MUCH}) is {not_!r}, and has to be a line that says why")
+                self.broken(f"lacking({_TOO_MUCH}) must be a line with the reason, got {not_!r}")
             if os.listdir(path):
                 self.broken(f"{os.listdir(path)[0]} is in the folder after lacking()")
 
     def test_no_place(self) -> None:
-        """Where the folder cannot be made, prepare() raises OSError or ConfigError, and takes no other one."""
+        """If the folder cannot be created, prepare() raises OSError or ConfigError, and uses no other folder."""
         with self._folder() as folder:
             Path(folder).write_bytes(b"")
             try:
                 path = self._prepared(self.make(f"{folder}/below"))
             except (OSError, ConfigError):
                 return
-            self.broken(f"{folder} is a file, and prepare() returned {path!r} all the same")
+            self.broken(f"{folder} is a file, but prepare() returned {path!r}")
 
     def test_durable(self) -> None:
-        """``durable`` says whether flushed files outlive a reboot: those in memory do not."""
+        """``durable`` is whether flushed files survive a reboot: files in memory do not."""
         with self._folder() as folder:
             tier = self.make(folder)
             kind = file_system(Path(self._prepared(tier)))
             if not isinstance(tier.durable, bool):
-                self.broken(f"durable is {tier.durable!r}, and has to be True or False")
+                self.broken(f"durable must be True or False, got {tier.durable!r}")
             if tier.durable and kind in ("tmpfs", "ramfs"):
-                self.broken(f"it says that it is durable, and its folder is on {kind}, which a reboot ends")
+                self.broken(f"durable is True, but its folder is on {kind}, which does not survive a reboot")
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
-        """The path of a folder that is not there yet; deleted at the end."""
+        """The path of a folder that does not exist yet; deleted at the end."""
         with tempfile.TemporaryDirectory(prefix="stagereg-", dir=self.root) as parent:
             yield f"{os.path.realpath(parent)}/tier"
 
@@ -146,7 +146,7 @@ class TierContract(Contract):
         return self.within(tier.prepare)
 
     def _use(self, path: Path) -> None:
-        """Write a file beside another one, and put it in its place while that is read, as a save does."""
+        """Write a new file, and rename it over an existing file that is being read, as a save does."""
         (path / "held").write_bytes(b"old")
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -158,7 +158,7 @@ class TierContract(Contract):
                 os.replace(path / ".next", path / "held")
                 os.fsync(descriptor)
                 if old.read() != b"old":
-                    raise OSError(errno.EIO, "a file that was open has changed as another was renamed over it")
+                    raise OSError(errno.EIO, "an open file changed when another file was renamed over it")
             with open(path / "held", "rb") as new, mmap.mmap(new.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 if mapped[:] != _DATA:
                     raise OSError(errno.EIO, "a file has other bytes than were written")

@@ -1,8 +1,8 @@
-"""What one rank of the multi-rank harness does, from its start to its end, in a process forked from a server.
+"""The life of one rank of the multi-rank harness, in a process forked from a server.
 
-The rank writes its result, traceback, output and stacks into files of the run's folder, so they outlive the rank. The
-call comes pickled, by module and attribute. Other processes do not find a test module that pytest imported by file
-path, so the rank imports the caller's own modules from the same files under the same names.
+The rank writes its result, traceback, output and stacks into files in the run's folder, so they outlive the rank. The
+call is pickled by module and attribute. Other processes cannot import a test module that pytest imported by file path,
+so the rank imports the caller's own modules from the same files under the same names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from types import ModuleType
 from typing import Any
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Where modules lie that an ordinary import finds."""
+"""Directories of modules that an ordinary import finds."""
 
 
 @dataclass(frozen=True)
 class Shipment(MetaPathFinder):
-    """A call in bytes, and for each of the caller's modules its file and, of a package, its folders."""
+    """A pickled call, and the file, and folders of packages, of each of the caller's modules."""
 
     call: bytes
     modules: dict[str, tuple[str | None, list[str] | None]]
@@ -51,8 +51,8 @@ class Shipment(MetaPathFinder):
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shipment:
-    """Describe the call ``fn(*args, **kwargs)``; ``ValueError`` when it cannot be pickled."""
-    wrong = f"{fn!r} is not in other processes: define it with `def` at the top of a module"
+    """Pickle the call ``fn(*args, **kwargs)``. Raises: ``ValueError`` if the call cannot be pickled."""
+    wrong = f"{fn!r} cannot be imported in other processes. Define it with `def` at the top of a module"
     try:
         pickle.dumps(fn)
         wrong = f"the arguments for {fn!r} cannot be sent to other processes"
@@ -63,7 +63,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that a rank needs to know; ``backend`` and ``pg_timeout_s`` (seconds) are the process group's."""
+    """The settings of a rank; ``backend`` and ``pg_timeout_s`` (seconds) are the process group's."""
 
     rank: int
     world_size: int
@@ -75,7 +75,7 @@ class Assignment:
     pg_timeout_s: float
 
     def file(self, kind: str) -> Path:
-        """The file for one ``kind`` of this rank's output: result, error, output or stacks."""
+        """Return the file for one ``kind`` of this rank's output: result, error, output or stacks."""
         return self.folder / f"{self.rank}.{kind}"
 
 
@@ -83,21 +83,21 @@ _is_rank = False
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank of ``run_ranks``."""
+    """Return whether this process is a rank of ``run_ranks``."""
     return _is_rank
 
 
 def work(job: Assignment) -> None:
-    """Run the assigned function in an initialised process group and write down how it went."""
-    gc.freeze()  # a collection would touch, and so copy, all that the server has imported
+    """Run the assigned function in an initialized process group, and write the outcome to files."""
+    gc.freeze()  # a garbage collection would touch, and so copy, all memory of the server's imports
     os.setpgid(0, 0)
     _end_with_parent()
     _redirect(job.file("output"))
     os.environ.clear()
     os.environ.update(job.environment)
     with job.file("stacks").open("wb") as stacks:
-        # Chained to the default action, which ends the process: whoever waits for the end has the whole dump.
-        # Not SIGUSR1, which a checkpointer takes.
+        # Chained to the default action, which terminates the process: when it has terminated, the dump is complete. Not
+        # SIGUSR1, which a checkpointer handles.
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
         faulthandler.enable(file=stacks, all_threads=True)
@@ -121,7 +121,7 @@ def _call(job: Assignment) -> None:
     _is_rank = True
     group = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=group, rank=job.rank, world_size=job.world_size, timeout=limit)
-    # A group that one rank closes, or dies in, while another still connects to it, fails there.
+    # A group fails if a rank closes it, or terminates, while another rank still connects.
     _await_all(store, job, "connected")
     try:
         job.file("part").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
@@ -135,14 +135,14 @@ def _call(job: Assignment) -> None:
 
 
 def _await_all(store: Any, job: Assignment, milestone: str) -> None:
-    """Wait until the others have come to ``milestone`` too."""
+    """Wait until the other ranks have reached ``milestone``, too."""
     store.add(milestone, 1)
     while store.add(milestone, 0) < job.world_size:
         time.sleep(0.002)
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process with the caller's: the close of the sentinel pipe raises SIGIO here."""
+    """Let the kernel terminate this process with the caller's: closing the sentinel pipe raises SIGIO here."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
@@ -153,12 +153,12 @@ def _redirect(file: Path) -> None:
     with file.open("ab") as target:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)
-    # The server was started under whatever stdout the caller had; a file is not a terminal.
+    # The server was started with any stdout of the caller; a file is not a terminal.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:
-    """The loaded modules that are not installed. ``__main__`` is multiprocessing's own affair."""
+    """Return the loaded modules that are not installed. multiprocessing handles ``__main__`` itself."""
     found: dict[str, tuple[str | None, list[str] | None]] = {}
     for name, module in list(sys.modules.items()):
         facts = vars(module) if isinstance(module, ModuleType) else {}
@@ -169,6 +169,6 @@ def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:
     for name in list(found):
         above = name.rpartition(".")[0]
         while above and above not in found and not hasattr(sys.modules.get(above), "__path__"):
-            found[above] = None, []  # made up by pytest, for a folder that is no package
+            found[above] = None, []  # created by pytest, for a folder that is not a package
             above = above.rpartition(".")[0]
     return found

@@ -205,7 +205,7 @@ class Waiting(Contract):
 def test_a_wait_that_the_contract_ends_outlasts_the_limit(tmp_path: Path, check: Check) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     found = rows(check(tmp_path / "waiting.py", "--timeout", "5", code=1))
-    assert "it did not come back within 9 s; it is at " in found["test_waits"][1]
+    assert "the call did not return within 9 s. It is at " in found["test_waits"][1]
     assert found["test_after"] == ("kept", "")
 
 

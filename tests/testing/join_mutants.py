@@ -121,7 +121,7 @@ class Inert(SumHook):
 # -- same numbers
 
 
-@breaks("of a single process", "even_inputs")
+@breaks("differs from a single process", "even_inputs")
 class LastCounts(Sum):
     """Does something on the last joiner, which in even inputs is everybody."""
 
@@ -130,7 +130,7 @@ class LastCounts(Sum):
             self.joinable.total.mul_(1.0 + is_last_joiner)
 
 
-@breaks("of a single process", "uneven_inputs")
+@breaks("differs from a single process", "uneven_inputs")
 class Stale(Sum):
     hook_kind = Inert
 
@@ -250,7 +250,7 @@ class OwnThrowError(Sum):
 # -- leaves no trace
 
 
-@breaks("of a single process", "training_without_a_join")
+@breaks("differs from a single process", "training_without_a_join")
 class Bound(Sum):
     """Does nothing outside a join."""
 
@@ -294,7 +294,7 @@ class Patching(Sum):
 # -- alone
 
 
-@breaks("of another rank's collective where its own has", "uneven_inputs", timeout_s=4.0)
+@breaks("of another rank's collective, but expected", "uneven_inputs", timeout_s=4.0)
 class MissingOne(SumHook):
     """Leaves out a collective: the active ranks wait for it."""
 
@@ -302,7 +302,7 @@ class MissingOne(SumHook):
         self.joinable.steps += 1
 
 
-@breaks("of another rank's collective where its own has", "uneven_inputs", timeout_s=4.0)
+@breaks("of another rank's collective, but expected", "uneven_inputs", timeout_s=4.0)
 class OneTooMany(SumHook):
     """Has one collective more than a step of the active ranks, which are a collective behind from then on."""
 

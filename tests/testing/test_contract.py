@@ -94,7 +94,7 @@ def test_a_bounded_call_ends_as_the_call_does_or_is_broken() -> None:
         with pytest.raises(error):
             Small().within(call)
     never = threading.Event()
-    with pytest.raises(BrokenPromiseError, match=r"did not come back within 1 s; it is at .* in wait$"):
+    with pytest.raises(BrokenPromiseError, match=r"did not return within 1 s\. It is at .* in wait$"):
         Small().within(never.wait, 1.0)
     never.set()
 
@@ -114,8 +114,8 @@ ONES = torch.ones(2)
         (torch.ones(2, 2).t(), torch.ones(2, 2), "has the strides (1, 2), not (2, 1)"),
         (ONES, torch.ones(2, requires_grad=True), "has the requires_grad False, not True"),
         (torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), "1 of 2 elements of copy['a'] are wrong"),
-        (ONES, torch.nn.Parameter(ONES), "is a Tensor, and the source a Parameter"),
-        ([1], (1,), "copy['a'] is a list, and the source a tuple"),
+        (ONES, torch.nn.Parameter(ONES), "is a Tensor, but the source is a Parameter"),
+        ([1], (1,), "copy['a'] is a list, but the source is a tuple"),
         ({"x": 1, "y": 2}, {"y": 2, "x": 1}, "the keys of the copy['a'] are ['x', 'y'], not ['y', 'x']"),
         ([1, 2], [1], "the keys of the copy['a'] are [0, 1], not [0]"),
         ([{"b": 1}], [{"b": 2}], "copy['a'][0]['b'] is 1, not 2"),

@@ -132,7 +132,7 @@ def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
 def test_what_other_processes_cannot_find_or_read_is_refused():
     with pytest.raises(RankFailure, match="cannot pickle 'generator'"):
         run_ranks(return_a_generator, 1)
-    with pytest.raises(ValueError, match="define it with `def` at the top of a module"):
+    with pytest.raises(ValueError, match="Define it with `def` at the top of a module"):
         run_ranks(lambda rank, world_size: None)
     with pytest.raises(ValueError, match="cannot be sent to other processes"):
         run_ranks(add_up, args=((n for n in range(3)),))

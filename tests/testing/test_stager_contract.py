@@ -191,5 +191,5 @@ def test_under_pytest_an_author_needs_only_the_subclass(pytester: pytest.Pyteste
     pytester.makepyfile(test_mine=AUTHORS)
     run = pytester.runpytest_inprocess("-W", "error", "-k", "later_writes or shape_of")
     run.assert_outcomes(passed=1, failed=1)
-    shown = "BrokenPromiseError: after in-place writes to the source, 1 of 1 elements of copy['4 bytes'] are wrong: "
+    shown = "BrokenPromiseError: after in-place writes to the source, 1 of 1 elements of copy['4 bytes'] differ: "
     assert shown + "element 0 is 18.0, not 0.0" in run.stdout.str()
