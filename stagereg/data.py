@@ -81,7 +81,7 @@ class ResumableSampler(Sampler[int]):
             1.
         rank: this rank among them; default: the rank in the default process group, or 0.
         shuffle: False deals the samples in dataset order in each epoch.
-        seed: equal on all ranks. The order of an epoch is that of ``DistributedSampler``.
+        seed: equal on all ranks. Epochs have the same order as in ``DistributedSampler``.
         drop_last: drop samples at the end of an epoch that do not divide evenly.
 
     Attributes:
@@ -326,8 +326,8 @@ class CountedBatches(Generic[T]):
         if drawn_from is not sampler or not known or not loader.in_order or is_stateful(loader):
             raise ConfigError(
                 "sampler.batches takes a DataLoader(dataset, batch_size=..., sampler=sampler) that returns batches in "
-                "the sampler's order: without batch_sampler and in_order=False, and not a StatefulDataLoader, which "
-                "has its own position. In other loops, call sampler.advance(samples) in each step."
+                "the sampler's order: no batch_sampler, in_order=True, and not a StatefulDataLoader, which stores its "
+                "own position. In other loops, call sampler.advance(samples) in each step."
             )
         self._sampler, self._loader, self._epochs, self._limit = sampler, loader, epochs, limit
         self._given = 0

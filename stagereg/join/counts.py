@@ -132,7 +132,7 @@ class Index:
 
     def __init__(self, loader: Any) -> None:
         self._is_enumerated = isinstance(loader, enumerate)
-        self._first: dict[Any, int] = {}  # by key, in the first batch
+        self._first: dict[Any, int] = {}  # indices in the first batch, by key
         self._next = 0
 
     def add(self, batch: Any) -> None:

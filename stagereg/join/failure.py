@@ -43,8 +43,8 @@ _LONGEST = 1000  # maximum length of a rank's error in messages of other ranks
 _NOTHING = "-"
 _POLL_INTERVAL_S = 2.0  # seconds between two checks of a waiting rank on whether the others can still arrive
 _OTHER_CALLS = (
-    "The ranks do not run the same collectives in the same order. A forward on one rank alone is one, unless it is "
-    "under torch.no_grad()."
+    "The ranks do not run the same collectives in the same order. A forward on one rank only is also a "
+    "collective, unless it is under torch.no_grad()."
 )
 _CALLS = ("join.mean", "metrics.compute")  # calls in the loop body, made by all ranks that run the body
 
@@ -54,7 +54,7 @@ class RankStatus(NamedTuple):
 
     beat: int  # differs in each status
     step: int | None = None  # the step that the program is in, if known
-    waits_for: str = ""  # what the program waits for under the detector
+    waits_for: str = ""  # the event that the program awaits under the detector
     calls: Mapping[str, int] = {}  # how often the program has begun to wait for each of ``_CALLS``
     collectives: int = 0  # number of collectives that the rank has run in the group
     elsewhere: bool = False  # whether the rank is outside the loop body, where ``_CALLS`` are made
@@ -283,7 +283,7 @@ class FailureDetector:
             self.failure = self.failure or failure
 
     def _poll_all(self, waits_for: str) -> None:
-        """Find out which ranks are alive and what they wait for; fails if the rendezvous store does not respond."""
+        """Update the ranks' statuses; fails if the rendezvous store does not respond."""
         self._waits_for = waits_for
         poll = self._poll = threading.Event()
         self._thread.wake.set()

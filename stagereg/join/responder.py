@@ -1,7 +1,7 @@
 """Sums requested by the ranks in a loop, in which ranks that have left the loop take part.
 
 A rank that has left cannot predict when, or how often, the others send requests. So its channel's thread responds until
-no rank is left that may send requests, and can start again for another loop. A request costs one small all-reduce.
+all ranks have left the loop, and can start again for another loop. A request costs one small all-reduce.
 """
 
 from __future__ import annotations

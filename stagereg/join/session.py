@@ -1,7 +1,7 @@
 """One join on one rank, from entering to leaving: its ranks, hooks and loops, and the ranks that still have data.
 
 ``Join`` creates a session on entering, and joinables get the session through ``attach``. The session handles process
-groups, loader lengths and modes; it does not depend on what a joinable or a hook does in a step.
+groups, loader lengths and modes; it does not depend on the work of joinables and hooks in a step.
 
 All steps of a join belong to the loop entered last, or use torch's protocol if there is no loop.
 """

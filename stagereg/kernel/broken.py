@@ -59,7 +59,7 @@ def _abort(backend: Any) -> None:
 
 
 def _close_connections(backend: Any) -> None:
-    """Let a receive time out, from the first rank that is still connected."""
+    """Time out a receive from the first rank that is still connected."""
     for distance in range(1, backend.size()):
         # A receive from a rank that has already aborted fails at once, and leaves the other connections open.
         try:

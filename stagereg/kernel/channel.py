@@ -144,11 +144,11 @@ class GroupResources:
 
     def __init__(self, number: int) -> None:
         self.prefix = f"stagereg/{number}"  # prefix of all keys in the rendezvous store
-        self.counts: Counter[str] = Counter()  # number of names handed out, by kind
+        self.counts: Counter[str] = Counter()  # number of names issued, by kind
         self.aborted = False  # aborted by this rank
         self.heartbeat = WorkerThread("stagereg-heartbeat")  # runs the failure detector
         self.watched = False  # whether a failure detector runs on the heartbeat thread
-        self.channels: dict[str, ControlChannel] = {}  # by purpose
+        self.channels: dict[str, ControlChannel] = {}  # channels by purpose
         self.expired: list[Callable[[], None]] = []  # delete keys of earlier loops, once all ranks are in a later one
 
     def next_name(self, kind: str) -> str:

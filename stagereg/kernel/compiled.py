@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-copy: Any = None  # copy(moves, count, base), see copy.c; None without the extension
+copy: Any = None  # copy(moves, count, base), see copy.c; the extension is optional
 way = ""  # method for copying large ranges
 
 with contextlib.suppress(OSError, AttributeError):  # not built, or built for another machine or version

@@ -116,7 +116,7 @@ class HostCopier:
             event.synchronize()
 
     def close(self) -> None:
-        """Free plans, threads and unused memory. Copies handed out remain valid. Idempotent."""
+        """Free plans, threads and unused memory. Returned copies remain valid. Idempotent."""
         self._layout = self._recognizer = None
         self.pool.close()
         self.engine.close()

@@ -61,7 +61,7 @@ class Layout:
     """A plan for one state dict. Tensors are referred to by index."""
 
     signature: Signature  # inputs of the plan
-    pieces: list[Piece]  # by tensor
+    pieces: list[Piece]  # positions, by tensor
     regions: list[Region]  # regions in host memory
     batch: Batch  # copies of these regions
     remote: list[Region]  # regions on accelerators

@@ -100,7 +100,7 @@ class Block:
         return torch.frombuffer(self._private, dtype=torch.uint8)
 
     def _touch(self, threads: int) -> None:
-        """Let the kernel back the pages now, on several threads, instead of with page faults during the copy.
+        """Populate the pages now, on several threads, instead of by page faults during the copy.
 
         A kernel without this feature returns an error, and pages are then faulted in on first use.
         """
@@ -239,7 +239,7 @@ class Pool:
         return block
 
     def release(self, copy: object) -> None:
-        """End the lease of a copy that was handed out, and clear the copy if it is a dict. Thread-safe.
+        """End the lease of a copy, and clear the copy if it is a dict. Thread-safe.
 
         Memory that other tensors use is not reused before these tensors are freed.
         """

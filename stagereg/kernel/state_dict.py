@@ -3,7 +3,7 @@
 :func:`flatten` walks a state dict once, with a pickler. The pickle holds the structure: types, order, keys, sharing and
 cycles. Objects such as dataclasses are decomposed like containers, into the state that pickle would store. Plain
 strided tensors are listed; objects with their own deep copy, and without tensors, are copied at once.
-:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors in place of the source's, wrapped again as
+:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors instead of the source's, wrapped again as
 ``Parameter``, DTensor, ShardedTensor or traceable subclass, with their Python attributes. Values that cannot be staged
 raise an error with their path in the dict.
 

@@ -120,7 +120,7 @@ class CopyTask:
         self._pieces.clear()
 
     def finish(self) -> None:
-        """Take the remaining pieces, and wait for those of other threads. Raises the error of a piece."""
+        """Take the remaining pieces, and wait until other threads have finished theirs. Raises the error of a piece."""
         try:
             self.work()
         finally:

@@ -2,7 +2,7 @@
 
 The signatures match ``torch.distributed.checkpoint.staging.AsyncStager`` (torch 2.13), so stagers written for torch
 work here, and stagers written here work in ``torch.distributed.checkpoint.async_save(async_stager=...)``.
-:class:`AsyncStager` specifies what torch leaves open.
+:class:`AsyncStager` specifies the behaviour that torch leaves open.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class AsyncStager(Protocol):
     A stager promises:
 
     1. *Isolation.* Once staging is complete, later writes to the source do not change the copy.
-    2. *In flight.* Memory handed out does not change until the last tensor of the copy is freed, whoever holds the
-       tensor.
+    2. *In flight.* Memory of a copy does not change until its last tensor is freed, regardless of the holder.
     3. *Fidelity.* The copy has the source's structure, including objects with tensors, and its dtypes, strides, shared
        storage, placements and attributes. Lazy conjugation is resolved. A view costs its own bytes; a view with large
        holes, such as a column of a big matrix, is packed and loses its strides. A stager may change values and dtypes

@@ -60,7 +60,7 @@ class CopyFuture(Future[Any]):
         self.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Let all methods raise ``error``. Called on the background thread."""
+        """Make all methods raise ``error``. Called on the background thread."""
         self._copy = self._outcome = None
         if not self._complete.done():
             self._complete.set_exception(error)
@@ -156,7 +156,7 @@ class RunningCopies:
         return [place for places, _ in taken for place in places], any(failed for _, failed in taken)
 
     def give_up(self) -> None:
-        """Fail the futures of the parent's copies in a forked child, where no thread completes them."""
+        """Fail the futures of the parent's copies in a forked child, which has no thread to complete them."""
         for copy, future in self._running.items():
             CopyFuture.__init__(future, copy)  # a thread of the parent may have held its locks
             future.fail(StagingError([], "the copy was not complete when this process was forked"))

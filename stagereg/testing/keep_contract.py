@@ -66,7 +66,7 @@ class KeepContract(Contract):
                         self.broken(f"{what}: its reason for {path} must be a line of text, got {why!r}")
 
     def test_none_and_one(self) -> None:
-        """It retains none of no checkpoints, and a single checkpoint, whatever its step."""
+        """It returns an empty mapping for no checkpoints, and retains a single checkpoint, whatever its step."""
         if answer := self._ask(self.make(), []):
             self.broken(f"for no checkpoints it returned {answer!r:.200}")
         for step in (0, 1, 7, 1000):

@@ -48,7 +48,7 @@ class Scenario:
 
     lengths: tuple[tuple[int, ...], ...]  # for each consecutive join, the number of batches per rank
     torchs: tuple[bool, bool] = (False, False)  # whether torch's Join runs on even and on odd ranks
-    mode: str | None = "own"  # of stagereg's Join; "own": from the contract's options
+    mode: str | None = "own"  # mode of stagereg's Join; "own": from the contract's options
     iterates: bool = False  # loop over join.iterate, and skip empty batches
     enable: bool = True
     throw: bool = False

@@ -188,7 +188,7 @@ class StagerContract(StagerFidelity):
         del later
 
     def test_copies_outlive_stagers(self) -> None:
-        """Neither another stager nor closing a stager changes a copy that was handed out."""
+        """Neither another stager nor closing a stager changes a returned copy."""
         source = self.sized()
         copied = self.settled(self.opened(), source)
         self.settled(self.opened(), self.fill(source, 1))

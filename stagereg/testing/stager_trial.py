@@ -26,7 +26,7 @@ from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
 
-_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # of float32: around a page, 64 KiB and 4 MiB
+_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # float32 elements: around a page, 64 KiB and 4 MiB
 
 _MEANT = ". If the stager changes this on purpose, override expected(tensor, path), which returns the expected copy"
 
@@ -164,7 +164,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Let ``gc.collect()``, which a stager may call while waiting, visit only the trial's objects."""
+    """Limit ``gc.collect()``, which a stager may call while waiting, to the trial's objects."""
     if gc.get_freeze_count():
         yield
         return

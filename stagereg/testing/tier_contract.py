@@ -104,7 +104,7 @@ class TierContract(Contract):
                 self.broken(f"files in {path} cannot be used: {reason(error)}")
 
     def test_lacking(self) -> None:
-        """lacking() returns a line that says why so many bytes do not fit, or '' if they fit, and has no effect."""
+        """lacking() returns a line with the reason why the bytes do not fit, or '' if they fit, and has no effect."""
         with self._folder() as folder:
             tier = self.make(folder)
             path = self._prepared(tier)

@@ -142,7 +142,7 @@ def _await_all(store: Any, job: Assignment, milestone: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel terminate this process with the caller's: closing the sentinel pipe raises SIGIO here."""
+    """Terminate this process with the caller's process: closing the sentinel pipe raises SIGIO here."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())

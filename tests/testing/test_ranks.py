@@ -118,7 +118,7 @@ def test_a_rank_that_dies_is_named_with_its_end_and_last_output(number):
 
 def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
     started = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
+    with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; finished in time: rank 0") as caught:
         run_ranks(hang_on, args=(1, str(tmp_path)), timeout_s=4)
     assert time.monotonic() - started < 60
     assert caught.value.returned == {0: 0}

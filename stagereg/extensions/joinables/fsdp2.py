@@ -37,7 +37,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
         joinable, module = self.joinable, self.joinable.module
         if not joinable.handles:
             raise JoinError(
-                "an fsdp2 joinable has left its join, but ranks still take steps. Construct torch's Join anew for "
+                "an fsdp2 joinable has left its join, but ranks still take steps. Construct a new torch Join for "
                 "every epoch, or use stagereg.Join."
             )
         joinable.shadow()

@@ -237,7 +237,7 @@ class DdpJoinable(ReducingJoinable):
             self.expect_forward()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let DDP's forward announce only steps of torch's protocol."""
+        """Enable the announcement in DDP's forward only for steps of torch's protocol."""
         before = self.begun - (is_step and self.trains)  # DDP rebuilds even if the module is frozen
         if torch.is_grad_enabled() and self._rebuilds_buckets(before):
             self.expect_forward()
@@ -256,7 +256,7 @@ class DdpJoinable(ReducingJoinable):
         vars(self.module).update(self._forward_settings)
 
     def _inner_forward_done(self, *_: Any) -> None:
-        # The all-reduce has had the whole forward to complete, and nothing of the step has been prepared yet.
+        # The all-reduce has had the whole forward to complete, and DDP has not prepared its reduction yet.
         membership = self.membership if self.in_step else None
         if membership is None:
             return
@@ -281,8 +281,8 @@ class DdpJoinable(ReducingJoinable):
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
         """Replace DDP's method: return the rank whose buffers, or finally whose model, all ranks copy.
 
-        This is the lowest rank with data, so rank 0 while it has data, as without a join and in checkpoints. With
-        torch's protocol it is the highest rank, as in torch.
+        This is the lowest rank with data, so rank 0 while it has data, like in checkpoints and in training without a
+        join. With torch's protocol it is the highest rank, as in torch.
         """
         membership = self.membership
         if membership is None:

@@ -78,7 +78,7 @@ class ReducingJoinable(TrackedJoinable):
             order.check(self)
 
     def on_backward(self) -> None:
-        """Handle a backward that is about to add to the gradients: check what the loop has left in them."""
+        """Handle a backward that is about to add to the gradients: inspect the gradients that the loop left."""
         if self.reduces is None:
             return
         if self.gathers and not self.reduces and self.membership is not None:
