@@ -1,7 +1,7 @@
 """stagereg: a Hydra-configurable registry of checkpoint stagers, join hooks and joinables for PyTorch training.
 
-The public names are those of ``__init__.pyi``, beside this file. Each is imported when it is first used: ``import
-stagereg`` imports no torch, so listing options and completing a command line stay instant.
+The public names are listed in ``__init__.pyi``. Each is imported at its first use: ``import stagereg`` does not import
+torch, so listing options and completing a command line stay fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _modules(stub: Path) -> dict[str, str]:
 
 
 def _attribute(owner: str, stub: Path, name: str) -> Any:
-    """Return an attribute of the module ``owner`` that its stub file imports; imports it now."""
+    """Import and return an attribute of the module ``owner`` that its stub file lists."""
     if name == "__all__":
         return sorted(name for name, module in _modules(stub).items() if not missing(module))
     module = _modules(stub).get(name)
@@ -35,7 +35,7 @@ def _attribute(owner: str, stub: Path, name: str) -> Any:
     if module == __name__:
         return importlib.import_module(f"{__name__}.{name}")
     if why := missing(module):
-        raise InstallationError(f"There is no {owner}.{name}. {why}")
+        raise InstallationError(f"{owner}.{name} is not available. {why}")
     return getattr(importlib.import_module(module), name)
 
 
@@ -48,17 +48,17 @@ def __dir__() -> list[str]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuse to run if the unrelated distribution ``stagereg`` is in ``folder`` too: both write ``folder/stagereg``."""
+    """Raise ``InstallationError`` if the unrelated distribution ``stagereg`` is also installed in ``folder``."""
     for found in folder.glob("stagereg-*.dist-info"):
         raise InstallationError(
-            f"Two projects are installed into {folder / 'stagereg'}: hydra-stagereg, and stagereg, which is an "
-            f"unrelated project or an old name of this one ({found.name}).\n"
-            "Run: pip uninstall stagereg && pip install --force-reinstall --no-deps hydra-stagereg"
+            f"Two projects are installed in {folder / 'stagereg'}: hydra-stagereg, and stagereg, which is an "
+            f"unrelated project or an old name of this project ({found.name}).\n"
+            "Next to the checkout, run: pip uninstall stagereg && pip install --force-reinstall --no-deps ./stagereg"
         )
 
 
 def _begin_rank() -> None:
-    """In a rank that ``stagereg run`` has started, have a signal before the first step exit with 75."""
+    """Make a signal before the first step exit with code 75, in a rank that ``stagereg run`` started."""
     if os.environ.get("STAGEREG_KEEPS_CODE") == str(os.getppid()):
         importlib.import_module("stagereg.launch.extension").begin()
 

@@ -1,4 +1,4 @@
-# The public names. `stagereg/__init__.py` reads this file too: what stands here is imported when it is first used.
+# The public names. `stagereg/__init__.py` reads this file and imports each name at its first use.
 from stagereg import data as data
 from stagereg import errors as errors
 from stagereg import plugin as plugin

@@ -1,7 +1,7 @@
-"""The errors of the project: one root, one class per thing that can go wrong, a message that says what to do.
+"""The errors of the project: one base class, one class per kind of failure, and messages with advice.
 
-Where PyTorch raises a built-in type in the same place (``ValueError`` for a join without joinables), the class here
-derives from that type too. This module imports nothing of the project and nothing heavy.
+If PyTorch raises a built-in type for the same failure (``ValueError`` for a join without joinables), the class here
+derives from that type too. This module has no imports of the project and no heavy imports.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ import signal
 from collections.abc import Iterable, Sequence
 
 RESUME_CODE = 75
-"""Exit code of a run that has saved and exited on a signal: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
+"""Exit code of a run that saved and exited after a signal; start the run again. ``EX_TEMPFAIL`` of sysexits.h."""
 
 
-_RANKS = 4  # that a message names
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object; of no use, and another one on each rank
-_LONGEST = 1000  # characters of the text of one error; some print what they could not handle
+_RANKS = 4  # ranks that a message names
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # address of an object, which differs on each rank
+_LONGEST = 1000  # characters of the text of one error; some errors print their whole input
 
 
-# Characters that a terminal obeys, that change the order of what it shows, or that cannot be encoded.
+# Control characters of terminals, characters that reorder text, and characters that cannot be encoded.
 _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINES = re.compile(f"[\t\n]|{_UNPRINTABLE.pattern}")
 
 
 def printable(text: str, lines: bool = True) -> str:
-    """Return ``text`` with escapes, such as ``\\x1b``, for the characters that are commands and not text.
+    """Return ``text`` with escapes, such as ``\\x1b``, instead of control characters.
 
-    Line breaks and tabs stay with ``lines``. Texts from files of other people go through this before they are shown.
+    With ``lines``, line breaks and tabs stay. Text from untrusted files passes this function before it is printed.
     """
     kind = _UNPRINTABLE if lines else _LINES
     return kind.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
-"""What reading the content of one file raises if the content is not what was expected. A reader catches these around
-one file, and says which it is; around a whole command they would hide faults of the command."""
+"""Exceptions from reading a file with unexpected content. A reader catches them around one file and reports that file;
+around a whole command, they would hide bugs of the command."""
 
 
 class StageregError(Exception):
-    """Root of all errors of the project. Its text is :func:`printable`."""
+    """Base class of all errors of the project. Its text is :func:`printable`."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class InstallationError(StageregError, ImportError):
-    """What is installed is incomplete, or another project lies where this one is."""
+    """The installation is incomplete, or another project is installed in the directory of this project."""
 
 
 class RegistryError(StageregError):
@@ -55,11 +55,11 @@ class RegistryError(StageregError):
 
 
 class UnknownNameError(RegistryError, LookupError):
-    """No component of that kind has that name; the message lists the names there are."""
+    """No component of the kind has the name; the message lists the available names."""
 
 
 class ConfigError(StageregError, ValueError):
-    """A configuration has a key, type or value that its component does not take."""
+    """A configuration has a key, type or value that its component does not accept."""
 
 
 class TargetNotAllowedError(ConfigError):
@@ -70,8 +70,8 @@ class StagingError(StageregError, RuntimeError):
     """A state dict could not be staged.
 
     Attributes:
-        path: the keys that lead to the entry in the state dict, outermost first; empty where it is no entry's fault.
-        reason: what is wrong with it.
+        path: the keys of the invalid entry in the state dict, outermost first; empty if no entry caused the error.
+        reason: the reason why the entry, or the state dict, cannot be staged.
     """
 
     def __init__(self, path: Sequence[object], reason: str) -> None:
@@ -85,11 +85,11 @@ class StagingError(StageregError, RuntimeError):
 
 
 class UnstageableTypeError(StagingError, ValueError, TypeError):
-    """A state dict has a value of a type that cannot be staged; the message names the type and its path."""
+    """A state dict has a value of an unsupported type; the message names the type and the path of the value."""
 
 
 class WrittenWhileStagedError(StagingError):
-    """The source of a copy was written, freed or resized while it was being copied; the copy was discarded."""
+    """A tensor was written, freed or resized while it was being copied; the copy was discarded."""
 
 
 class StagerClosedError(StagingError):
@@ -104,7 +104,7 @@ class JoinError(StageregError, ValueError):
 
 
 class JoinableNotInitializedError(StageregError, AssertionError):
-    """A joinable notified before its ``Joinable`` constructor had run."""
+    """A joinable notified the join before its ``Joinable`` constructor had run."""
 
 
 class UnevenInputsError(StageregError, RuntimeError):
@@ -123,11 +123,11 @@ class UnevenInputsError(StageregError, RuntimeError):
 
 
 class PeerFailedError(JoinError, RuntimeError):
-    """Another rank of a join raised, died, froze or got stuck, so this rank cannot go on.
+    """Another rank of a join raised an error, died or hangs, so this rank cannot continue.
 
     Attributes:
-        rank: the global rank that failed, the first of several; ``None`` where it is unknown.
-        message: what that rank said, or how it ended.
+        rank: the global rank that failed first; ``None`` if it is unknown.
+        message: the error of that rank, or a description of its end.
     """
 
     def __init__(self, text: str, rank: int | None = None, message: str = "") -> None:
@@ -140,49 +140,49 @@ class PeerFailedError(JoinError, RuntimeError):
 
 
 class CheckpointError(StageregError, RuntimeError):
-    """A checkpoint could not be written, committed or read; nothing that was complete before is harmed."""
+    """A checkpoint could not be written, committed or read. Complete checkpoints are not affected."""
 
 
 class MissingEntryError(CheckpointError):
-    """A checkpoint has nothing that an entry of the state could take: not its name, or another kind of optimizer's."""
+    """A checkpoint lacks an entry of the state, or has the state of another kind of optimizer for it."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """What was to be read is damaged or incomplete; the message names the files."""
+    """A checkpoint is corrupt or incomplete; the message names the files."""
 
 
 class RankMismatchError(CheckpointError):
-    """The ranks do not do the same: not the same calls, options, or steps of an optimizer."""
+    """The ranks differ in their calls, options, values, or steps of an optimizer."""
 
 
 class ClosedError(CheckpointError):
-    """A checkpointer, or a checkpoint that was opened, was used after its ``close()``."""
+    """A checkpointer, or an opened checkpoint, was used after its ``close()``."""
 
 
 class SaveTimeoutError(CheckpointError):
-    """A save has taken longer than its ``timeout``."""
+    """A save took longer than its ``timeout``."""
 
 
 class WrittenWhileSavedError(CheckpointError):
-    """A save was discarded, since the state was written while it was being copied; ``Checkpointer`` saves again."""
+    """The state was written while it was being copied: the save was discarded, and ``Checkpointer`` saves again."""
 
 
 class LaunchError(StageregError, RuntimeError):
-    """Local ranks could not be started, or one of them failed."""
+    """Local ranks could not be started, or a rank failed."""
 
 
 class BrokenPromiseError(StageregError, AssertionError):
-    """A component does not keep a promise of its kind's contract; the message says what was seen."""
+    """A component violates the contract of its kind; the message describes the observed behaviour."""
 
 
 class Preempted(SystemExit):
-    """The run was signalled to exit, and its state is saved. Raised on all ranks, at the same step.
+    """A signal requested the run to exit, and the state is saved. Raised on all ranks, at the same step.
 
-    Left alone, it ends the process with :data:`RESUME_CODE`.
+    If the program does not catch it, the process exits with :data:`RESUME_CODE`.
 
     Attributes:
-        step: that was saved.
-        directory: of the checkpoints, a path or URL.
+        step: the saved step.
+        directory: the checkpoint directory, a path or URL.
         received: the signal.
     """
 
@@ -198,13 +198,13 @@ class Preempted(SystemExit):
 
 
 class Stopped(SystemExit):
-    """The run was signalled to exit, and its state could not be saved. Raised on all ranks.
+    """A signal requested the run to exit, and the state could not be saved. Raised on all ranks.
 
-    Left alone, it ends the process with 128 + the number of the signal.
+    If the program does not catch it, the process exits with code 128 + the number of the signal.
 
     Attributes:
         received: the signal.
-        why: what went wrong, and what there is.
+        why: the reason, and the newest checkpoint.
     """
 
     def __init__(self, received: signal.Signals, why: str) -> None:
@@ -219,19 +219,19 @@ class Stopped(SystemExit):
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for a message: "rank 0", "ranks 1, 2", of many the first."""
+    """Return ranks for a message, such as "rank 0" or "ranks 1, 2"; the first few of many ranks."""
     return f"rank{'s' if len(ranks) > 1 else ''} {few_of([*map(str, ranks)], _RANKS)}"
 
 
 def few_of(texts: Sequence[str], most: int, by: str = ", ") -> str:
-    """Return the first ``most`` of some texts, and how many more there are."""
+    """Return the first ``most`` of some texts, and the number of the others."""
     return by.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the closest of ``choices``, or an empty string when none is close.
+    """Return `` Did you mean 'x'?`` for the closest of ``choices``; an empty string if no choice is close.
 
-    One that only begins like ``name`` is close too: ``pined`` may mean ``pinned_cached``.
+    A choice is also close if its beginning is close to ``name``: ``pined`` may mean ``pinned_cached``.
     """
     names = list(choices)
     beginnings = {each[: len(name) + 1]: each for each in names}
@@ -241,42 +241,42 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Return names of a checkpoint for a message, of many the first ``most``."""
+    """Return names of a checkpoint for a message, at most the first ``most``."""
     more = len(names) - most
-    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]  # from elsewhere
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]  # untrusted text
     shown += [f"and {more} more"] if more > 0 else []
     return ", ".join(shown) or "an empty state"
 
 
 def reason(error: BaseException) -> str:
-    """Return one line on an error: its type and message, or the message of an error of the project, as it is."""
+    """Return one line for an error: its type and message, or only the message of a ``CheckpointError``."""
     if isinstance(error, CheckpointError):
         return str(error).strip()
     try:
         text = printable(_ADDRESS.sub("", " ".join(str(error).split("\n"))).strip())
     except Exception:
-        text = "(its message cannot be made)"
+        text = "(the message of this error is unavailable)"
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def at_least(least: int, name: str, given: object) -> int:
-    """Return a whole number from ``least`` on."""
+    """Return ``given`` if it is a whole number of at least ``least``; otherwise raise ``ConfigError``."""
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {given!r}.")
     return given
 
 
 def kind_of(errors: Iterable[BaseException]) -> type[CheckpointError]:
-    """Return the class for an error that tells of ``errors``: theirs, where all have one, so that callers can tell."""
+    """Return the class for an error that summarizes ``errors``: their common class, otherwise ``CheckpointError``."""
     kinds = {type(error) for error in errors}
     [kind] = kinds if len(kinds) == 1 else {CheckpointError}
     return kind if issubclass(kind, CheckpointError) else CheckpointError
 
 
 def one_of(name: str, given: object, choices: Sequence[str]) -> str:
-    """Return one of ``choices``."""
+    """Return ``given`` if it is one of ``choices``; otherwise raise ``ConfigError``."""
     if given not in choices:
         close = nearest(given, choices) if isinstance(given, str) else ""
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
@@ -294,11 +294,11 @@ _LOST_PEER = (
     "remote process exited",
     "one of them hangs",
 )
-"""How gloo, NCCL, torch's store and the exchanges of a checkpointer say that another rank is gone, in lower case."""
+"""Lower-case texts with which gloo, NCCL, torch's store and a checkpointer report that another rank has failed."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the error only says that something went wrong on another rank."""
+    """Return whether the error only reports a failure of another rank."""
     if isinstance(error, UnevenInputsError):
         return error.rank is None
     if isinstance(error, PeerFailedError) or (error.__cause__ is not None and is_consequence(error.__cause__)):

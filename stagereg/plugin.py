@@ -1,7 +1,7 @@
-"""What a plugin may import: the names of ``plugin.pyi``, beside this file, each imported when it is first used.
+"""The names that a plugin may import, listed in ``plugin.pyi``. Each is imported at its first use.
 
-Until 1.0 a minor version may change one of these names, and the changelog then says how a plugin follows; from 1.0 on
-only a major version may. Other modules of stagereg change without notice. The contracts are in :mod:`stagereg.testing`.
+Before 1.0, a minor version may change these names, and the changelog describes how to adapt a plugin. From 1.0 on, only
+a major version may. Other modules of stagereg change without notice. The contracts are in :mod:`stagereg.testing`.
 """
 
 from __future__ import annotations

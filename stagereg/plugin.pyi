@@ -1,4 +1,4 @@
-# What a plugin may import. `stagereg/plugin.py` reads this file: what stands here is imported when it is first used.
+# The names that a plugin may import. `stagereg/plugin.py` reads this file and imports each name at its first use.
 from stagereg.base.sizes import ByteSize as ByteSize
 from stagereg.checkpoint.format.manifest import Checkpoint as Checkpoint
 from stagereg.checkpoint.storage.files import FileStorage as FileStorage

@@ -1,10 +1,10 @@
-"""The registry: every component by kind and name, without importing it.
+"""The registry: every component by kind and name, without importing the component.
 
-A component is a class or a factory function. It is known because it is built in (the table below), because an installed
-package announces it under the entry-point group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or
-because a module that has run decorated it with :func:`register`. The functions of this module are the methods of
-:data:`REGISTRY`, which all of stagereg uses. A component is checked against the protocol of its kind when it is
-registered or first loaded. Where several packages announce one name, each component goes by ``name@distribution``.
+A component is a class or a factory function. It is built in (the table below), or an installed package has an entry
+point for it in the group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or an executed module
+decorates it with :func:`register`. The functions of this module are the methods of :data:`REGISTRY`. A component is
+checked against the protocol of its kind when it is registered or first loaded. If several packages have an entry point
+of the same name, each component is named ``name@distribution``.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _BUILT_IN = {
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.assembly:Checkpointer",
 }
-# Of each of these kinds, the joinable and its hook stand in one file.
+# Each of these joinables is in one file with its hook.
 for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
     _where = "join.kinds" if _kind in ("ddp", "module", "step") else "extensions.joinables"
     _BUILT_IN["joinable", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Joinable"
     _BUILT_IN["join_hook", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Hook"
 
-# A name is an option on Hydra's command line and a file name there: no dot, slash, comma, equals sign or at sign.
+# A name is an option on Hydra's command line and a config file name: no dot, slash, comma, equals sign or at sign.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _MEANINGS = {"null", "true", "false", "_self_"}
 _TARGET = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(\[.*\])?")
@@ -69,16 +69,16 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered component; making one imports nothing.
+    """One registered component. Constructing an entry imports nothing.
 
     Attributes:
         kind: one of :func:`kinds`, such as ``"stager"``.
-        name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
-        target: where the class or factory is, ``"package.module:Name"``.
-        distribution: the installed package that announces it; empty when only a decorator did.
-        version: of that package.
-        file: ``file:line`` of the decorator; empty before its module has run, or without one.
-        component: what was decorated; ``None`` where ``load`` has to import it.
+        name: the name that users write, or ``name@distribution`` if several packages have an entry point of that name.
+        target: the path of the class or factory, ``"package.module:Name"``.
+        distribution: the installed package with its entry point; empty if only a decorator registered it.
+        version: the version of that package.
+        file: ``file:line`` of the decorator; empty without a decorator, or before its module has run.
+        component: the decorated object; ``None`` if ``load`` must import it.
         code: the module or function whose execution called the decorator.
     """
 
@@ -103,13 +103,13 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """Who provides it, for messages: the package and version, or the line of the decorator."""
+        """The origin of the component for messages: its package and version, or the line of the decorator."""
         if self.distribution:
             return f"{self.target} of {self.distribution} {self.version}"
         return f"{self.target} at {self.file}"
 
     def load(self) -> Callable[..., Any]:
-        """Import the component, check it against its kind's protocol and return it."""
+        """Import the component, check it against the protocol of its kind, and return it."""
         if self.component is not None:
             return self.component
         who = f"{self.kind}/{self.name} of {self.distribution} {self.version}"
@@ -117,8 +117,8 @@ class Entry:
             raise RegistryError(f"{who} {why}\nIt was not imported.")
         if not _TARGET.fullmatch(self.target):
             raise RegistryError(
-                f"{who} is announced as {self.target!r}, which names no component.\n"
-                f'Its entry point has to be: {self.kind}.{self.bare} = "package.module:Name"'
+                f"{who} has the entry point {self.target!r}, which names no component.\n"
+                f'The entry point must be: {self.kind}.{self.bare} = "package.module:Name"'
             )
         module, _, qualname = self.target.partition(":")
         rivals = REGISTRY._installed().get((self.kind, self.bare), [])
@@ -135,54 +135,54 @@ class Entry:
             ) from (error.__cause__ or error)
         for own in alike:
             is_known = own.target == self.target or own.target.startswith("__main__:")
-            if not is_known and own.component is not component:  # only the import shows that it is another one
+            if not is_known and own.component is not component:  # the import shows that the components differ
                 raise _taken(self, own)
         return component
 
 
 class Registry:
-    """Components by kind and name: built in, announced by installed packages, registered by decorators.
+    """Components by kind and name: built in, from entry points of installed packages, and from decorators.
 
     Attributes:
         built_in: the components of this distribution, ``"package.module:Name"`` by kind and name.
-        decorated: what decorators have registered.
+        decorated: the entries that decorators have registered.
     """
 
     def __init__(self, built_in: Mapping[tuple[str, str], str]) -> None:
         self.built_in = dict(built_in)
         self.decorated: list[Entry] = []
-        # Reading the metadata of every installed package takes milliseconds, and Hydra asks dozens of times.
+        # Reading the metadata of every installed package takes milliseconds, and Hydra queries dozens of times.
         self._path: list[str] | None = None
         self._packages: dict[tuple[str, str], list[Entry]] = {}
         self._unreadable: list[tuple[str, str]] = []
 
     def register(self, kind: str, name: str = "") -> Callable[[T], T]:
-        """Register the decorated class or factory function under ``name``; it is returned unchanged.
+        """Register the decorated class or factory function under ``name``, and return it unchanged.
 
-        The component is checked against the protocol of ``kind`` here: a class at once, a factory function by its
-        return annotation if that is a class, otherwise by what it returns each time it builds. A module that is
-        reloaded, or a notebook cell that is run again, replaces its own component; the log has a line at level INFO.
-        A stager may change the values and dtypes of a state dict, never its structure, which each save compares.
+        The component is checked against the protocol of ``kind``: a class immediately, a factory function by the class
+        in its return annotation, otherwise by each object that it returns. A module that is reloaded, or a notebook
+        cell that runs again, replaces its own component, with a log line at level INFO. A stager may change values and
+        dtypes of a state dict, but not its structure, which each save compares.
 
         Args:
             kind: ``"stager"``, ``"storage"``, ``"joinable"``, ``"join_hook"``, ``"on_commit"``, ``"keep"`` or
                 ``"tier"``.
-            name: letters, digits, ``_`` and ``-``; what a user writes in ``stager=name``.
+            name: the name that users write in ``stager=name``: letters, digits, ``_`` and ``-``.
 
         Raises:
-            UnknownNameError: there is no such kind.
-            RegistryError: the name is taken by another definition (the message names both places), is not a name, or
-                the component does not fit the protocol of its kind (the message shows the lines to write).
+            UnknownNameError: The kind does not exist.
+            RegistryError: The name is invalid or already registered for another definition (the message has both
+                places), or the component lacks members of its kind's protocol (the message shows the lines to write).
         """
         if callable(kind):
             raise RegistryError(
-                'Write @stagereg.register("stager", "my_name"): the kind, and the name to choose it by.'
+                'Write @stagereg.register("stager", "my_name"): the kind, and the name that users select.'
             )
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: use letters, digits, '_' and '-'.")
         if name.lower() in _MEANINGS:
-            raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: a config gives it another meaning.")
+            raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: it is a reserved word in configs.")
         caller = sys._getframe(1)
         file = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
@@ -208,40 +208,40 @@ class Registry:
         return decorate
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of all components of ``kind``; imports none of them.
+        """Return the sorted names of all components of ``kind``. Imports no component.
 
-        Where several packages announce one name, each is listed as ``name@distribution``, and the bare name is not.
+        If several packages have an entry point of the same name, each is listed only as ``name@distribution``.
 
         Raises:
-            UnknownNameError: there is no such kind.
+            UnknownNameError: The kind does not exist.
         """
         _require_kind(kind)
         return sorted({entry.name for entry in self._entries() if entry.kind == kind})
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return every component there is, sorted by kind and name; imports none of them.
+        """Return every registered component, sorted by kind and name. Imports no component.
 
-        A component that several packages announce, or a package and a decorator, is one entry: the first package's.
+        A component with several entry points, or an entry point and a decorator, is one entry of the first package.
         """
         distinct = {(entry.kind, entry.name, entry.target): entry for entry in reversed(self._entries())}
         return tuple(distinct[key] for key in sorted(distinct))
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """Return what packages announce and cannot be listed: the distribution or its folder, and the reason."""
+        """Return the invalid entry points of packages: the distribution or its directory, and the reason."""
         self._installed()
         return list(self._unreadable)
 
     def unlisted(self, name: str) -> str:
-        """Return lines on what packages announce and cannot be listed, what may be ``name`` first; empty without."""
+        """Return lines on invalid entry points, beginning with those named ``name``; empty if there are none."""
         found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])
-        return "".join(f"\nstagereg cannot list what {who} announces: {why}" for who, why in found[:3])
+        return "".join(f"\nstagereg skipped an entry point of {who}: {why}" for who, why in found[:3])
 
     def uninstalled(self, kind: str, name: str) -> str:
-        """Return a sentence if a component belongs to an extension of stagereg that is not installed; else nothing."""
+        """Return a sentence if a component belongs to an extension that is not installed; otherwise empty."""
         return missing(self.built_in.get((kind, name), ""))
 
     def find(self, kind: str, name: str) -> Entry:
-        """Return the entry of one component; imports nothing. ``name`` may be ``name@distribution``."""
+        """Return the entry of one component. Imports nothing. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
         bare, at, distribution = str(name).partition("@")
         found = self._named(kind, bare)
@@ -256,19 +256,19 @@ class Registry:
             raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
             raise RegistryError(
-                f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"
+                f"{len(qualified)} installed packages provide {kind}/{bare}. Write one of: {' or '.join(qualified)}"
             )
         if found[0].target != found[-1].target:
             raise _taken(found[0], found[-1])
         return found[0]
 
     def find_target(self, path: str) -> Entry | None:
-        """Return the entry whose component is at the dotted ``path`` (``"package.module.Name"``), if it is registered.
+        """Return the entry of the registered component with the dotted ``path`` (``"package.module.Name"``), if any.
 
-        A component may be at several: where its package announces it, and where its class is defined.
+        A component may have several paths: the path of its entry point, and the path of its definition.
         """
         listed = self._entries()
-        if path.startswith("__main__."):  # the script may have been imported since, by its own name
+        if path.startswith("__main__."):  # the script may also have been imported as a module
             target = path.replace(".", ":", 1)
             listed += [replace(own, target=target) for own in self.decorated if _is_in_script(own, target)]
         aliases = [own for own in self.decorated if own.path == path]
@@ -279,9 +279,9 @@ class Registry:
         """Build one component: load it and call it with ``kwargs``.
 
         Raises:
-            UnknownNameError: there is no such kind or name.
-            ConfigError: the component takes no argument of one of these names; the message has the nearest one.
-            RegistryError: it cannot be loaded, or a factory returned something that its kind does not allow.
+            UnknownNameError: The kind or the name does not exist.
+            ConfigError: The component does not take one of the arguments; the message has the nearest valid name.
+            RegistryError: The component cannot be loaded, or a factory returned an object that lacks required members.
         """
         entry = self.find(kind, name)
         component = entry.load()
@@ -289,7 +289,7 @@ class Registry:
         return checked(entry, component, component(**kwargs))
 
     def imported(self, module: str) -> ModuleType:
-        """Import a module, and with it what it registers, or nothing: the error has the cause and its line."""
+        """Import a module with its components. If the import fails, undo its registrations and raise the cause."""
         before = self.decorated
         try:
             return importlib.import_module(module)
@@ -300,11 +300,11 @@ class Registry:
             raise RegistryError(summarize_exception(cause, __file__, importlib.__file__)) from cause
 
     def refresh(self) -> None:
-        """Read again what is installed; done by itself when ``sys.path`` changes."""
+        """Read the installed packages again. A change of ``sys.path`` does so automatically."""
         self._path = None
 
     def __reduce__(self) -> str:
-        return "REGISTRY"  # `stagereg.build`, a method of it, is pickled by name, as a function is
+        return "REGISTRY"  # its methods, such as `stagereg.build`, are pickled by name
 
     def _named(self, kind: str, bare: str) -> list[Entry]:
         decorated = [own for own in self.decorated if (own.kind, own.bare) == (kind, bare)]
@@ -332,14 +332,14 @@ class Registry:
             kind, _, name = point.name.partition(".")
             match = _TARGET.fullmatch(point.value.strip())
             target = f"{match[1]}:{match[2]}" if match else point.value.strip()
-            # A kind or name that this version does not know must not break the listing of the others.
+            # An unknown kind or an invalid name must not break the listing of other components.
             if kind in REQUIRED and _NAME.fullmatch(name):
                 entry = Entry(kind, name, target, distribution, version)
                 self._packages.setdefault((kind, name), []).append(entry)
                 continue
             why = f"{name!r} is not a name: use letters, digits, '_' and '-'."
             why = why if kind in REQUIRED else f"there is no kind {kind!r}.{nearest(kind, REQUIRED)}"
-            self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, and {why}"))
+            self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, but {why}"))
         return self._packages
 
 
@@ -351,19 +351,19 @@ find, find_target, build, imported = REGISTRY.find, REGISTRY.find_target, REGIST
 
 
 def kinds() -> list[str]:
-    """Return the kinds of component there are, sorted."""
+    """Return the kinds of components, sorted."""
     return sorted(REQUIRED)
 
 
 def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
-    """Return what ``component`` built; what a factory returned is held against its kind's protocol first."""
+    """Return the built object. An object from a factory is first checked against the protocol of its kind."""
     if not isinstance(component, type):
         check(entry.kind, entry.name, built)
     return built
 
 
 def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
-    """The entries of one name, those of packages first, renamed if several packages have one each."""
+    """Return the entries of one name, packages first; if several packages have the name, rename their entries."""
     several = len({entry.target for entry in packages}) > 1
     found = []
     for entry in packages:
@@ -374,13 +374,13 @@ def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
 
 
 def _is_alike(own: Entry, entry: Entry, packages: list[Entry]) -> bool:
-    """As ``_is_same``, but for a decorated component that another of ``packages`` announces under its own path."""
+    """Return ``_is_same``, or False if another of ``packages`` has an entry point with the same path as ``own``."""
     elsewhere = own.target != entry.target and any(own.target == each.target for each in packages)
     return not elsewhere and _is_same(own, entry)
 
 
 def _is_same(own: Entry, entry: Entry) -> bool:
-    """Whether a decorated component is the one that a package announces, be it re-exported or run as ``__main__``."""
+    """Return whether a decorated component is a package's entry point, also if re-exported or run as ``__main__``."""
     if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
@@ -388,7 +388,7 @@ def _is_same(own: Entry, entry: Entry) -> bool:
     announced: Any = vars(sys.modules[module]).get(first) if module in sys.modules else None  # runs no __getattr__
     for name in rest:
         announced = getattr(announced, name, None)
-    # A class cannot be compared before the module that announces it is imported; Entry.load compares again.
+    # A class cannot be compared before the module of the entry point is imported; Entry.load compares again.
     unknown = announced is None and entry.distribution != DISTRIBUTION and own.target.endswith(f":{qualname}")
     source = os.sep + module.replace(".", os.sep) + ".py:"
     as_main = own.target == f"__main__:{qualname}" and source in os.path.abspath(own.file)
@@ -396,21 +396,21 @@ def _is_same(own: Entry, entry: Entry) -> bool:
 
 
 def _is_in_script(own: Entry, target: str) -> bool:
-    """Whether a decorated component is ``target`` of the file that runs as ``__main__``."""
+    """Return whether a decorated component is ``target`` of the file that runs as ``__main__``."""
     script, qualname = getattr(sys.modules["__main__"], "__file__", None) or "", target.partition(":")[2]
     in_script = os.path.abspath(script) == os.path.abspath(own.file.rpartition(":")[0])
     return in_script and own.target.endswith(f":{qualname}")
 
 
 def _is_again(new: Entry, old: Entry) -> bool:
-    """Whether a decorated component is another one again: reloaded, or run as ``__main__`` and imported as well."""
+    """Return whether ``new`` redefines ``old``: its module was reloaded, or was run as ``__main__`` and imported."""
     (module, _, name), (old_module, _, old_name) = new.target.partition(":"), old.target.partition(":")
     same_file = new.file.rpartition(":")[0] == old.file.rpartition(":")[0]
     return (new.kind, new.bare, name) == (old.kind, old.bare, old_name) and (module == old_module or same_file)
 
 
 def _is_second(new: Entry, old: Entry) -> bool:
-    """Whether one execution of a module or notebook cell defines two components of one name and class name."""
+    """Return whether one execution of a module or notebook cell defines two components of the same name and class."""
     same = (new.kind, new.bare, new.target) == (old.kind, old.bare, old.target)
     return same and new.code is old.code and new.file != old.file
 
@@ -428,6 +428,6 @@ def _require_kind(kind: str) -> None:
 
 def _taken(one: Entry, other: Entry) -> RegistryError:
     return RegistryError(
-        f"Two components want to be the {one.kind} {one.bare!r}:\n  {one.origin}\n  {other.origin}\n"
-        "Give one of them another name."
+        f"Two components are registered as the {one.kind} {one.bare!r}:\n  {one.origin}\n  {other.origin}\n"
+        "Rename one of them."
     )

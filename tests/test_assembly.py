@@ -28,7 +28,7 @@ def test_an_option_whose_extension_is_missing_is_refused_and_names_the_folder(
     extension: str, option: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "has", lambda name: name != extension)
-    needs = rf"{named}.* needs stagereg/extensions/{extension}, which this installation lacks: install"
+    needs = rf"{named}.* needs stagereg/extensions/{extension}, which is missing in this installation: reinstall"
     with pytest.raises(ConfigError, match=re.compile(needs)):
         stagereg.Checkpointer(str(tmp_path), **option)
     assert [*tmp_path.iterdir()] == []

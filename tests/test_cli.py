@@ -88,7 +88,7 @@ def test_another_package_adds_a_command_and_a_broken_one_costs_its_own_command_a
     assert cli.main(["greet"]) == 7
     assert capsys.readouterr().out == "hello\n"
     assert cli.main(["broken"]) == 2
-    told = "`stagereg broken` cannot run: it could not be imported from breaking (ValueError: bad luck). Install its"
+    told = "`stagereg broken` cannot run: it could not be imported from breaking (ValueError: bad luck). Reinstall its"
     assert told in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
@@ -106,9 +106,8 @@ def test_a_command_whose_part_of_the_installation_is_missing_says_so(
 ) -> None:
     monkeypatch.setitem(cli.BUILT_IN, "bench", "stagereg.gone.command")
     assert cli.main(["bench"]) == 2
-    told = (
-        "stagereg: `stagereg bench` cannot run: this installation has no stagereg.gone. Install hydra-stagereg again.\n"
-    )
+    why = "the module stagereg.gone is missing in this installation"
+    told = f"stagereg: `stagereg bench` cannot run: {why}. Reinstall stagereg.\n"
     assert capsys.readouterr().err == told
 
 

@@ -191,9 +191,11 @@ def test_a_foreign_stagereg_in_the_folder_is_an_error(installed: Path, tmp_path:
         foreign.rmdir()
     assert done.returncode != 0
     *_, two, do = done.stderr.splitlines()
-    assert two.startswith(f"stagereg.errors.InstallationError: Two projects are installed into {site / 'stagereg'}")
+    assert two.startswith(f"stagereg.errors.InstallationError: Two projects are installed in {site / 'stagereg'}")
     assert foreign.name in two
-    assert do == "Run: pip uninstall stagereg && pip install --force-reinstall --no-deps hydra-stagereg"
+    assert (
+        do == "Next to the checkout, run: pip uninstall stagereg && pip install --force-reinstall --no-deps ./stagereg"
+    )
     assert len(done.stderr.splitlines()) < 15
 
 

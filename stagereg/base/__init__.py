@@ -1,1 +1,1 @@
-"""What every part of the project stands on: small modules that know nothing of staging, joining or checkpoints."""
+"""Small modules that all other subpackages use, without dependencies on staging, joining or checkpoints."""

@@ -1,4 +1,4 @@
-"""The address at which the other ranks of a run reach this machine, from the launcher's variables; ports there."""
+"""The address at which other ranks reach this machine, derived from the launcher's variables, and listening sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_NOWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation alone; nothing is sent there
+_NOWHERE = ("192.0.2.1", "2001:db8::1")  # documentation addresses; nothing is sent to them
 
 
 def is_one_machine() -> bool:
@@ -28,7 +28,7 @@ def is_one_machine() -> bool:
 
 
 def loopback() -> str:
-    """Return the address of ``MASTER_ADDR`` if that is a loopback address, else 127.0.0.1."""
+    """Return ``MASTER_ADDR`` if it is a loopback address, otherwise 127.0.0.1."""
     master = os.environ.get("MASTER_ADDR", "")
     return master if _is_loopback(master) and master != "localhost" else "127.0.0.1"
 
@@ -53,15 +53,15 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def close_in_forks(opened: socket.socket) -> None:
-    """Closes a socket in forked processes: while one holds it, other ranks do not see that this process has ended."""
+    """Close a socket in forked processes. An open copy would hide the end of this process from other ranks."""
     _open.add(opened)
 
 
 def own_address() -> str:
-    """Return the address at which the other ranks of this run reach this machine; never fails.
+    """Return the address at which the other ranks of this run reach this machine. Never raises.
 
-    A loopback address if all ranks are on this machine; else that of the interface that ``GLOO_SOCKET_IFNAME`` names,
-    else the one that leads to ``MASTER_ADDR``, else the one that leads anywhere; 127.0.0.1 if nothing does.
+    If all ranks are on this machine, the address is a loopback address. Otherwise the first that exists: the address of
+    the interface ``GLOO_SOCKET_IFNAME``, of the route to ``MASTER_ADDR``, of the default route, or 127.0.0.1.
     """
     if is_one_machine():
         return loopback()
@@ -72,19 +72,19 @@ def own_address() -> str:
     found = _toward(master) if master else ""
     if found and (_is_loopback(master) or not _is_loopback(found)):
         return found
-    # A machine's own name often means 127.0.1.1 on it, where no other machine reaches it.
+    # A machine's own name often resolves to 127.0.1.1, which other machines cannot reach.
     return next(filter(None, map(_toward, _NOWHERE)), "127.0.0.1")
 
 
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name
+    except ValueError:  # a host name
         return False
 
 
 def _toward(host: str) -> str:
-    """Return this machine's address in what it sends to a host; nothing if no route leads there. Sends nothing."""
+    """Return this machine's source address for packets to a host; empty without a route. Sends nothing."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

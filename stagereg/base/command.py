@@ -1,4 +1,4 @@
-"""The command that this process runs: a key by which checkpoints name the command, and how the command resumes them."""
+"""The command of this process: the key that identifies it in checkpoints, and the command that resumes a run."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that leave the program what it is
+_NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that do not change the program
 _HALF = 8  # characters of a key
 _RUN = "STAGEREG_RUN"
-"""The environment variable with directory and :func:`resume_overrides` of the run."""
+"""Environment variable with the directory and the :func:`resume_overrides` of the run."""
 _CHECKPOINTS, _AUTO = "checkpoint.dir=", "checkpoint.resume=auto"
 
 
 def command_key() -> str:
-    """Return a short text that is the same for two processes of one command: one program with the same arguments.
+    """Return a short key that two processes share if they run the same program with the same arguments.
 
-    The first half is that of the program (:func:`is_program`). Overrides of ``hydra`` and ``checkpoint`` do not matter:
-    launchers add some. It reveals no argument.
+    The first half identifies the program (:func:`is_program`). Overrides of ``hydra`` and ``checkpoint`` do not change
+    the key, since launchers add some. The key is a hash, so it does not reveal arguments.
     """
     program, *arguments = sys.argv or [""]
     program = os.path.realpath(program)
-    if not os.path.isfile(program):  # of ``python -c`` the code
+    if not os.path.isfile(program):  # ``python -c``: use the code
         program = " ".join(sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)])
     arguments = [each for each in arguments if not _NOT_THE_PROGRAM.match(each)]
     return "".join(hashlib.sha256(json.dumps(part).encode()).hexdigest()[:_HALF] for part in (program, arguments))
 
 
 def is_program(key: str) -> bool:
-    """Whether this process runs the program of a key, with whatever arguments; true of an empty one."""
+    """Return whether this process runs the program of a key, with any arguments. True for an empty key."""
     return not key or key[:_HALF] == command_key()[:_HALF]
 
 
 def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
-    """Return the overrides with which the command of a run resumes its checkpoints; none if it does so anyway."""
+    """Return the overrides that the command of a run needs to resume it; empty if the command resumes without them."""
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -49,12 +49,12 @@ def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
 
 
 def publish_run(directory: str, overrides: list[str]) -> None:
-    """Have this process know the run that it belongs to, for :func:`command_to_resume`."""
+    """Set the run of this process for :func:`command_to_resume`."""
     os.environ[_RUN] = json.dumps([directory, overrides])
 
 
 def command_to_resume(checkpoints: str) -> str:
-    """Return what resumes from a directory of checkpoints: the same command, with the overrides that it needs."""
+    """Return the text "the same command", with the overrides that it needs to resume from a checkpoint directory."""
     directory, overrides = json.loads(os.environ.get(_RUN, '["", []]'))
     inside = Path(checkpoints).is_relative_to(directory)
     added = [each + checkpoints * (each == _CHECKPOINTS) for each in overrides if inside or each == _AUTO]

@@ -1,4 +1,4 @@
-"""Describes exceptions, with the innermost frame of the user, and names signals."""
+"""Describe exceptions, with the innermost frame of user code, and name signals."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from stagereg.errors import StageregError
 
-_LINES = 30  # lines of an exception's own text; more would push everything else off a screen
+_LINES = 30  # lines of an exception's own text; more would fill the screen
 
 _PACKAGES = ("site-packages", "dist-packages")
 _NOT_SAVED = re.compile(r"Step (\d+) was not saved")
 _STEP = re.compile(r"^Step \d+|step-\d{8}(\.[0-9a-f]+\.tmp)?")
-"""What differs between the messages of two saves that failed for one reason: the step, and names of its files."""
+"""The parts in which messages of two saves that failed for the same reason differ: the step, and its file names."""
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, ``"SIGSEGV"``; those that have none, as most real-time ones, are called by their number."""
+    """Return the name of a signal, such as ``"SIGSEGV"``, or ``"signal 35"`` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -28,7 +28,7 @@ def signal_name(number: int) -> str:
 
 
 def summarize_exception(error: BaseException, *but: str) -> str:
-    """An exception and where it came from, ``"ValueError: no licence (mine.py:7)"``; not from the files ``but``."""
+    """Return an exception and its origin, ``"ValueError: no licence (mine.py:7)"``, without frames in files ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
     place = place_of(error, *but)
@@ -36,7 +36,7 @@ def summarize_exception(error: BaseException, *but: str) -> str:
 
 
 def place_of(error: BaseException, *but: str) -> str:
-    """Return where an exception came from, ``"mine.py:7"``, not from the files ``but``; empty without a place."""
+    """Return the origin of an exception, ``"mine.py:7"``, without frames in files ``but``; empty without a frame."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not is_foreign(frame.filename)]
     # The text of a syntax error names the file already.
@@ -45,7 +45,7 @@ def place_of(error: BaseException, *but: str) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """An error as the user reads it: the message of the project's own errors, the traceback of all others."""
+    """Return the text of an error for the user: the message of the project's own errors, otherwise the traceback."""
     if isinstance(error, StageregError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
         return str(error)
     trace = error.__traceback__
@@ -56,7 +56,7 @@ def format_error(error: BaseException) -> str:
 
 
 def describe_after(error: BaseException, known: BaseException | None) -> str:
-    """Return the message of an error; one line if the user has the message of ``known``, which differs in its step."""
+    """Return the message of an error; one line if the printed error ``known`` differs only in its step."""
     text, before = str(error), "" if known is None else str(known)
     step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
     if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):
@@ -65,7 +65,7 @@ def describe_after(error: BaseException, known: BaseException | None) -> str:
 
 
 def is_foreign(file: str) -> bool:
-    """Return whether a file is one of Python, torch, pytest or stagereg."""
+    """Return whether a file belongs to Python, torch, pytest or stagereg."""
     packages = next((part for part in _PACKAGES if f"/{part}/" in file), "")
     standard = file.startswith(("<", sysconfig.get_path("stdlib"))) and not packages
     theirs = any(f"/{packages}/{name}/" in file for name in ("torch", "_pytest", "pluggy"))

@@ -1,4 +1,4 @@
-"""A deadline for all that a thread tries again."""
+"""A deadline for all retries of a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _thread = threading.local()  # the deadline of the call under way on each thread
 
 @contextlib.contextmanager
 def within(seconds: float) -> Generator[None, None, None]:
-    """Bound all retries of this thread: none begins later than ``seconds`` from now, or than an outer bound."""
+    """Begin no retry on this thread later than ``seconds`` from now, or later than an outer deadline."""
     before = until()
     _thread.until = min(before, time.monotonic() + seconds)
     try:
@@ -23,6 +23,6 @@ def within(seconds: float) -> Generator[None, None, None]:
 
 
 def until() -> float:
-    """Return when this thread's retries end, as ``time.monotonic`` counts in all processes of a machine."""
+    """Return the deadline of this thread's retries on the clock ``time.monotonic``, shared by a machine's processes."""
     found: float = getattr(_thread, "until", math.inf)
     return found

@@ -1,6 +1,6 @@
-"""Durations that are written as people write them: ``duration("1h30m")``, and back.
+"""Parse and write durations: ``duration("1h30m")``.
 
-Read are ``30s``, ``1h30m``, ``2 days``, ``500ms``, and a number of seconds.
+Valid texts are ``30s``, ``1h30m``, ``2 days``, ``500ms``, and a number of seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DURATIONS = "Write a duration as 30s, 1h30m, 2 days, 500ms or a number of secon
 
 
 def duration(text: str) -> datetime.timedelta:
-    """Return the duration that ``text`` describes; see above."""
+    """Return the duration that ``text`` describes."""
     try:
         found = datetime.timedelta(microseconds=_microseconds(text.strip().lower(), text))
     except OverflowError:
@@ -53,13 +53,13 @@ def _microseconds(plain: str, text: str) -> int:
     for number, unit in _PIECE.findall(pieces[2]):
         if unit not in _UNITS:
             near = nearest(unit, (each for each in _UNITS if each[0] == unit[0]))
-            raise ConfigError(f"{text!r} has no unit of time after {number}.{near} {_DURATIONS}")
+            raise ConfigError(f"{text!r} has no valid unit of time after {number}.{near} {_DURATIONS}")
         total += Fraction(number) * _UNITS[unit]
     return round(-total if pieces[1] == "-" else total)
 
 
 def write_duration(value: datetime.timedelta) -> str:
-    """Return the shortest text in units from days to seconds that :func:`duration` reads as the same."""
+    """Return the shortest text in days to seconds that :func:`duration` parses to the same duration."""
     left = abs(value) // datetime.timedelta(microseconds=1)
     pieces = []
     for unit in ("d", "h", "m"):

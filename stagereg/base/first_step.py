@@ -1,8 +1,8 @@
-"""The first step of this process: a signal that ends the process before the first step loses no step.
+"""Detect the first step of this process: a signal before the first step loses no step.
 
-A step is a step of any torch optimizer, or a step that a checkpointer is given. torch has hooks for the steps of
-optimizers, once it is imported. Nothing reports the end of that import, so until then a finder, which finds no module,
-looks at each import.
+A step is a step of any torch optimizer, or a step that is passed to a checkpointer. torch has hooks for the steps of
+optimizers, once it is imported. Python has no callback for the end of an import, so until then a finder, which finds no
+module, is called at each import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class _FirstStep:
-    """Calls functions at the first step. ``find_spec`` is the method of a finder."""
+    """Calls functions at the first step. ``find_spec`` makes it an import finder."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
@@ -38,7 +38,7 @@ class _FirstStep:
         torch = sys.modules.get("torch")
         if self.calls and (torch is None or getattr(getattr(torch, "__spec__", None), "_initializing", False)):
             return
-        # A list of its own, as the import under way goes through the other one; first, as the hooks are imported too.
+        # A new list, since the current import iterates over the old one. Set first, since hooks are imported too.
         sys.meta_path = [each for each in sys.meta_path if each is not self]
         if self.calls:
             from stagereg.base.hooks import AFTER_STEPS
@@ -46,23 +46,23 @@ class _FirstStep:
             self._unhook = AFTER_STEPS.add(self.take)
 
 
-# Global because optimizers and checkpointers step, and neither knows of a launcher.
+# Global because optimizers and checkpointers take steps without a reference to a launcher.
 _first = _FirstStep()
 os.register_at_fork(after_in_child=_first.forget)
 
 
 def call_at_first_step(call: Callable[[], object]) -> None:
-    """Call ``call()`` at the first step of this process from now on, on the thread of that step."""
+    """Call ``call()`` at the next first step of this process, on the thread of that step."""
     _first.calls.append(call)
     if len(_first.calls) == 1:
         _first.await_step()
 
 
 def take_step() -> None:
-    """This process takes a step, or is no longer about to take its first one. Any number of times."""
+    """Record that this process takes a step, or no longer waits for its first step. Idempotent."""
     _first.take()
 
 
 def is_awaited() -> bool:
-    """Whether it is known that this process has not taken a step."""
+    """Return whether this process still waits for its first step."""
     return bool(_first.calls)

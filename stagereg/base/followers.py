@@ -1,4 +1,4 @@
-"""What ranks do together at a step of a plain loop, such as saving, also on ranks that have left the loop in a join."""
+"""Collective work at a step of a plain loop, such as saving, for ranks that have left the loop in a join."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Follower(Protocol):
-    """Something that all ranks do together at a step, such as saving, also those that have left a plain loop."""
+    """Collective work of all ranks at a step, such as saving, including ranks that have left a plain loop."""
 
     def follow(self) -> None:
-        """Do what ranks in the loop have done since the last step; on a rank that has left it, between two steps."""
+        """Join the collectives of ranks in the loop since the last step. Called between steps on a rank outside it."""
 
     def loop_ended(self) -> None:
-        """No rank is in the loop any more, and each has done what the others did."""
+        """Handle the end of the loop: no rank is in it, and all have taken part in the same collectives."""
 
 
 followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-"""Global, as neither the join nor what follows it is given the other."""
+"""Global, since a join and its followers have no reference to each other."""

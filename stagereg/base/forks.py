@@ -1,8 +1,8 @@
-"""Memory and objects of a process that forks, as a ``DataLoader`` does for its workers.
+"""Memory and objects of a process that forks, for example for the workers of a ``DataLoader``.
 
-After a fork, the first write to each private page that the child has as well costs a page fault and a new page.
-:func:`private_memory` returns pages that a child does not get. In the child their addresses stay taken, so that no
-other memory can be there, and reading them ends the child.
+After a fork, the first write to each private page that the child shares costs a page fault and a new page.
+:func:`private_memory` returns pages that a child does not inherit. In the child their addresses stay reserved, so that
+no other memory is mapped at them. Reading them crashes the child.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class RenewedInChild(Generic[T]):
-    """Objects that ``renew`` sets up again in a forked child; the child does not have the threads of its parent.
+    """Objects that ``renew`` sets up again in a forked child, which does not have the threads of its parent.
 
-    The objects are held weakly. The sets renew their objects in the order in which the sets were made.
+    Holds weak references. Several sets renew their objects in the order in which the sets were created.
     """
 
     def __init__(self, renew: Callable[[T], object]) -> None:
@@ -50,22 +50,22 @@ class RenewedInChild(Generic[T]):
 
 
 class PrivateMemory(mmap.mmap):
-    """Private pages that a forked child does not get, see :func:`private_memory`."""
+    """Private pages that a forked child does not inherit (:func:`private_memory`)."""
 
-    address = 0  # of the first byte
-    inherited = False  # whether a child that is forked now gets the pages
+    address = 0  # address of the first byte
+    inherited = False  # whether a child that is forked now inherits the pages
 
     def inherit(self, inherited: bool) -> None:
-        """Choose whether a child that is forked from now on gets the pages."""
+        """Choose whether children that are forked from now on inherit the pages."""
         self.inherited = inherited
         self.madvise(_MADV_DOFORK if inherited else _MADV_DONTFORK)
 
 
 def private_memory(nbytes: int) -> PrivateMemory:
-    """Return new private pages that a forked child does not get.
+    """Return new private pages that a forked child does not inherit.
 
     Raises:
-        OSError: the system does not give that much memory.
+        OSError: The system has not enough memory.
     """
     memory = PrivateMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -75,16 +75,16 @@ def private_memory(nbytes: int) -> PrivateMemory:
 
 
 def _seal(memory: PrivateMemory) -> None:
-    """Take the addresses of memory that this child did not get, and keep the object, which would unmap them."""
+    """Reserve the addresses of memory that this child did not inherit, and keep the object, which would unmap them."""
     if memory.inherited:
         return
-    memory.inherited = True  # by the children of this child: no access is allowed
+    memory.inherited = True  # children of this child inherit the inaccessible pages
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
     no_access = 0
     at = _libc.mmap(memory.address, len(memory), no_access, flags, -1, 0)
-    if at not in (memory.address, ctypes.c_void_p(-1).value):  # an older kernel takes the address for a hint
+    if at not in (memory.address, ctypes.c_void_p(-1).value):  # an older kernel treats the address as a hint
         _libc.munmap(at, len(memory))
 
 
-_memories = RenewedInChild(_seal)  # the first: what other sets free must find the addresses taken
+_memories = RenewedInChild(_seal)  # the first set: addresses must be reserved before other sets free memory

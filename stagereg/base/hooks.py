@@ -1,9 +1,9 @@
-"""Calls of bound methods before or after events of torch, on the thread of the event, as long as their owners exist.
+"""Call bound methods before or after events of torch, on the thread of the event, as long as their owners exist.
 
-A step of torch iterates over its dicts of hooks and raises if a dict changes meanwhile. The garbage collector may end
-an owner at any time, also within a step. So torch gets one pair of hooks and keeps it.
+A step of torch iterates over its dicts of hooks and raises if a dict changes during the iteration. The garbage
+collector may delete an owner at any time, even within a step. So one pair of hooks stays registered with torch.
 
-Torch has no hooks for the other events. While there are owners, functions of this module replace the methods of torch.
+Torch has no hooks for the other events. While owners exist, functions of this module replace the methods of torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo  # as torch's optimizers use it: it imports the compiler when it is called
+from torch._compile import _disable_dynamo  # used by torch's optimizers too: imports the compiler only when called
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,7 +28,7 @@ class Hooks:
         self._lock = threading.RLock()  # a finalizer may remove a method while this thread adds one
 
     def add(self, method: Callable[[Any], object]) -> Callable[[], object]:
-        """Call ``method`` until its owner is gone or the result is called. One for an owner; it is held weakly."""
+        """Call ``method`` at each event until its owner is deleted or the result is called. One method per owner."""
         owner: Any = method.__self__  # type: ignore[attr-defined]
         with self._lock:
             if not self._hooks:
@@ -73,7 +73,7 @@ class _MethodHooks(Hooks):
     def __init__(self, *methods: tuple[Any, str]) -> None:
         super().__init__()
         self._methods = methods
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # class, name, torch's method, the method in its place
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # class, name, torch's method, its replacement
 
     def _begin(self) -> None:
         for kind, name in self._methods:
@@ -84,7 +84,7 @@ class _MethodHooks(Hooks):
 
     def _end(self) -> None:
         for kind, name, torchs, ours in self._replaced:
-            if getattr(kind, name) is ours:  # and no other library has replaced it meanwhile
+            if getattr(kind, name) is ours:  # otherwise another library has replaced it
                 setattr(kind, name, torchs)
         self._replaced.clear()
 
@@ -108,4 +108,4 @@ FREES = _MethodHooks(
     (torch.Tensor, "resize_"),
     (torch.Tensor, "resize_as_"),
 )
-"""Before a storage, which may be that of a tensor, is freed, resized or moved to shared memory in place."""
+"""Before a storage, such as a tensor's, is freed, resized or moved to shared memory in place."""

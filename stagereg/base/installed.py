@@ -1,7 +1,7 @@
-"""What is installed, read from metadata: the plugins that packages announce, and the stagereg that they require.
+"""Read package metadata: the plugins that packages register as entry points, and the stagereg that they require.
 
-Nothing is imported. Broken metadata of one distribution is reported and hides no other. Of two distributions with one
-name the first on ``sys.path`` counts.
+Imports nothing. Broken metadata of one distribution is reported, and does not hide other distributions. Of two
+distributions with the same name, the first on ``sys.path`` counts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stagereg.base.version import __version__
 from stagereg.errors import InstallationError, StageregError
 
 DISTRIBUTION = "hydra-stagereg"
-"""What pip calls this project. The name ``stagereg`` in the Python package index belongs to an unrelated one."""
+"""The name of this project's distribution. ``stagereg`` in the Python package index is an unrelated project."""
 
 
 def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple[str, str]]]:
-    """Return the entry points of ``group``, each with its distribution's name and version, sorted by its own name.
+    """Return the entry points of ``group``, each with its distribution's name and version, sorted by entry point name.
 
-    Then the distributions that could not be read, a folder and the reason each, if they mention the group.
+    The second list has the directory of each distribution that mentions the group and cannot be read, and the reason.
     """
     found: dict[str, list[tuple[str, str, EntryPoint]]] = {}
     unreadable: list[tuple[str, str]] = []
@@ -31,7 +31,7 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
             if group not in (each.read_text("entry_points.txt") or ""):
                 continue
             name, _ = _identity(each)
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # its folder has another name
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # its directory has another name
                 each = importlib.metadata.distribution(name)
             found[normalized(name)] = [(*_identity(each), point) for point in each.entry_points.select(group=group)]
         except Exception as error:
@@ -43,26 +43,26 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
 
 
 def unmet(distribution: str) -> str:
-    """Return why an installed distribution does not fit this stagereg, by what it requires; empty if it fits."""
+    """Return why an installed distribution's requirements exclude this stagereg; empty if they include it."""
     from packaging.requirements import Requirement
 
     try:
         requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
-    except Exception:  # its entry points could be read; importing it shows what else is wrong
+    except Exception:  # its entry points were readable; the import reports other errors
         return ""
     for each in requirements:
         needed = f"{DISTRIBUTION}{each.specifier}"
         if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
         if normalized(each.name) == "stagereg":
-            return f"requires {str(each)!r}, which is an unrelated project; its author has to write {needed!r}."
+            return f"requires {str(each)!r}, which is an unrelated project; its author must require {needed!r}."
         if normalized(each.name) == DISTRIBUTION and not each.specifier.contains(__version__, prereleases=True):
-            return f"needs {needed}; this is {__version__}. Install one that fits: pip install '{needed}'"
+            return f"requires {needed}, but {__version__} is installed. Install a matching version of either project."
     return ""
 
 
 def normalized(distribution: str) -> str:
-    """Return the name of a distribution as names are compared (PEP 503)."""
+    """Return the normalized name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
@@ -76,7 +76,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
 
 
 def expect_installed(package: str, extra: str) -> None:
-    """Raise ``InstallationError`` unless a package is there; a folder of its name, as ``wandb`` makes it, is none."""
+    """Raise ``InstallationError`` unless a package is installed. A directory of that name, as of wandb, is ignored."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        raise InstallationError(f"{package} is not installed: pip install 'hydra-stagereg[{extra}]'")
+        raise InstallationError(f"{package} is not installed. Next to the checkout: pip install './stagereg[{extra}]'")

@@ -1,8 +1,8 @@
-"""The machine a run is made on: what it is and whether it is busy, and the setting of the C library for staging.
+"""The machine of a run: its name, cores, memory and file systems, and the setting of the C library for staging.
 
-glibc's ``memmove`` writes past the cache (non-temporal stores) only above a threshold that it derives from the size of
-the shared cache: 99 MiB on a machine where that is 258 MiB. A staged copy is not read again soon, so a tensor of a few
-MiB gains too: nearly half of the time, on two threads. The threshold can only be set before a process starts.
+glibc's ``memmove`` bypasses the cache (non-temporal stores) only above a threshold that depends on the size of the
+shared cache: 99 MiB on a machine with 258 MiB. A staged copy is not read again soon, so bypassing the cache nearly
+halves the time for a tensor of a few MiB, on two threads. The threshold can only be set before a process starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NETWORK = re.compile(
 
 
 def tunables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add for a process that stages checkpoints; none where of no use, or set by the user."""
+    """Return environment variables for a process that stages checkpoints; empty if unsupported or set by the user."""
     before = environment.get(TUNABLES, "")
     if platform.machine() != "x86_64" or _THRESHOLD in before:
         return {}
@@ -38,7 +38,7 @@ def tunables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become_a_rank(*command: str) -> None:
-    """Start this process once more, by the arguments of Python, in the environment that ranks get, if it has it not."""
+    """Restart this process with ``command`` for Python in the environment of ranks, unless it has that already."""
     missing = tunables(os.environ)
     if missing:
         sys.stdout.flush()
@@ -46,7 +46,7 @@ def become_a_rank(*command: str) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when that which has started it is gone, however it went (Linux)."""
+    """Let the kernel kill this process when its ``parent`` process exits for any reason (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
@@ -58,7 +58,7 @@ def memory(figure: str) -> int:
     """Return a figure of this process's memory in bytes, such as ``"VmRSS"``.
 
     Raises:
-        OSError, LookupError: the system does not count it.
+        OSError, LookupError: The system does not report the figure.
     """
     status = Path("/proc/self/status").read_text(errors="replace")
     return int(re.findall(rf"^{figure}:\s+(\d+)", status, re.M)[0]) * 1024
@@ -69,7 +69,7 @@ def cores() -> int:
 
 
 def ranks_here(world_size: int) -> int:
-    """How many of ``world_size`` ranks are on this machine, as a launcher says, or Slurm of its tasks; else all."""
+    """Return the ranks on this machine, by the variables of the launcher or Slurm; otherwise ``world_size``."""
     variables = os.environ
     if "LOCAL_WORLD_SIZE" in variables:
         return int(variables["LOCAL_WORLD_SIZE"])
@@ -84,7 +84,7 @@ def ranks_here(world_size: int) -> int:
 
 
 def boot_id() -> str:
-    """What is another one after each reboot of this machine; nothing where the system does not say."""
+    """Return an ID that changes with each reboot of this machine; empty if the system has none."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -92,7 +92,7 @@ def boot_id() -> str:
 
 
 def machine_name() -> str:
-    """What processes have in common that see the same disks and process ids, and no others."""
+    """Return a name that exactly those processes share that see the same disks and process IDs."""
     try:
         seen = f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -101,7 +101,7 @@ def machine_name() -> str:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that ``folder`` is on, such as ``"ext4"``; nothing where the system does not say."""
+    """Return the file system type of ``folder``, such as ``"ext4"``; empty if the system does not report it."""
     try:
         lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -113,5 +113,5 @@ def file_system(folder: Path) -> str:
 
 
 def is_on_network(folder: Path) -> bool:
-    """Whether ``folder`` lies in a network file system, by the type of its mount."""
+    """Return whether ``folder`` is in a network file system, by the type of its mount."""
     return _NETWORK.fullmatch(file_system(folder)) is not None

@@ -1,7 +1,7 @@
-"""How messages write options: as a config has them, or in Python where the program constructs the component itself.
+"""Write options in messages: as an override, or in Python if the program constructs the component itself.
 
-``checkpoint.resume=never`` is right for a checkpointer that :func:`stagereg.instantiate` has built from a config, and
-``resume="never"`` for one that a program has made with ``stagereg.Checkpointer(...)``.
+``checkpoint.resume=never`` is for a checkpointer that :func:`stagereg.instantiate` built from a config, and
+``resume="never"`` for a checkpointer that the program constructed with ``stagereg.Checkpointer(...)``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextvars import ContextVar
 
 _CLASSES = {"checkpoint": "Checkpointer", "join": "Join", "tier": "Tier"}
 _ARGUMENTS = {"throw": "throw_on_early_termination"}
-_OF_SHELLS = frozenset("*{ ")  # what a shell would expand or split at
-_building: ContextVar[Mapping[str, str] | None] = ContextVar("building", default=None)  # keys as below, of this call
+_OF_SHELLS = frozenset("*{ ")  # characters that a shell would expand or split at
+_building: ContextVar[Mapping[str, str] | None] = ContextVar("building", default=None)  # the keys of the current call
 
-# Global because a message is made far from its component: on another thread, by a function that is given a value.
+# Global because code that writes a message has no reference to the component, and may run on another thread.
 _keys: dict[str, str] = {}
-"""The key in the config of the component that was built last, by kind; without kinds that the program constructs."""
+"""The config key of the component that was built last, by kind, without kinds that the program constructs."""
 
 
 @contextlib.contextmanager
@@ -35,16 +35,16 @@ def in_config(keys: Mapping[str, str]) -> Iterator[None]:
 
 
 def constructed(kind: str) -> None:
-    """Note that a component is being constructed: by the program, unless this is a call of :func:`in_config`."""
+    """Record that the program constructs a component, unless the call is inside :func:`in_config`."""
     if kind not in (_building.get() or ()):
         _keys.pop(kind, None)
 
 
 def option(name: str, *value: object) -> str:
-    """Return an option as the program writes it.
+    """Return an option in the syntax that the user needs, with or without a value.
 
     ``option("checkpoint.restore.cast", True)`` is ``checkpoint.restore.cast=true`` or ``restore=Restore(cast=True)``;
-    without a value ``checkpoint.restore.cast`` or ``Restore(cast=...)``.
+    without a value, ``checkpoint.restore.cast`` or ``Restore(cast=...)``.
     """
     kind, _, rest = name.partition(".")
     if (key := _keys.get(kind)) is not None:
@@ -59,7 +59,7 @@ def option(name: str, *value: object) -> str:
 
 
 def choice(kind: str, name: str, **options: object) -> str:
-    """Return how a checkpointer is given a component: ``tier=disk tier.dir=PATH``, or the argument in Python."""
+    """Return the syntax that selects a component of a checkpointer: ``tier=disk tier.dir=PATH``, or Python."""
     if "checkpoint" in _keys:
         return " ".join([f"{kind}={name}", *(f"{kind}.{key}={_in_config(each)}" for key, each in options.items())])
     more = "".join(f", {key}={_in_python(each)}" for key, each in options.items())

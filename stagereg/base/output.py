@@ -1,8 +1,8 @@
-"""What the commands print: tables and lines for people, one JSON document for programs.
+"""The output of the commands: tables and lines for people, one JSON document for programs.
 
-A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Colours are for a terminal
-alone. Long cells of the last column are folded, never cut. All that is printed is :func:`.errors.printable`, since
-files of other people are shown too. Nothing heavy is imported.
+A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Only a terminal gets colours.
+Long cells of the last column are wrapped, never cut. All output passes :func:`.errors.printable`, since it may contain
+text of untrusted files. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from stagereg.errors import printable
 
-_WIDTH = 120  # columns of a line where there is no terminal
-_LEAST = 30  # columns that the last column of a table gets, however few are left
+_WIDTH = 120  # columns of a line without a terminal
+_LEAST = 30  # columns of the last column of a table, at least
 _COLOURS = {
     **dict.fromkeys(("ok", "good", "kept", "better"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "no checksums", "unfinished"), "yellow"),
@@ -28,7 +28,7 @@ _COLOURS = {
 }
 """Styles of verdicts on a terminal; any other text is plain."""
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-"""What a terminal has for each part of a style (ECMA-48)."""
+"""The terminal code of each part of a style (ECMA-48)."""
 
 
 def echo(text: str = "", style: str = "") -> None:
@@ -42,22 +42,22 @@ def warn(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str = "") -> None:
-    """Print a table with a title, where it has one; cells may have several lines.
+    """Print a table, with its title unless it is empty; cells may have several lines.
 
-    ``columns`` are the heads; ``()`` prints none, and the first row says how many there are. ``verdict`` is the head of
-    the column of verdicts ("kept", "broken", "ok", "warn" …), to be coloured.
+    ``columns`` are the headings; with ``()`` the table has none, and the first row sets the number of columns.
+    ``verdict`` is the heading of the column whose verdicts ("kept", "broken", "ok", "warn" …) are coloured.
     """
     print("\n".join(_lines(title, columns, rows, list(columns).index(verdict) if verdict else -1)))
 
 
 def as_json(data: Any) -> None:
-    """Print ``data`` as one JSON document; what JSON has no type for is printed as its text, also NaN and infinity."""
+    """Print ``data`` as one JSON document. Values that JSON cannot represent, also NaN and infinity, become text."""
     text = json.dumps(json_numbers(data), indent=1, default=str, allow_nan=False)
-    print(text.replace("\x7f", "\\u007f"))  # which JSON has as it is
+    print(text.replace("\x7f", "\\u007f"))  # JSON leaves this control character unescaped
 
 
 def json_numbers(data: Any) -> Any:
-    """Return ``data`` with the texts ``nan``, ``inf`` and ``-inf`` in the place of numbers that JSON does not have."""
+    """Return ``data`` with the texts ``nan``, ``inf`` and ``-inf`` instead of these numbers, which JSON lacks."""
     if isinstance(data, dict):
         return {key: json_numbers(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -66,14 +66,14 @@ def json_numbers(data: Any) -> Any:
 
 
 def progress(what: str = "") -> None:
-    """Show on the terminal what is being waited for, in place of what was shown last; without ``what``, nothing."""
+    """Replace the progress line on the terminal with ``what``, or clear it if ``what`` is empty."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\033[K{printable(what, lines=False)[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes as people read it, to three digits: ``"139 GiB"``."""
+    """Return a number of bytes with a unit, to three digits: ``"139 GiB"``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 999.5 or unit == "TiB":
@@ -89,7 +89,7 @@ def _styled(text: str, style: str) -> str:
 
 
 def line_width() -> int:
-    """Columns of a line."""
+    """Return the columns of a line."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
 
 
@@ -117,6 +117,6 @@ def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ve
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """The line in parts of at most ``width`` characters where its words allow that; indented as it was."""
+    """Wrap a line at words to at most ``width`` characters, with its indentation; longer words stay whole."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,4 +1,4 @@
-"""Overrides of Hydra as the command line has them, and which job of a sweep they are of."""
+"""Hydra overrides as written on the command line, and the sweep job that they identify."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, cast
 from stagereg.base.number_text import decimal
 
 SWEEP_KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeat", "sweep.again")
-"""Options of a sweep, which change nothing in its jobs."""
+"""Options of a sweep that do not change its jobs."""
 _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
 
 
 class Identity(NamedTuple):
-    """What tells one job of a sweep from another, in whatever order its overrides are."""
+    """The identity of one job of a sweep, independent of the order of its overrides."""
 
     combination: frozenset[tuple[str, str]]  # the overrides of the program, by key
-    repeat: int = 0  # which run of its combination this is, from 0
+    repeat: int = 0  # the number of the run among those of its combination, from 0
     again: bool = False  # whether it is an A/A job
 
     @classmethod
@@ -33,9 +33,9 @@ class Identity(NamedTuple):
 
 
 def raw(overrides: Any) -> list[str]:
-    """Return the overrides that Hydra has composed a job from, as the command line has them.
+    """Return the overrides of a job as written on the command line.
 
-    Hydra holds them in a config, which resolves an interpolation in them when it is iterated.
+    Hydra holds them in a config, and iterating over it would resolve their interpolations.
     """
     from omegaconf import OmegaConf
 
@@ -43,26 +43,26 @@ def raw(overrides: Any) -> list[str]:
 
 
 def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
-    """Part overrides into those of the combination, and which repeat of it this is and whether it is an A/A job."""
+    """Return the overrides of the combination, the number of the repeat, and whether the job is an A/A job."""
     kept = tuple(override for override in overrides if not _MARK.fullmatch(override))
     found = {mark[1]: mark[2] for mark in map(_MARK.fullmatch, overrides) if mark is not None}
     return kept, decimal(found.get("repeat", "")) or 0, found.get("again", "").lower() == "true"
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
-    """Return overrides by what they change in the program; of two for one key, Hydra takes the last."""
+    """Return the values of overrides by the config key that they change; Hydra uses the last value of a key."""
     parts = (override.partition("=") for override in overrides)
     keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
     return {key: value for key, value in keys.items() if key not in SWEEP_KEYS}
 
 
 def gives_resume(overrides: Iterable[str]) -> bool:
-    """Whether these name what to resume from, as ``checkpoint.resume=auto`` does."""
+    """Return whether the overrides set the option ``resume``, such as ``checkpoint.resume=auto``."""
     return any(re.match(r"\+*([\w.]+\.)?resume=", each) for each in overrides)
 
 
 def quoted(value: str) -> str:
-    """A value as one quoted string of Hydra's override grammar."""
+    """Return a value as a quoted string in Hydra's override grammar."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text=value, quote=Quote.single).with_quotes()

@@ -1,4 +1,4 @@
-"""Finds what the installed extensions offer. A folder of ``stagereg/extensions`` that was deleted offers nothing."""
+"""Find the modules of the installed extensions. A directory of ``stagereg/extensions`` may have been deleted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def folders() -> tuple[str, ...]:
 
 
 def has(extension: str) -> bool:
-    """Whether an extension is installed."""
+    """Return whether an extension is installed."""
     return extension in folders()
 
 
@@ -31,13 +31,13 @@ def providers(module: str) -> Iterator[ModuleType]:
 
 
 def needs(extension: str) -> str:
-    """Return the predicate of a sentence on what needs an extension, and how to get that."""
-    how = "which this installation lacks: install hydra-stagereg again, or restore that folder."
+    """Return a predicate, "needs stagereg/extensions/X, which is missing ...", with advice."""
+    how = "which is missing in this installation: reinstall stagereg, or restore that directory."
     return f"needs stagereg/extensions/{extension}, {how}"
 
 
 def missing(path: str) -> str:
-    """Return a sentence if a dotted path lies in an extension of this project that is not installed; else nothing."""
+    """Return a sentence if a dotted path is in an extension of this project that is not installed; otherwise empty."""
     parts = path.replace(":", ".").split(".")
     if parts[:2] != ["stagereg", "extensions"] or len(parts) < 3 or has(parts[2]):
         return ""

@@ -1,4 +1,4 @@
-"""What this process does when another rank fails: nothing, unless an extension has set a :class:`FailureResponse`."""
+"""The response of this process when another rank fails: none, unless an extension sets a :class:`FailureResponse`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol
 
 
 class FailureResponse(Protocol):
-    """Saves what surviving ranks have when other ranks fail. Thread-safe."""
+    """Makes the emergency save of surviving ranks when other ranks fail. Thread-safe."""
 
     def is_expected(self) -> bool:
-        """Whether something saves after a rank failure."""
+        """Return whether a rank failure triggers an emergency save."""
 
     def await_saved(self) -> None:
-        """Wait for that save, for a bounded time, if another rank has failed. Training thread."""
+        """Wait for the emergency save, for a bounded time, if another rank has failed. Training thread."""
 
     def shorten_timeout(self) -> None:
-        """Shorten the failure detection timeout: this process is to exit. Idempotent."""
+        """Shorten the failure detection timeout, since this process must exit. Idempotent."""
 
 
 class _NoResponse:
@@ -29,7 +29,7 @@ class _NoResponse:
     def shorten_timeout(self) -> None: ...
 
 
-# Global because a process is one rank, and neither a checkpointer nor a signal handler is given the launcher.
+# Global because a process is one rank, and checkpointers and signal handlers have no reference to the launcher.
 _response: FailureResponse = _NoResponse()
 
 
@@ -40,7 +40,7 @@ def response() -> FailureResponse:
 
 @contextlib.contextmanager
 def responding(response: FailureResponse) -> Iterator[None]:
-    """Set the response of this process for the time of a ``with`` block."""
+    """Set the response of this process within a ``with`` block."""
     global _response
     before, _response = _response, response
     try:

@@ -1,10 +1,10 @@
-"""Records a run's events: JSON lines in its own directory, from which all figures about it are made later.
+"""Record a run's events as JSON lines in its directory, from which all its metrics are computed later.
 
-Each rank writes one file, one object a line, with ``"event"``, ``"t"`` (:func:`now`) and ``"run"``, the name of the
-attempt: programs that share a directory, one after the other or at the same time, are told apart by it. A line is one
-unbuffered write, so a killed process loses at most one line. NaN and infinity are written as null. A step takes about
-70 bytes and a few microseconds. Without a recorder events are dropped, and no failure of the recording stops training.
-A forked child records nothing. :mod:`stagereg.sweep.run` reads the events.
+Each rank writes one file with one object per line. Each object has ``"event"``, ``"t"`` (:func:`now`) and ``"run"``,
+the name of the attempt, which separates programs that share a directory. A line is one unbuffered write, so a killed
+process loses at most one line. NaN and infinity are written as null. A step takes about 70 bytes and a few
+microseconds. Without a recorder, events are dropped. A failure of the recorder never stops training. A forked child
+records nothing. :mod:`stagereg.sweep.run` reads the events.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from stagereg.errors import ConfigError, Preempted, Stopped
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1  # written by `start`; a reader refuses a format newer than it knows
+FORMAT = 1  # written by `start`; a reader rejects newer formats
 FILES = "metrics*.jsonl"
-"""Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
+"""Pattern of the files in a run's directory: ``metrics.jsonl`` of rank 0, ``metrics.rank3.jsonl`` of rank 3."""
 
 _EPOCH_S = time.time() - time.perf_counter()
 
@@ -52,10 +52,10 @@ class _Recorder:
             with self._lock:
                 if self._file is None:
                     return
-                if self._torn:  # what a killed process has left must not swallow this line
+                if self._torn:  # a killed process may have left an incomplete line
                     line, self._torn = b"\n" + line, False
                 if os.write(self._file, line) < len(line):
-                    raise OSError("no space was left for a whole line")
+                    raise OSError("the disk has no space for a whole line")
         except OSError as error:
             self.close()
             _warn(self.path, error)
@@ -68,22 +68,22 @@ class _Recorder:
                     os.close(file)
 
 
-# Global because the code that emits events, on any thread, knows no run: a process records one at a time.
+# Global because code that emits events, on any thread, has no reference to the run. One run records at a time.
 _recorder: _Recorder | None = None
 
 
 class LogListener(Protocol):
-    """What is given all that users log, whether this process records or not."""
+    """A receiver of all values that users log, even if this process does not record."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of a step. On the thread that logs; must neither raise nor wait."""
+        """Receive the values of a step, on the thread that logs. Must neither raise nor block."""
 
 
 _LATEST = ("resumed", "step", "stall")
 latest: dict[str, Mapping[str, Any]] = {}
-"""The latest events of this process that show whether it has taken a step, also where it records nothing. Global as the
-recorder is; a sweep whose jobs run in one process clears it."""
-# Global as the recorder is.
+"""The latest events that show whether this process has taken a step, even if it does not record. Global like the
+recorder. A sweep that runs its jobs in one process clears it."""
+# Global like the recorder.
 _listeners: weakref.WeakSet[LogListener] = weakref.WeakSet()
 
 
@@ -98,17 +98,17 @@ os.register_at_fork(after_in_child=_listeners.clear)
 
 @contextlib.contextmanager
 def recording(directory: Path, rank: int, world_size: int, run: str = "", **facts: Any) -> Iterator[None]:
-    """Record the events of this process for the time of a ``with`` block, and how the block ends.
+    """Record the events of this process within a ``with`` block, and how the block ends.
 
-    Errors of the block pass through; there are none of the recording itself. A process has one recording at a time:
-    inside another one this does nothing, and events go to the outer one. ``run`` names the attempt
-    (:func:`attempt_of`); by default the first one of a new run. ``facts`` go into the ``start`` event.
+    Errors of the block propagate; the recording itself raises none. A process has one recording at a time: inside
+    another recording, this function does nothing, and events go to the outer recording. ``run`` is the name of the
+    attempt (:func:`attempt_of`), by default of the first attempt of a new run. The ``start`` event includes ``facts``.
     """
     global _recorder
     path = Path(directory) / file_name(rank)
     try:
         if _recorder is not None:
-            raise OSError(f"this process records in {_recorder.path}")
+            raise OSError(f"this process already records in {_recorder.path}")
         mine = _recorder = _Recorder(path, run or attempt_of(new_run(), 0))
     except OSError as error:
         _warn(path, error)
@@ -129,7 +129,7 @@ def recording(directory: Path, rank: int, world_size: int, run: str = "", **fact
         if _recorder is mine:
             peak_rss = 0  # unknown
             with contextlib.suppress(OSError, LookupError):
-                # `ru_maxrss` would count what the parent had, too, when it started this process (`exec_mmap` of Linux).
+                # `ru_maxrss` would include the parent's peak before this process started (`exec_mmap` of Linux).
                 peak_rss = memory("VmHWM")
             emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss)
             _forget()
@@ -137,7 +137,7 @@ def recording(directory: Path, rank: int, world_size: int, run: str = "", **fact
 
 
 def emit(event: str, /, **fields: Any) -> None:
-    """Record an event if this process records; any thread, never raises. What JSON cannot have is written as text."""
+    """Record an event if this process records. Thread-safe; never raises. Unsupported JSON values become text."""
     if event in _LATEST and (event != "resumed" or not latest):
         latest[event] = fields
     recorder = _recorder
@@ -146,12 +146,12 @@ def emit(event: str, /, **fields: Any) -> None:
 
 
 def new_run() -> str:
-    """Return a name for a run that no other run in the same directory has."""
+    """Return a name for a run that is unique in its directory."""
     return os.urandom(3).hex()
 
 
 def attempt_of(run: str, number: int | str) -> str:
-    """Return the name of an attempt, which each event of the attempt has as ``"run"``."""
+    """Return the name of an attempt, the value of ``"run"`` in its events."""
     return f"{run}.{number}"
 
 
@@ -161,29 +161,29 @@ def run_of(attempt: str) -> str:
 
 
 def now() -> float:
-    """Seconds since the epoch that never go back; the same on all ranks of a machine within what its clock drifts."""
+    """Return monotonic seconds since the epoch; equal on all ranks of a machine except for clock drift."""
     return _EPOCH_S + time.perf_counter()
 
 
 def log(step: int, **values: SupportsFloat) -> None:
-    """Record numbers of your own for a training step; ``loss`` and ``samples`` are taken up by ``stagereg report``.
+    """Record numbers for a training step. ``stagereg report`` shows ``loss`` and ``samples``.
 
-    A tensor on an accelerator is waited for, so log every so often rather than at each step. A checkpoint has the
-    values that rank 0 logs for its step before :class:`stagereg.Checkpointer` saves it, also where nothing records; a
-    value that is logged later is not part of the checkpoint.
+    Waits for a tensor on an accelerator, so log every few steps instead of at each step. A checkpoint contains the
+    values that rank 0 logs for its step before :class:`stagereg.Checkpointer` saves the step, even if the process does
+    not record. A value that is logged later is not part of the checkpoint.
 
     Args:
-        step: the training step, as given to ``Checkpointer.maybe_save``.
-        **values: real numbers or tensors of no dimension; NaN and infinity are recorded as null. ``samples`` is how
-            many samples this rank has seen in this step, ``loss`` the loss of this step.
+        step: the training step, the number that is passed to ``Checkpointer.maybe_save``.
+        **values: real numbers or zero-dimensional tensors; NaN and infinity are recorded as null. ``samples`` is the
+            number of samples that this rank has processed in this step, ``loss`` the loss of this step.
 
     Raises:
-        ConfigError: ``step`` is no whole number, or a value no real one.
+        ConfigError: ``step`` is not a whole number, or a value is not a real number.
     """
     try:
         whole = operator.index(step)
     except TypeError:
-        raise ConfigError(f"stagereg.log: step={step!r} is no whole number") from None
+        raise ConfigError(f"stagereg.log: step={step!r} is not a whole number") from None
     found = {name: _real(name, value) for name, value in values.items()}
     emit("log", step=whole, values=found)
     for listener in list(_listeners):
@@ -191,19 +191,19 @@ def log(step: int, **values: SupportsFloat) -> None:
 
 
 def listen(listener: LogListener) -> None:
-    """Give ``listener`` what is logged from now on, for as long as the object exists: this keeps no reference."""
+    """Pass values that are logged from now on to ``listener``. Holds a weak reference."""
     _listeners.add(listener)
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a record in bytes, which is 0 if there is none."""
+    """Return the size of a record in bytes; 0 if the file does not exist."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0
 
 
 def file_name(rank: int) -> str:
-    """The name of a rank's file in the run's directory."""
+    """Return the name of a rank's file in the run's directory."""
     return f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl"
 
 
@@ -222,22 +222,22 @@ def _about_process() -> dict[str, Any]:
 def _real(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
-        with contextlib.suppress(Exception):  # of a class that is not ours
+        with contextlib.suppress(Exception):  # raised by a class of another project
             return float(value.detach() if hasattr(value, "detach") else value)
     shown = f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
-    raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {shown}")
+    raise ConfigError(f"stagereg.log: {name} must be a real number or a zero-dimensional tensor, not {shown}")
 
 
 def _line(fields: dict[str, Any]) -> bytes:
     try:
         text = _encode(fields)
-    except Exception:  # of a value; then each field is looked at by itself
+    except Exception:  # raised for a value: encode the fields one at a time
         text = _encode({str(name): plain(value) for name, value in fields.items()})
     return text.encode("ascii") + b"\n"
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON can have it: NaN and infinity as null; ``None`` if JSON cannot hold it at all."""
+    """Return the value in JSON types, with null for NaN and infinity; ``None`` if JSON cannot represent it."""
     try:
         return json.loads(json.dumps(value, default=_number_or_text, skipkeys=True), parse_constant=lambda name: None)
     except Exception:  # the value contains itself, or a class of the user raises
@@ -260,10 +260,10 @@ def _in_one_line(error: BaseException) -> str:
         return f"called sys.exit({error.code!r})" + (f": {error}" if isinstance(error, Stopped) else "")
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # of a class whose text fails
+    except Exception:  # raised by the __str__ of the class
         lines = []
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def _warn(path: Path, error: OSError) -> None:
-    _log.warning("stagereg: nothing more is recorded in %s (%s); training goes on", path, error)
+    _log.warning("stagereg: Stopped recording in %s: %s. Training continues.", path, error)

@@ -1,4 +1,4 @@
-"""Reads single events of a record (:mod:`.record`): only the lines that matter are parsed, since a start waits."""
+"""Read single events of a record (:mod:`.record`). Parses only the needed lines, since the start of a run waits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stagereg.base.record import run_of
 from stagereg.base.small_files import open_regular
 from stagereg.errors import MALFORMED
 
-_MOST_BYTES = 1 << 33  # of a record: 100 million steps
+_MOST_BYTES = 1 << 33  # largest record in bytes: 100 million steps
 
 
 def events(
     data: mmap.mmap, kind: bytes, at: int = 0, belongs: Callable[[dict[str, Any]], bool] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the readable events of a kind from ``at`` on, each with its place; only those that ``belongs`` accepts."""
+    """Yield the readable events of a kind from offset ``at`` on that ``belongs`` accepts, each with its offset."""
     head = _head(kind)
     while (at := data.find(head, at)) >= 0:
         with contextlib.suppress(*MALFORMED):
@@ -31,21 +31,21 @@ def events(
 
 
 def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
-    """Return the last event of a kind that an attempt, or any attempt of a run, has recorded in a file.
+    """Return the last event of a kind in a file that an attempt, or any attempt of a run, recorded.
 
-    Returns ``None`` if there is none, or if the file cannot be read.
+    Returns ``None`` if no such event exists, or if the file cannot be read.
     """
     try:
         with mapped(path) as data:
             return last_of(data, kind, 0, lambda event: attempt in (event["run"], run_of(event["run"])))
-    except (OSError, ValueError):  # the file is missing or empty, or no file
+    except (OSError, ValueError):  # the file is missing or empty, or not a regular file
         return None
 
 
 def last_of(
     data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any] | None:
-    """Return the last readable event of a kind from ``since`` on that ``belongs`` accepts; ``None`` without one."""
+    """Return the last readable event of a kind from ``since`` on that ``belongs`` accepts, otherwise ``None``."""
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
         with contextlib.suppress(*MALFORMED):
@@ -56,7 +56,7 @@ def last_of(
 
 
 def mapped(path: Path, size: int = 0) -> mmap.mmap:
-    """Map the first ``size`` bytes of a record, or all. Raises ``OSError``, or ``ValueError`` if it has none."""
+    """Map the first ``size`` bytes of a record, by default all. Raises ``OSError``; ``ValueError`` if it is empty."""
     with open(open_regular(path), "rb") as file:
         size = size or os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:
@@ -65,7 +65,7 @@ def mapped(path: Path, size: int = 0) -> mmap.mmap:
 
 
 def _head(kind: bytes) -> bytes:
-    return b'{"event":"%s",' % kind  # as `record` writes it; in a text the quotes would be escaped
+    return b'{"event":"%s",' % kind  # the format of `record`; quotes within a text would be escaped
 
 
 def _event(data: mmap.mmap, at: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What the end of a job, or of the process, waits for and reports.
+"""Wait for background work at the end of a job or of the process, and report its errors.
 
-Work in the background outlives its call and can fail when no call is left to raise the error. So it registers here
+Background work outlives its call and can fail when no later call can raise the error. Therefore it registers here
 (:func:`wait_for`) and reports failures here (:func:`report_error`). ``stagereg.main`` calls :func:`finish` at the end
-of a job. In any other program the end of the process waits, prints the failure and makes the exit status 1.
+of a job. In any other program, an exit handler waits, prints the failure and sets the exit code to 1.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import stagereg.base.output as output
 from stagereg.base.crash_report import describe_after
 from stagereg.errors import StageregError
 
-_HANGS = "left while a thread still hangs in work that has failed"
-_INTERRUPTED = "interrupted while the last work in the background was under way, which is given up"
+_HANGS = "exited while a thread still hangs in background work that has failed"
+_INTERRUPTED = "interrupted while background work was running: the work was aborted"
 
 
 class BackgroundWork(Protocol):
-    """Something under way that the end of a job waits for."""
+    """Running work that the end of a job waits for."""
 
     def finish(self) -> bool:
-        """Wait until it has ended, for as long as that may take; False if it is given up, and a thread hangs in it."""
+        """Wait until the work has ended; return False if it was aborted and its thread hangs."""
 
 
 class Shutdown:
-    """What this process waits for and has to report."""
+    """The background work of this process, and the errors to report."""
 
     def __init__(self) -> None:
         self.works: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
@@ -42,12 +42,12 @@ class Shutdown:
         self.interrupted = False
 
     def wait(self) -> bool:
-        """Wait for all work; False if some is given up."""
+        """Wait for all work; return False if some work was aborted."""
         ended = [work.finish() for work in list(self.works)]
         return all(ended)
 
     def wait_at_exit(self) -> bool:
-        """As :meth:`wait`, until an interrupt comes, which no program could catch any more."""
+        """Call :meth:`wait`; return False after an interrupt, which the program can no longer catch."""
         try:
             return not self.interrupted and self.wait()
         except KeyboardInterrupt:
@@ -55,43 +55,43 @@ class Shutdown:
             return False
 
     def take_errors(self) -> list[StageregError]:
-        """The failures that no call has raised; they are reported by the caller, so this forgets them."""
+        """Return and clear the failures that no call has raised. The caller must report them."""
         errors, self.errors = self.errors, []
         return errors
 
 
-# Global because a process ends once, whatever has begun the work.
+# Global because a process exits once, for all background work.
 _shutdown = Shutdown()
 
 
 def wait_for(work: BackgroundWork) -> None:
-    """Have the end wait for ``work`` too, for as long as the object exists: this keeps no reference."""
+    """Wait for ``work`` at the end of the job. Holds a weak reference."""
     _shutdown.works.add(work)
 
 
 def on_failure(note: Callable[[BaseException], None]) -> None:
-    """Have :func:`note_failure` call a method, for as long as its object exists: this keeps no reference."""
+    """Call the method ``note`` in :func:`note_failure`. Holds a weak reference to its object."""
     _shutdown.on_failure.append(weakref.WeakMethod(note))
 
 
 def report_error(error: StageregError) -> None:
-    """Have the end report ``error``, unless it is withdrawn (:func:`withdraw_error`). Any thread."""
+    """Report ``error`` at the end of the job unless :func:`withdraw_error` removes it. Thread-safe."""
     _shutdown.errors.append(error)
 
 
 def withdraw_error(error: StageregError) -> None:
-    """Forget ``error``, because a call raises it."""
+    """Remove ``error``, because a call raises it."""
     if error in _shutdown.errors:
         _shutdown.errors.remove(error)
 
 
 def set_exit_code(code: int) -> None:
-    """Have the process end with this status, also if a thread hangs or a failure is reported."""
+    """Set the exit code of the process, also for the case that a thread hangs or a failure is reported."""
     _shutdown.code = code
 
 
 def finish() -> None:
-    """Wait for all work that is under way. Raises: the first failure that is reported; the others are printed."""
+    """Wait for all running work. Raise the first reported failure and print the others."""
     _shutdown.wait()
     errors = _shutdown.take_errors()
     for error in errors[1:]:
@@ -101,14 +101,14 @@ def finish() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Note the error that ends the job (:func:`on_failure`): the process may exit without :func:`finish`."""
+    """Pass the error that ends the job to :func:`on_failure` methods: the process may exit without :func:`finish`."""
     for each in list(_shutdown.on_failure):
         if (note := each()) is not None:
             note(error)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process with what is buffered written, and without waiting for any thread."""
+    """Flush buffered output and exit the process without waiting for any thread."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,12 +116,12 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _at_exit() -> None:
-    """Wait, print the failures that are left, and end the process if there is one, or if a thread hangs.
+    """Wait, print the remaining failures, and exit the process if there was a failure or if a thread hangs.
 
-    Python takes no exit status from an exit handler.
+    Python ignores an exit code from an exit handler.
     """
     ended = _shutdown.wait_at_exit()
-    known = getattr(sys, "last_value", None)  # the error that has ended the program, whose traceback is printed
+    known = getattr(sys, "last_value", None)  # the error that ended the program and whose traceback was printed
     errors: list[str] = []
     for each in _shutdown.take_errors():
         errors.append(describe_after(each, known))
@@ -141,7 +141,7 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# Before the pools of threads are shut down, which work may need; exit handlers proper come after that.
+# Runs before thread pools shut down, since work may need them; regular exit handlers run later.
 _register = getattr(threading, "_register_atexit", atexit.register)
 _register(lambda: _shutdown.wait_at_exit())
 atexit.register(_at_exit)

@@ -1,8 +1,8 @@
-"""The signals that ask a run to save and exit: launchers forward them, and ranks exit with 75 once they have saved."""
+"""The signals that request a run to save and exit. Launchers forward them; ranks save, then exit with code 75."""
 
 from __future__ import annotations
 
 import signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_SIGNAL_S = 5.0  # seconds in which a signal that comes again is the same one, from another of those who forward it
+SAME_SIGNAL_S = 5.0  # seconds in which a repeated signal is the same signal, forwarded by another process

@@ -1,6 +1,6 @@
-"""Sizes in bytes that are written as people write them: ``ByteSize("4GiB")``.
+"""Parse and write sizes in bytes: ``ByteSize("4GiB")``.
 
-A size is an ``int``; only its text has a unit. An option annotated with it has that text in a config.
+A size is an ``int``; only its text has a unit. An option of this type is a text in a config.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _EXAMPLES = "Write a size as 4GiB, 512MB, 1.5KiB, 100B or a plain number of byte
 
 
 class ByteSize(int):
-    """A number of bytes, made from text with a unit or from a number.
+    """A number of bytes, constructed from text with a unit or from a number.
 
     ``ByteSize("4GiB") == 2**32``, ``ByteSize("1.5KB") == 1500``, ``ByteSize(512) == 512``. Units are B; KiB, MiB, GiB,
-    TiB, PiB, powers of 1024; KB, MB, GB, TB, PB, powers of 1000; in any case. ``str()`` gives the shortest text that
-    means exactly the same again: ``"4GiB"``. Sums and products are plain ``int``.
+    TiB, PiB (powers of 1024); KB, MB, GB, TB, PB (powers of 1000); case-insensitive. ``str()`` returns the shortest
+    text that parses to the same size: ``"4GiB"``. Sums and products are plain ``int``.
 
     Args:
-        value: the text or the number. A fraction of a unit is cut down to whole bytes.
+        value: the text or the number. A fraction of a unit is rounded down to whole bytes.
 
     Raises:
-        ConfigError: it is no size, is negative, or is a fraction of a byte; the message has examples.
+        ConfigError: The value is not a size, is negative, or is a fraction of a byte; the message has examples.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class ByteSize(int):
             raise ConfigError(f"{text!r} is not a size in bytes. {_EXAMPLES}")
         number, exponent, unit = found.groups()
         if unit and unit.lower() not in _FOLDED:
-            raise ConfigError(f"{text!r} has no unit of bytes.{nearest(unit, _UNITS)} {_EXAMPLES}")
+            raise ConfigError(f"{text!r} has no valid unit of bytes.{nearest(unit, _UNITS)} {_EXAMPLES}")
         size = Fraction(number + (exponent or "")) * _FOLDED[unit.lower() or "b"]
         if _FOLDED[unit.lower() or "b"] == 1 and size.denominator != 1:
             raise ConfigError(f"{text!r} is a fraction of a byte. {_EXAMPLES}")

@@ -1,7 +1,7 @@
-"""Small files in directories that others may have made or may write to: notes, manifests, pointers, results.
+"""Small files in directories to which other users may write: records, manifests, pointers, results.
 
-Reading never waits and never follows a link. Writing creates a file under a name that nobody can foresee, and renames
-it. Only what has such a name is ever deleted as a leftover. This module imports nothing of the project.
+Reading never blocks and never follows a link. Writing creates a file under an unpredictable name, then renames the
+file. Only files with such names are deleted as leftovers. This module has no imports of the project.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 
-MOST_BYTES = 1 << 24  # a note has at most so many
+MOST_BYTES = 1 << 24  # largest small file in bytes
 _OURS = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -24,27 +24,27 @@ _log = logging.getLogger(__name__)
 
 
 class UnfitFileError(OSError):
-    """A file that the project does not read: not a regular file, too large, or another user's."""
+    """A file that the project does not read: it is not a regular file, is too large, or belongs to another user."""
 
 
 def open_regular(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, owner: int | None = None, mode: int = 0o666
 ) -> int:
-    """Open a regular file and return its descriptor; never waits, and never follows a link.
+    """Open a regular file and return its descriptor. Never blocks, and never follows a link.
 
     Args:
         path: the file; with ``O_CREAT`` in ``flags`` it need not exist.
-        flags: of ``os.open``.
-        owner: the id of the user who must own the file; ``None`` for any user.
-        mode: of a new file, less the umask.
+        flags: flags for ``os.open``.
+        owner: the ID of the user who must own the file; ``None`` for any user.
+        mode: permissions of a new file, before the umask.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        UnfitFileError: it is a link, a pipe, a device or a directory, or another user owns it.
-        OSError: it cannot be opened.
+        FileNotFoundError: The file does not exist.
+        UnfitFileError: The path is a link, a pipe, a device or a directory, or another user owns it.
+        OSError: The file cannot be opened.
     """
     with contextlib.suppress(FileNotFoundError) if flags & os.O_CREAT else contextlib.nullcontext():
-        _expect_regular(path, os.lstat(path))  # opening a device may do something
+        _expect_regular(path, os.lstat(path))  # opening a device may have side effects
     descriptor = open_or_make(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     try:
         _expect_regular(path, os.fstat(descriptor), owner)
@@ -56,16 +56,16 @@ def open_regular(
 
 
 def open_or_make(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Open a file as ``os.open`` does, following no link; with ``O_CREAT`` also one that another user has made.
+    """Open a file with ``os.open`` without following links; with ``O_CREAT``, also a file that another user created.
 
-    In a sticky folder that others may write to, Linux refuses ``O_CREAT`` for such a file even to root and to who may
-    write to it (``fs.protected_regular``), and opens it without that flag.
+    In a sticky directory to which others may write, Linux rejects ``O_CREAT`` for such a file even for root and for
+    users who may write to the file (``fs.protected_regular``), but opens it without that flag.
     """
     flags |= os.O_NOFOLLOW
     while flags & os.O_CREAT:
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags & ~os.O_CREAT)
-        with contextlib.suppress(FileExistsError):  # another process has just made it
+        with contextlib.suppress(FileExistsError):  # another process has just created the file
             return os.open(path, flags | os.O_EXCL, mode)
     return os.open(path, flags)
 
@@ -83,21 +83,21 @@ def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int 
 
 
 def warn_skipped(path: str, error: UnfitFileError) -> None:
-    """Log that a small file is skipped, and why: each reason once a process."""
+    """Log that a small file is skipped, and why; each reason once per process."""
     _warn_skipped(path, error.strerror)
 
 
-@functools.cache  # of texts: an error would keep all that its traceback has
+@functools.cache  # keyed by text, since a cached error would keep its traceback alive
 def _warn_skipped(path: str, why: str) -> None:
     _log.warning("stagereg: skipped %s: %s. Delete it or move it away.", path, why)
 
 
 def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:
-    """Write a new file; with ``flush`` it is safely on the disk.
+    """Write a new file; with ``flush``, also flush it to the disk.
 
     Raises:
-        FileExistsError: something has that name, a link to nothing too.
-        OSError: it could not be written; what was written is deleted.
+        FileExistsError: The path exists, or is a dangling link.
+        OSError: The file cannot be written; the partial file is deleted.
     """
     with open(path, "wb", buffering=0, opener=lambda path, _: os.open(path, _NEW, mode)) as file:
         try:
@@ -112,9 +112,9 @@ def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flus
 
 
 def replace_small(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:
-    """Write a file and give it the name ``path`` in one step; what had that name goes, a link itself. Raises OSError.
+    """Replace ``path`` atomically with a new file; a link is replaced, not followed. Raises ``OSError``.
 
-    With ``flush`` the file and its name are safely on the disk.
+    With ``flush``, also flush the file and its directory entry to the disk.
     """
     beside = temporary(path)
     write_new(beside, data, mode, flush)
@@ -128,19 +128,19 @@ def replace_small(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, 
 
 
 def temporary(path: str | os.PathLike[str]) -> str:
-    """Return a name that cannot be foreseen, in the folder of ``path``; makes nothing."""
+    """Return an unpredictable name in the directory of ``path``. Creates nothing."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
 
 
 def temporary_of(name: str) -> str | None:
-    """Return of what a name is the :func:`temporary` one, without its folder; ``None`` if it is not ours."""
+    """Return the file name for which :func:`temporary` created ``name``; ``None`` for any other name."""
     found = _OURS.fullmatch(name)
     return None if found is None else found["of"]
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file or a directory to the disk. Raises: ``OSError``."""
+    """Flush a file or a directory to the disk. Raises ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -149,7 +149,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def discard(path: str) -> None:
-    """Delete a file or a directory, as far as that can be; a link is not followed. Raises nothing."""
+    """Delete a file or a directory as far as possible, without following links. Never raises."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

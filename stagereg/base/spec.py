@@ -1,8 +1,8 @@
-"""What a component of each kind has to have and may have, held against a class or an object without importing torch.
+"""The required and optional members of each kind of component, checked on a class or an object without torch.
 
 The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
-``checkpoint.save.on_commit``, ``checkpoint.store.keep``. Their shape is here, as the registry checks it: names, call
-signatures, attributes. A plugin's author meets it as an error that shows the line to write.
+``checkpoint.save.on_commit``, ``checkpoint.store.keep``. This module has their names, call signatures and attributes,
+which the registry checks. An error shows a plugin's author the line to write.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
-_NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
+_NEAR = 0.7  # similarity from which a name with the same first letter counts as a typo: pre_hook, post_hook
 
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
-"""What Hydra gives a meaning in a node of a config: never options."""
+"""Keys with a meaning for Hydra in a node of a config; they are never options."""
 
 REQUIRED = {
     "stager": [
@@ -56,7 +56,7 @@ REQUIRED = {
     "join": [],
     "checkpoint": [],
 }
-"""The members of each kind's protocol, as the line that defines each, which messages show."""
+"""The required members of each kind's protocol, as lines of code for messages."""
 
 OPTIONAL = {
     "stager": [
@@ -81,7 +81,7 @@ OPTIONAL = {
         "remote: bool = False",
     ],
 }
-"""The members of each kind's protocol that a component may lack."""
+"""The optional members of each kind's protocol."""
 
 _BASES = {
     "join_hook": "stagereg.join.joinable.JoinHook",
@@ -98,17 +98,17 @@ def with_article(kind: str) -> str:
 
 
 def check_component(kind: str, name: str, component: object) -> None:
-    """As :func:`check`, of a class, or the class that a factory function promises; an error if it is neither.
+    """Call :func:`check` for a class, or for the class in the return annotation of a factory function.
 
-    Refuses a parameter that no config can set, as Hydra has another use for its name.
+    Raises ``RegistryError`` for any other object, and for a parameter whose name Hydra reserves in configs.
     """
-    with contextlib.suppress(TypeError, ValueError):  # one written in C may have no signature
+    with contextlib.suppress(TypeError, ValueError):  # a component written in C may have no signature
         names = inspect.signature(cast("Any", component)).parameters
         if taken := [each for each in names if each in (*HYDRA_KEYS, "defaults")]:
             who = f"{getattr(component, '__module__', '')}.{getattr(component, '__qualname__', component)}"
             raise RegistryError(
-                f"{who} cannot be the {kind} {name!r}:\n  its parameter {taken[0]!r} cannot be an option, as Hydra "
-                "reads that key of a config itself. Give the parameter another name."
+                f"{who} cannot be the {kind} {name!r}:\n  its parameter {taken[0]!r} cannot be an option, because "
+                "Hydra reserves that key in a config. Rename the parameter."
             )
     if isinstance(component, type):
         check(kind, name, component)
@@ -119,7 +119,7 @@ def check_component(kind: str, name: str, component: object) -> None:
 
 
 def check(kind: str, name: str, subject: object) -> None:
-    """Hold a class or a finished object against the spec of ``kind``; the error shows the lines to write."""
+    """Check a class or an object against the members of ``kind``; the error shows the lines to write."""
     cls = subject if isinstance(subject, type) else type(subject)
     optional = OPTIONAL.get(kind, [])
     found = {line: _problem(line, subject, line in optional) for line in (*REQUIRED[kind], *optional)}
@@ -127,14 +127,14 @@ def check(kind: str, name: str, subject: object) -> None:
     base = _BASES.get(kind, "builtins.object")
     if base not in [f"{c.__module__}.{c.__qualname__}" for c in cls.mro()]:
         unused = [name for name in map(_name, optional) if hasattr(cls, name)]
-        problems += [f"{name!r} is only used of a subclass of {base}. Derive from that." for name in unused]
+        problems += [f"{name!r} is only used on a subclass of {base}. Derive from that class." for name in unused]
     misspelt = _misspelt(kind, cls, set(map(_name, found)))
     if lines := "".join(f"\n  {problem}" for problem in (*problems, *misspelt)):
         raise RegistryError(f"{cls.__module__}.{cls.__qualname__} cannot be the {kind} {name!r}:{lines}")
 
 
 def refuse_unknown(what: str, given: Collection[str], component: Callable[..., Any]) -> None:
-    """Refuse argument names that ``component`` (``what``) does not take, with the nearest one that it does."""
+    """Raise ``ConfigError`` for argument names that ``component`` does not take; suggest the nearest valid name."""
     parameters = inspect.signature(component).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
@@ -146,7 +146,7 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
 
 
 def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return where ``component`` takes an option in a group: the parameter and its dataclass, by name."""
+    """Return the parameter whose dataclass has the option ``name``, and the name of that dataclass."""
     for each in inspect.signature(component).parameters.values():
         if dataclasses.is_dataclass(each.default) and name in [one.name for one in dataclasses.fields(each.default)]:
             return each.name, type(each.default).__name__
@@ -154,13 +154,13 @@ def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | No
 
 
 def instead(name: str, component: Callable[..., Any], value: str) -> str:
-    """Return how an option is written that ``component`` takes in a group; empty where none of its groups has it."""
+    """Return advice on an option that belongs to a group of ``component``; empty if no group has that option."""
     found = find_group(name, component)
     return f" It is {found[0]}.{name}: {found[0]}={found[1]}({name}={value})." if found else ""
 
 
 def suggests_arguments(init: _F) -> _F:
-    """Have a constructor refuse argument names that it does not take as :func:`refuse_unknown` does."""
+    """Make a constructor call :func:`refuse_unknown` for its keyword arguments."""
 
     @functools.wraps(init)
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -192,9 +192,9 @@ def _problem(definition: str, subject: object, optional: bool) -> str:
         return f"method {name!r} is missing"
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # written in C: only the call itself shows it
+    except (TypeError, ValueError):  # a method written in C can only be checked by calling it
         return ""
-    # Seen on its class, a method still has its ``self`` to fill.
+    # On the class, a method is unbound and needs an argument for ``self``.
     unbound = subject is cls and not isinstance(raw, (staticmethod, classmethod))
     try:
         signature.bind(*(["self"] if unbound else []), *re.findall(r", (\w+)", called[1]))
@@ -206,21 +206,21 @@ def _problem(definition: str, subject: object, optional: bool) -> str:
 
 
 def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
-    """A line for each public name that its author wrote and that looks like a member which the class lacks."""
-    package = cls.__module__.partition(".")[0]  # what a base of another package has is not its author's to rename
+    """Yield a line for each public name of the class that looks like a typo of a missing member."""
+    package = cls.__module__.partition(".")[0]  # the author cannot rename members of other packages' base classes
     written = {name for c in cls.mro() if c.__module__.partition(".")[0] == package for name in vars(c)}
     for name in sorted(written - members):
         lacking = [member for member in members - written if member[0] == name[0]]
         if (near := difflib.get_close_matches(name, lacking, n=1, cutoff=_NEAR)) and not name.startswith("_"):
-            what = f"{name!r} is no member of {with_article(kind)}"
-            yield f"{what}. Did you mean {near[0]!r}? Write that, or another name."
+            what = f"{name!r} is not a member of {with_article(kind)}"
+            yield f"{what}. Did you mean {near[0]!r}? Otherwise choose a less similar name."
 
 
 def _promised_class(factory: Callable[..., Any]) -> type | None:
-    """The concrete class in a factory's return annotation; ``None`` when the annotation does not show it."""
+    """Return the concrete class in a factory's return annotation; ``None`` if the annotation has none."""
     try:
         promised = typing.get_type_hints(factory).get("return")
-    except Exception:  # an annotation for type checkers only, whose names do not exist when running
+    except Exception:  # an annotation for type checkers only, whose names do not exist at run time
         return None
     if not isinstance(promised, type) or inspect.isabstract(promised) or getattr(promised, "_is_protocol", False):
         return None

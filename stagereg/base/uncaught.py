@@ -1,6 +1,6 @@
-"""Prints an error that ends several ranks once, where Python would print its traceback on each of them.
+"""Print an error that ends several ranks only once; Python would print its traceback on each rank.
 
-This is for programs without ``stagereg.main``, whose launcher prints what its ranks report.
+Used by programs without ``stagereg.main``, whose launcher prints the errors that ranks report.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 import stagereg.base.output as output
 from stagereg.errors import StageregError
 
-_PRINTED_S = 2.0  # seconds for the rank that prints; after that another rank prints the error itself
-_ANSWER_S = 4.0  # seconds for the rendezvous store, with the waits for other ranks
-_OWN_S = 0.5  # seconds for a rank that has the traceback of a cause
+_PRINTED_S = 2.0  # seconds to wait for the rank that prints; then another rank prints the error itself
+_ANSWER_S = 4.0  # seconds to wait for the rendezvous store, including waits for other ranks
+_OWN_S = 0.5  # seconds to wait for a rank that has the traceback of a cause
 _POLL_S = 0.01
 
-_hook: _Hook | None = None  # global, as is `sys.excepthook`
+_hook: _Hook | None = None  # global like `sys.excepthook`
 
 
 def print_once() -> None:
-    """Have one rank print an uncaught error of the project that ends several ranks of the job. Idempotent.
+    """Print an uncaught error of the project that ends several ranks on only one rank. Idempotent.
 
-    The other ranks print one line. Errors that differ are all printed. Does nothing before ``init_process_group``.
+    The other ranks print one line. Different errors are all printed. Does nothing before ``init_process_group``.
     """
     global _hook
     dist = sys.modules["torch.distributed"]
@@ -42,9 +42,9 @@ def print_once() -> None:
 
 
 class _Hook:
-    """A ``sys.excepthook``."""
+    """The hook for ``sys.excepthook``."""
 
-    group: Callable[[], Any]  # a weak reference, as a store that is held keeps its port
+    group: Callable[[], Any]  # a weak reference, since a strong reference would keep the port of the store open
     rank: int
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
@@ -60,23 +60,23 @@ class _Hook:
             if of_project:
                 self._ask(lambda store: store.set(f"{key}/printed", ""))
         else:
-            output.warn(f"stagereg: rank {self.rank} ends with the {kind.__name__} that rank {other} has printed")
+            output.warn(f"stagereg: rank {self.rank} exits with the {kind.__name__} that rank {other} printed")
 
     def _other(self, store: Any, key: str, error: BaseException) -> int | None:
-        """Return the rank that prints the error, once it has done so; ``None`` if this rank is to print it."""
+        """Return the rank that has printed the error; ``None`` if this rank must print it."""
         own = f"{key}/own"
         claim = own if _has_trace(error.__cause__) or _wait_for(store, own, _OWN_S) else key
         rank = int(store.compare_set(claim, "", str(self.rank)))
         return rank if rank != self.rank and _wait_for(store, f"{key}/printed", _PRINTED_S) else None
 
     def _ask(self, call: Callable[[Any], int | None]) -> int | None:
-        """Return what ``call`` returns for the store; ``None`` if the store is gone or does not answer in time."""
+        """Return the result of ``call`` with the store; ``None`` if the store is unreachable or does not answer."""
         answer: Future[int | None] = Future()
 
         def ask() -> None:
             try:
                 answer.set_result(call(self.group().get_group_store()))
-            except Exception:  # of the store; or of the group, which is destroyed
+            except Exception:  # raised by the store, or by a destroyed group
                 answer.set_result(None)
 
         threading.Thread(target=ask, name="stagereg-uncaught", daemon=True).start()
@@ -94,5 +94,5 @@ def _wait_for(store: Any, key: str, seconds: float) -> bool:
 
 
 def _has_trace(error: BaseException | None) -> bool:
-    """Whether an error, or a cause of it, was raised on this rank and did not come from another one."""
+    """Return whether an error, or one of its causes, was raised on this rank."""
     return error is not None and (error.__traceback__ is not None or _has_trace(error.__cause__))

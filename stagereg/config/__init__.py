@@ -1,5 +1,5 @@
-"""Configuration: registered components as typed Hydra options, and building them from a config.
+"""Configuration: registered components as typed Hydra options, and building components from a config.
 
-``source`` offers the registry's names to Hydra, ``schema`` makes a typed config from a component's signature,
-``instantiate`` builds from a config what is registered and nothing else.
+``source`` lists the registry's names for Hydra, ``schema`` creates a typed config from a component's signature, and
+``instantiate`` builds only registered components from a config.
 """

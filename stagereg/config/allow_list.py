@@ -1,10 +1,10 @@
-"""The allow-list of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
+"""The allow-list of ``stagereg.instantiate``: the targets that a config may name, checked before any import.
 
-A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
-as text, whole, and no attribute of it is followed. Only an object that the program gives (``torch.optim.AdamW``) has
-further names: those in modules that are imported already. The entry, not the config's text, is imported. Hydra's
-block-list is not used, so the ways around it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) do
-nothing.
+A config may name the components of the registry and, for one call, targets that the program allows in code. A name is
+compared as whole text, without attribute access. Only an object that the program passes (``torch.optim.AdamW``) has
+further names, in modules that are already imported. The registry's path is imported, not the config's text. Hydra's
+block-list is not used, so bypasses of it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) have no
+effect.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, n
 from stagereg.registry import Entry
 
 RESTRICTED = {"stagereg.extensions.callbacks.shell_command.ShellCommand": "runs a shell command"}
-"""Registered components that a config may name only where the program allows it too, and why, by their paths."""
+"""Paths of registered components that a config may name only if the program allows them too, with the reason."""
 
-_SHOWN = 200  # characters of a refused name, so that a message stays on one screen
+_SHOWN = 200  # characters of a rejected name in a message
 
 
 @dataclass(frozen=True)
 class AllowedTarget:
-    """A class or function that is not registered, but that this one call's config may name by its path."""
+    """An unregistered class or function that the config of one call may name by its path."""
 
     path: str
     component: Callable[..., Any] | None = None
 
     def load(self) -> Callable[..., Any]:
-        """Import it, unless the program gave it."""
+        """Return the component; import it unless the program passed it."""
         try:
             found = self.component or pkgutil.resolve_name(self.path)
             if not callable(found):
@@ -43,34 +43,34 @@ class AllowedTarget:
         except (Exception, SystemExit) as cause:
             raise RegistryError(
                 f"{self.path} is allowed by the program, but cannot be loaded.\n{type(cause).__name__}: {cause}\n"
-                "Correct the path in allow=..., or repair the package it is in."
+                "Correct the path in allow=..., or reinstall its package."
             ) from cause
         return found
 
 
 class TargetAllowList:
-    """What the config of one call of ``stagereg.instantiate`` may name.
+    """The targets that the config of one call of ``stagereg.instantiate`` may name.
 
     Args:
-        allow: beside the registry's components, dotted paths in full (``"package.module.Name"``), and classes and
-            functions themselves, each for the path of its definition and for its names in modules that are imported
-            already; and ``"kind/name"`` of those in :data:`RESTRICTED`.
+        allow: targets in addition to the registry's components: full dotted paths (``"package.module.Name"``); classes
+            and functions, each under the path of its definition and its names in imported modules; and
+            ``"kind/name"`` of components in :data:`RESTRICTED`.
 
     Raises:
-        UnknownNameError: there is no component of that name.
-        ConfigError: ``allow`` is a config or part of one, or has something else in it, such as a pattern.
+        UnknownNameError: No component has that name.
+        ConfigError: ``allow`` is a config or part of a config, or has an item of another type, such as a pattern.
     """
 
     def __init__(self, allow: Collection[str | Callable[..., Any]] = ()) -> None:
         if isinstance(allow, (str, Mapping)) or OmegaConf.is_config(allow) or not isinstance(allow, Collection):
             raise ConfigError(
-                f"allow={allow!r:.{_SHOWN}} is no collection of targets.\n"
-                'Name them in code, never from a config: allow=("package.module.Name", a_function).'
+                f"allow={allow!r:.{_SHOWN}} is not a collection of targets.\n"
+                'List the targets in code, never from a config: allow=("package.module.Name", a_function).'
             )
         self._allowed = {target.path: target for target in map(_allowed, allow)}
 
     def find(self, target: Any, where: str) -> Entry | AllowedTarget:
-        """Return what a ``_target_``, a path or an object, names; imports nothing. ``where`` is its key."""
+        """Return the entry of a ``_target_``, a path or an object. Imports nothing. ``where`` is its key."""
         path = _text(target)
         found = registry.find_target(path) or self._allowed.get(path) or self._given_as(path)
         if found is None:
@@ -78,22 +78,22 @@ class TargetAllowList:
             raise TargetNotAllowedError(
                 f"{where} names the _target_ {path!r:.{_SHOWN}}, which is not registered: nothing was imported or "
                 f"called.{nearest(path[:_SHOWN], known)}\n"
-                "If it is yours, put @stagereg.register(kind, name) on it and import its module first; "
-                "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
+                "If it is your component, decorate it with @stagereg.register(kind, name) and import its module first. "
+                "Otherwise allow it in the program: stagereg.instantiate(..., allow=(...))."
             )
         if isinstance(found, Entry) and path in RESTRICTED and path not in self._allowed:
             name = f"{found.kind}/{found.name}"
             raise TargetNotAllowedError(
-                f"{where} names {name}, which {RESTRICTED[path]}: a config may do so only where the program allows it, "
-                f'by stagereg.instantiate(..., allow=["{name}"]).'
+                f"{where} names {name}, which {RESTRICTED[path]}. The program must allow it: "
+                f'stagereg.instantiate(..., allow=["{name}"]).'
             )
         return found
 
     def _given_as(self, path: str) -> Entry | AllowedTarget | None:
-        """Return the class or function that the program gave and that ``path`` names in a module already imported."""
+        """Return the class or function that the program passed and that ``path`` names in an imported module."""
         module, _, name = path.rpartition(".")
         imported = sys.modules.get(module)
-        # Not by an attribute, which a module may import something for.
+        # Attribute access could make the module import something.
         component = object.__getattribute__(imported, "__dict__").get(name) if imported is not None else None
         same = (each for each in self._allowed.values() if component is not None and each.component is component)
         found = next(same, None)
@@ -109,13 +109,13 @@ def _allowed(item: Any) -> AllowedTarget:
     if callable(item) and hasattr(item, "__qualname__"):
         return AllowedTarget(_text(item), item)
     raise ConfigError(
-        f"allow has {item!r:.{_SHOWN}}: it takes classes, functions and dotted paths in full, "
-        '"package.module.Name", and no patterns.'
+        f"allow has {item!r:.{_SHOWN}}, but accepts only classes, functions and full dotted paths such as "
+        '"package.module.Name", without patterns.'
     )
 
 
 def _text(target: Any) -> str:
-    """The path that a target is compared by: an exact ``str``, so that no method of the target's has a say in it."""
+    """Return the path of a target for comparison: an exact ``str``, so that the target's methods cannot change it."""
     if isinstance(target, str):
         return str.__str__(target)
     if hasattr(target, "__qualname__"):

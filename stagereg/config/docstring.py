@@ -1,8 +1,8 @@
-"""What a docstring says about each parameter: the help text of the options.
+"""Parse the help text of each option from docstrings.
 
-Read are Google's style (a section ``Args:``), NumPy's (``Parameters`` underlined) and reST's fields (``:param x:``).
-For a class, its ``__init__`` and the class itself are read, then its bases in the order of inheritance, so a parameter
-that a class only passes on keeps the help of the class that explained it. A dataclass may have ``Attributes:`` instead.
+Supports Google style (a section ``Args:``), NumPy style (``Parameters`` underlined) and reST fields (``:param x:``).
+For a class, the docstrings of ``__init__``, of the class, and of its bases are parsed in this order, so an undocumented
+parameter keeps the help of a base class. A dataclass may have ``Attributes:`` instead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _STYLES = (
     (rf"{_TITLE} *\n-{{3,}} *$((?:\n(?!.+\n-{{3,}} *$).*)*)", rf"{_NAMES} *(?::.*)?$({_INDENTED})"),
     (r"\A([\s\S]*)\Z", rf"^:(?:param|parameter|arg|argument|key|keyword) +(?:[^:]* )?\*{{0,2}}(\w+) *:(.*{_INDENTED})"),
 )
-"""Google's, NumPy's and reST's: the part of a docstring that has the items; the names and the text of an item."""
+"""Google, NumPy, reST: patterns of the section of a docstring with the items, and of the names and text of an item."""
 
 
 def parameters(component: Any) -> dict[str, str]:
-    """Return what the docstrings of a class or function say about its parameters, each as one line of text."""
+    """Return the help text of each parameter of a class or function, as one line."""
     texts = [inspect.getdoc(component)]
     if isinstance(component, type):  # the nearest first; the last class is object
         own = [vars(owner) for owner in component.__mro__[:-1]]

@@ -1,10 +1,10 @@
-"""``stagereg.instantiate``: build what a config describes, if and only if all of it is registered.
+"""``stagereg.instantiate``: build the components of a config if all of them are registered or allowed.
 
-A ``_target_`` must be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it
-stands: nested, in lists, in ``_args_``, or in the arguments given at run time. Only then is anything imported. Each
-argument is checked against the component's signature (``schema``). Interpolations are resolved once, before the check
-and never after it: the plan that was checked is the plan that runs. It is no sandbox: a registered component is trusted
-with its arguments (SECURITY.md).
+Every ``_target_`` must be the component of a registry entry, or allowed by the program's code (``allow_list``): nested,
+in lists, in ``_args_``, or in the arguments passed at run time. Only then is anything imported. Each argument is
+checked against the component's signature (``schema``). Interpolations are resolved once, before the check, so the
+checked plan is the plan that runs. This is not a sandbox: a registered component is trusted with its arguments
+(SECURITY.md).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from stagereg.registry import Entry
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
-    """Build the component that ``config`` describes, and those nested in it.
+    """Build the component that ``config`` describes, and the components nested in it.
 
     Args:
-        config: a config node with a ``_target_``, or a mapping or list of such nodes; ``None`` gives ``None``.
+        config: a config node with a ``_target_``, or a mapping or list of such nodes; ``None`` returns ``None``.
         args: positional arguments for the component, which replace the config's.
-        allow: what the config may name beside the registry's components: dotted paths in full, classes, functions;
-            and ``"on_commit/command"``, which is registered and yet refused without.
-            Keys that such a target does not take are refused too, but it has no schema: values are passed as they
-            are. An argument ``allow`` of a component's own is given in its config.
-        kwargs: keyword arguments, likewise; configs among them are checked and built. What is for an option of the
-            component is checked like the config's; every other object is passed as it is, with what is in it.
+        allow: targets that the config may name in addition to the registry's components: full dotted paths, classes,
+            functions, and ``"on_commit/command"``, which is registered but must be allowed.
+            Unknown keys of such a target are rejected, but their values are passed unchecked, since an allowed target
+            has no schema. Pass a component's own argument ``allow`` in its config.
+        kwargs: keyword arguments, which replace the config's. Configs among them are checked and built. Values for
+            options of the component are checked like the config's; all other objects are passed unchanged.
 
     Returns:
-        What the component built; with ``_partial_: true`` a callable that builds it.
+        The built component; with ``_partial_: true``, a callable that builds the component.
 
     Raises:
-        TargetNotAllowedError: a ``_target_`` is neither registered nor allowed; nothing was imported or called.
-        ConfigError: a key, type, choice or missing value; the message has the key and what would be right.
-        RegistryError: a component cannot be loaded, raised an error that is none of the project's, which is the cause,
-            or built something that its kind does not allow.
+        TargetNotAllowedError: A ``_target_`` is neither registered nor allowed; nothing was imported or called.
+        ConfigError: A key, type or choice is invalid, or a value is missing; the message has the key and a valid value.
+        RegistryError: A component cannot be loaded, raised an error of another project (the cause), or built an object
+            that does not implement its kind.
     """
     allow_list = TargetAllowList(allow)
     if config is None:
@@ -57,11 +57,11 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
     tree = plain(config, path.key)
     is_node = isinstance(tree, dict) and "_target_" in (tree.keys() | kwargs.keys())
     if path.key in ("join", "checkpoint") and isinstance(tree, dict) and not is_node:
-        raise ConfigError(f"the config leaves {path.key} out; {SWITCHES[path.key]}.")
+        raise ConfigError(f"the config has no component for {path.key!r}; {SWITCHES[path.key]}.")
     keys = _registered(tree, path, allow_list)
     if args or kwargs:
         if not is_node:
-            raise ConfigError(f"{path} has no _target_, so there is nothing to pass these arguments to.")
+            raise ConfigError(f"{path} has no _target_, so no component can receive these arguments.")
         tree = _with_arguments(tree, args, kwargs)
         keys = _registered(tree, path, allow_list)
     with in_config(keys):
@@ -69,10 +69,10 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
 
 
 def check_values(config: DictConfig) -> None:
-    """Check the values that a composed config has for the components at its top, before anything is built.
+    """Check the values of the top-level components of a composed config, before any component is built.
 
-    A component may have a function ``check_options`` that takes the values which are known, by name. Not known yet is
-    what is missing or ``null``, what has an interpolation or a component in it; that is checked by :func:`instantiate`.
+    A component may have a function ``check_options`` that takes a mapping of the known values. Unknown are missing and
+    ``null`` values, interpolations and nested components; :func:`instantiate` checks these.
     """
     for key, node in cast("dict[Any, Any]", OmegaConf.to_container(config)).items():
         target = node.get("_target_") if isinstance(node, dict) else None
@@ -91,15 +91,15 @@ def check_values(config: DictConfig) -> None:
 
 
 def targets(kind: str | None = None) -> list[str]:
-    """Return the paths of all registered components, or of one kind's, as ``_target_`` has them; imports nothing.
+    """Return the paths of all registered components, or of one kind, in the form of ``_target_``. Imports nothing.
 
-    Without those that a config may name only where the program allows it, such as ``on_commit/command``.
+    Excludes components that the program must allow, such as ``on_commit/command``.
 
-    They are what a program gives Hydra 1.4 as its allow-list: ``hydra.utils.instantiate(cfg.stager,
+    A program passes the paths to Hydra 1.4 as its allow-list: ``hydra.utils.instantiate(cfg.stager,
     _execution_whitelist_=targets())``, or ``with hydra.utils.execution_whitelist(targets()):``.
 
     Raises:
-        UnknownNameError: there is no such kind.
+        UnknownNameError: The kind does not exist.
     """
     if kind is not None:
         registry.names(kind)
@@ -108,7 +108,7 @@ def targets(kind: str | None = None) -> list[str]:
 
 
 def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[str, str]:
-    """Return the key of a component of each kind in ``node``. Raises: ``TargetNotAllowedError``."""
+    """Return the key of a component of each kind in ``node``. Raises ``TargetNotAllowedError``."""
     keys: dict[str, str] = {}
     if isinstance(node, dict) and "_target_" in node:
         found = allow_list.find(node["_target_"], str(path))
@@ -120,7 +120,7 @@ def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[
 
 
 def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a node with the program's arguments: configs among them are merged into it, resolved once only."""
+    """Return a node with the program's arguments. Configs among the arguments are merged, and resolved only once."""
     configs: dict[str, Any] = {}
     for name, value in kwargs.items():
         joins = isinstance(tree.get(name), dict) and isinstance(value, (dict, DictConfig))
@@ -138,14 +138,14 @@ class _Component:
         self.function = self.signed = target.load()
         try:
             inspect.signature(self.function)
-        except ValueError:  # one written in C may have no signature: then the call itself checks
+        except ValueError:  # a function written in C may have no signature: then the call itself checks
             self.signed = lambda *args, **kwargs: None
         self.parameters = list(inspect.signature(self.signed).parameters.values())
         self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.options = schema.options(self.function) if isinstance(target, Entry) else {}
 
     def refuse_misfit(self, args: Sequence[Any], kwargs: Mapping[str, Any], path: NodePath) -> None:
-        """Refuse arguments that the component does not take, and one that is given twice."""
+        """Raise ``ConfigError`` for arguments that the component does not take, or that are given twice."""
         refuse_unknown(self.label, kwargs, self.signed)
         try:
             inspect.signature(self.signed).bind_partial(*args, **kwargs)
@@ -153,7 +153,7 @@ class _Component:
             raise ConfigError(f"{path.child('_args_')} of {self.label}: {error}.") from None
 
     def refuse_missing(self, given: Collection[str], path: NodePath) -> None:
-        """Refuse a call without what the component must have, and say where that is given."""
+        """Raise ``ConfigError`` if a required argument is missing; the message shows where to pass it."""
         for p in self.parameters:
             if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name in given:
                 continue
@@ -165,11 +165,11 @@ class _Component:
 
 @dataclass(frozen=True)
 class _Constructor:
-    """Calls a component; what a function returns is held against its kind's protocol each time."""
+    """Calls a component, and checks the object that a factory function returns against the protocol of its kind."""
 
     what: str
     entry: Entry | None
-    __wrapped__: Callable[..., Any]  # whose signature this has
+    __wrapped__: Callable[..., Any]  # the component, whose signature this callable has
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -179,7 +179,7 @@ class _Constructor:
         except Exception as error:
             raise RegistryError(
                 f"{self.what} was not built: {summarize_exception(error, __file__)}. Correct its options or its code; "
-                "HYDRA_FULL_ERROR=1 shows the whole traceback."
+                "set HYDRA_FULL_ERROR=1 for the whole traceback."
             ) from error
         return registry.checked(self.entry, self.__wrapped__, made) if self.entry else made
 
@@ -187,10 +187,10 @@ class _Constructor:
 def _plan(
     path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "", below: Any = None
 ) -> Call:
-    """Check the node of a component and everything in it; return the call that it describes.
+    """Check the node of a component and its nested nodes; return the call that the node describes.
 
-    ``hint`` is the annotation of its parameter, ``kind`` the parameter's name if it is a kind. ``below`` is the
-    parameter's default, over which Hydra merges a chosen component: keys left from it are dropped.
+    ``hint`` is the annotation of the parameter, ``kind`` its name if that is a kind. Hydra merges a chosen component
+    over ``below``, the default of the parameter; remaining keys of the default are dropped.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product
@@ -198,14 +198,14 @@ def _plan(
         raise ConfigError(f"{path} takes {with_article(needed)}, not {component.label}.")
     for key, types, what in (("_partial_", (bool,), "true or false"), ("_args_", (list, tuple), "a list")):
         if not isinstance(node.get(key, types[0]()), types):
-            raise ConfigError(f"{path.child(key)} is {node[key]!r}; it is {what}.")
+            raise ConfigError(f"{path.child(key)} must be {what}, not {node[key]!r}.")
     if node.get("_recursive_", True) is not True:
         raise ConfigError(
-            f"{path.child('_recursive_')} is {node['_recursive_']!r}, but a component gets no configs to build from. "
-            "Annotate its parameter as Callable[..., X]: then it gets what builds an X."
+            f"{path.child('_recursive_')} is {node['_recursive_']!r}, but components never receive configs. "
+            "Annotate the parameter as Callable[..., X]: then the component receives a callable that builds an X."
         )
     partial, args = node.get("_partial_", False), node.get("_args_", [])
-    # A factory is called with what no config holds, and with other components.
+    # The component calls a factory later, with runtime values and other components.
     later = {*registry.kinds(), *schema.runtime(component.function)} if component.entry and product is not None else ()
     named = dict(zip(component.positional, args, strict=False))
     takes, below = [p.name for p in component.parameters], below if isinstance(below, dict) else {}
@@ -215,7 +215,7 @@ def _plan(
         if name not in HYDRA_KEYS
         and not (is_missing(value) and (partial or name in later))
         and (name in takes or name not in below or value != below[name])
-        and not isinstance(named.get(name), Given)  # what the program gives by position replaces the config's
+        and not isinstance(named.get(name), Given)  # positional arguments of the program replace the config's
     }
     component.refuse_misfit(args, kwargs, path)
     kwargs.update(named)
@@ -235,7 +235,7 @@ def _argument(component: _Component, name: str, value: Any, path: NodePath, allo
             return value
         value = plain(value.value) if OmegaConf.is_config(value.value) else value.value
     if option and isinstance(value, dict) and isinstance(option.default, dict) and "_target_" not in value:
-        value = {**option.default, **value}  # fields of a dataclass; the default of a mapping is a DictConfig
-    kind = name if component.entry and name in registry.kinds() else ""  # also of each in a list or a mapping
+        value = {**option.default, **value}  # the fields of a dataclass (the default of a mapping is a DictConfig)
+    kind = name if component.entry and name in registry.kinds() else ""  # also applies to items of lists and mappings
     build = functools.partial(_plan, allow_list=allow_list, kind=kind, below=option and option.default)
     return schema.from_config(inner, value, hint, build)

@@ -1,4 +1,4 @@
-"""``tier=none``: no local tier. The core has it, so that a config can choose it where no extension offers tiers."""
+"""``tier=none``: no local tier. Part of the core, so that configs can select it without the extension for tiers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NoTier:
     durable = False
 
     def __str__(self) -> str:
-        """What has to be the same on all ranks."""
+        """Return the text that must be identical on all ranks."""
         return "none"
 
     def prepare(self) -> str:

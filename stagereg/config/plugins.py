@@ -1,10 +1,10 @@
 """``plugins: [my_module]``: modules that a config names, imported before its options are composed.
 
-Hydra asks every source on the search path for each config that it reads. The first source calls :func:`note`, which
+Hydra queries every source on the search path for each config that it reads. The first source calls :func:`note`, which
 reads the ``plugins`` of the configs that become part of the root: the primary config, its defaults, and configs with
-``# @package _global_``. The modules are imported when an option of a kind of the registry is looked up. Hydra goes
-through a defaults list from its end, so a chosen config is in time after the option that needs its modules.
-:func:`from_overrides` reads overrides. Configs in folders that only ``hydra.searchpath`` adds are not read.
+``# @package _global_``. The modules are imported when Hydra looks up an option of a kind of the registry. Hydra reads
+a defaults list from its end, so a config with ``plugins`` may come after the option that needs its modules.
+:func:`from_overrides` reads overrides. Configs in directories that only ``hydra.searchpath`` adds are not read.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, nearest
 
 _KEY = "plugins"
-NAMED = "One of your own is found when the config names its module, plugins: [my_module]."
-"""What to do where a component is not found."""
+NAMED = "To use a component of your own, name its module in the config: plugins: [my_module]."
+"""Advice for a component that is not found."""
 _READABLE = ("file", "pkg", "structured")
-"""Schemes of the sources that are asked for configs: Hydra's own, which have no side effects and need no network."""
+"""Schemes of the sources that are read for plugins: Hydra's own, without side effects and without network access."""
 
 noted: dict[str, Any] = {}
-"""What the configs of an app name, by path. Global, as Hydra makes the sources of its search path without arguments."""
+"""The ``plugins`` of an app's configs, by config path. Global, since Hydra constructs its sources without arguments."""
 
 
 class PluginError(ConfigError, ConfigCompositionException):
-    """A config names as a plugin what cannot be imported, or what is no module."""
+    """A plugin that a config names cannot be imported, or is not a module name."""
 
 
 def note(config_path: str) -> None:
-    """Read what the config at ``config_path``, if it is there, names; Hydra reports what is wrong with it."""
+    """Read the plugins of the config at ``config_path``, if it exists. Hydra reports errors in the config."""
     with contextlib.suppress(Exception):
         _note(config_path)
 
 
 def import_noted() -> None:
-    """Import what was noted. Raises: ``PluginError`` if one of it cannot be imported, or is no module."""
+    """Import the plugins that :func:`note` has read. Raises ``PluginError`` if a plugin cannot be imported."""
     for config_path in list(noted):
         _import_all(noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")
 
@@ -58,23 +58,23 @@ def _note(config_path: str) -> None:
     read = source.load_config(config_path)
     group = config_path.strip("/").rpartition("/")[0]
     package = (read.header or {}).get("package")
-    # Without a header, the keys of a config in a group become those of a part of the config.
+    # Without a header, Hydra merges a config of a group under the key of the group.
     is_root = package in ("_global_", "") if package is not None else not group
     if is_root and isinstance(read.config, DictConfig):
         noted[config_path] = _named(read.config)
         for below in read.config.get("defaults") or ():
-            if isinstance(below, str) and "@" not in below and below != "_self_":  # nothing can replace it
+            if isinstance(below, str) and "@" not in below and below != "_self_":  # overrides cannot replace this entry
                 _note(below.lstrip("/") if below.startswith("/") else f"{group}/{below}".lstrip("/"))
 
 
 def from_overrides(overrides: Iterable[str]) -> None:
-    """Import the modules that ``plugins=[...]`` of a command line names; for all jobs where it is swept over."""
+    """Import the modules that ``plugins=[...]`` on a command line names; for a sweep over it, those of all jobs."""
     for given in overrides:
         if given.lstrip("+").partition("=")[0] != _KEY:
             continue
         try:
             override = OverridesParser.create().parse_override(given)
-        except HydraException:  # Hydra is going to report it
+        except HydraException:  # Hydra reports it later
             continue
         swept = override.is_sweep_override()
         for value in override.sweep_iterator(lambda item: item) if swept else [override.value()]:
@@ -82,12 +82,12 @@ def from_overrides(overrides: Iterable[str]) -> None:
 
 
 def from_config(config: Any, where: str = "The config") -> None:
-    """Import the modules that ``plugins`` of a composed config, or of ``where``, names."""
+    """Import the modules that ``plugins`` in a composed config names; ``where`` names the config in messages."""
     _import_all(_named(config), where)
 
 
 def _named(config: Any) -> Any:
-    """The value of the key, in plain lists and strings, or the reason why it has none; ``None`` without the key."""
+    """Return the value of ``plugins`` as plain lists and strings, or why it cannot be resolved; ``None`` without it."""
     try:
         value = OmegaConf.select(config, _KEY)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -96,12 +96,12 @@ def _named(config: Any) -> Any:
 
 
 def _import_all(value: Any, where: str) -> None:
-    if value is None or isinstance(value, Mapping):  # a group of the app's own
+    if value is None or isinstance(value, Mapping):  # the app has its own config group ``plugins``
         return
     if not isinstance(value, (list, tuple)):
-        raise PluginError(f"{where} has {_KEY}={value}; it is a list of modules: {_KEY}=[my_module]")
+        raise PluginError(f"{where} has {_KEY}={value}, but {_KEY} must be a list of modules: {_KEY}=[my_module]")
     for item in value:
-        module = str(getattr(item, "text", item))  # of an override, a quoted string
+        module = str(getattr(item, "text", item))  # a quoted string in an override has a text
         try:
             registry.imported(module)
         except RegistryError as error:
@@ -109,5 +109,5 @@ def _import_all(value: Any, where: str) -> None:
             if not (isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module):
                 raise PluginError(f"{message}\n{error}") from error
             near = nearest(module, {found.name for found in pkgutil.iter_modules()} - sys.stdlib_module_names)
-            places = "Modules are looked for beside the script, on PYTHONPATH, and among the installed ones."
+            places = "Python searches the directory of the script, PYTHONPATH, and installed packages."
             raise PluginError(f"{message}{near} {places}") from None

@@ -1,8 +1,8 @@
-"""The config of ``stagereg.instantiate`` as plain Python: what is resolved once, checked, and then built from.
+"""The config of ``stagereg.instantiate`` as plain Python values, which are resolved once, checked, and then built.
 
-OmegaConf's containers resolve an interpolation each time they are read, so a check of one says nothing about the next
-reading. Here a config becomes dicts and lists with everything resolved, once; :class:`NodePath` keeps where each node
-was in the original, for messages, and :class:`Call` is what a checked node turns into.
+OmegaConf's containers resolve an interpolation at each access, so a checked value could differ at the next access. Here
+a config is resolved once into dicts and lists. :class:`NodePath` holds the place of each node in the original for
+messages, and a checked node becomes a :class:`Call`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
 
-_NOTHING_SAVED = "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"
+_NOTHING_SAVED = "checkpoints need a stager and a storage; to train without checkpoints, write checkpoint.enable=false"
 SWITCHES = {
-    "join": "to train without a join write join.enable=false: the join then does nothing",
-    "checkpoint": "to save nothing write checkpoint.enable=false: the checkpointer then does nothing",
+    "join": "to train without a join, write join.enable=false",
+    "checkpoint": "to train without checkpoints, write checkpoint.enable=false",
     "stager": _NOTHING_SAVED,
     "storage": _NOTHING_SAVED,
 }
-"""What to write in place of leaving out a group that programs build."""
+"""Advice for a config without one of the groups that programs build."""
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
 class NodePath:
-    """Where a node of the config is, so that an error can name the override that corrects it."""
+    """The place of a node in the config, so that an error can name the override that corrects the node."""
 
-    key: str  # the full key; that of the original where the node only refers to it (`${stager}`)
+    key: str  # the full key; for a reference such as `${stager}`, the key of the original
     raw: Any = None  # the node before interpolations were resolved
 
     @classmethod
@@ -62,7 +62,7 @@ class NodePath:
 
 @dataclass(frozen=True)
 class Call:
-    """One checked call that is still to be made, or if ``partial`` a callable that makes it; may hold further calls."""
+    """A checked call that has not been made; with ``partial``, a callable that makes it. Arguments may be calls too."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -72,13 +72,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Given:
-    """An object of the program's, which the component gets as it is."""
+    """An object that the program passes to the component unchanged."""
 
     value: Any
 
 
 def built(plan: Any) -> Any:
-    """Return ``plan`` with the result of each call in the place of the call."""
+    """Return ``plan`` with each call replaced by its result."""
     if isinstance(plan, Given):
         return plan.value
     if isinstance(plan, Call):
@@ -90,7 +90,7 @@ def built(plan: Any) -> Any:
 
 
 def plain(config: Any, where: str = "") -> Any:
-    """Return a copy of a config as dicts and lists, its interpolations resolved; objects in it stay the same."""
+    """Return a copy of a config as dicts and lists, with interpolations resolved; objects are not copied."""
     try:
         if isinstance(config, (dict, list, tuple)):
             config = OmegaConf.create(config, flags={"allow_objects": True})
@@ -103,20 +103,20 @@ def plain(config: Any, where: str = "") -> Any:
         missing = re.search(r"Interpolation key '(\w+)' not found", str(error))
         hint = f". {SWITCHES[missing[1]]}" if missing and missing[1] in SWITCHES else ""
         if "HydraConfig was not set" in str(error):
-            hint = f". Only a job of Hydra has an output directory: compose(..., overrides=['{error.full_key}=PATH'])"
+            hint = f". Only Hydra jobs have an output directory: compose(..., overrides=['{error.full_key}=PATH'])"
         raise ConfigError(f"{where or 'The config'} cannot be resolved: {str(error).splitlines()[0]}{hint}") from error
     except RecursionError:
-        raise ConfigError(f"{where or 'The config'} is nested too deeply to be looked through.") from None
+        raise ConfigError(f"{where or 'The config'} is nested too deeply.") from None
 
 
 def merged(tree: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` with ``more`` in it, mapping by mapping; what is no mapping is replaced."""
+    """Return ``tree`` with ``more`` merged into it recursively; values that are not mappings are replaced."""
     deeper = {k: merged(tree[k], v) for k, v in more.items() if isinstance(v, dict) and isinstance(tree.get(k), dict)}
     return {**tree, **more, **deeper}
 
 
 def describes(value: Any) -> bool:
-    """Whether a runtime argument is or holds the config of a component, rather than being an object to pass on."""
+    """Return whether a runtime argument is, or contains, the config of a component."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, dict):
@@ -125,5 +125,5 @@ def describes(value: Any) -> bool:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether it is OmegaConf's ``???``, a value that is still to be given."""
+    """Return whether a value is OmegaConf's ``???``, a missing value."""
     return isinstance(value, str) and value == MISSING

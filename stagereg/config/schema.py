@@ -1,14 +1,14 @@
-"""The typed config of a component, made from its signature, and what the component gets for what a config holds.
+"""The typed config of a component, generated from its signature, and the conversion of config values to arguments.
 
-Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default. What a
-config cannot hold (process groups, modules, tensors) is *runtime only*: passed to ``stagereg.instantiate`` by the
-program. A parameter named like a kind of the registry takes a component of that kind, so its field holds any config; by
-its annotation too, where it has a default. So does one annotated ``Callable[..., X]``, and a mapping or list of those:
-it gets callables that build what is described.
+Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default. Process
+groups, modules, tensors and the like are *runtime only*: the program passes them to ``stagereg.instantiate``. A
+parameter named like a kind of the registry takes a component of that kind, so its field holds any config; if it has a
+default, also values of its annotation. A parameter annotated ``Callable[..., X]``, or a mapping or list of these,
+receives callables that build the described objects.
 
 OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
-``list[X]`` of those; every other field is untyped. What :func:`to_config` makes of a value, :func:`from_config` checks
-and makes an equal one, also after a way through YAML.
+``list[X]`` of these types; every other field is untyped. :func:`from_config` converts the result of :func:`to_config`
+to an equal value, also after a YAML round trip.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _SEQUENCES = (list, tuple, Sequence)
 _MAPPINGS = (dict, Mapping)
 
 _PRODUCTS = {"AsyncStager": "stager", "JoinHook": "join_hook", "Joinable": "joinable"}
-"""Kinds by the name of the class in ``Callable[..., JoinHook]``, which torch's class and ours share."""
+"""Kinds by the class name in ``Callable[..., JoinHook]``; torch's class and the project's class share the name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
     """A parameter of a component that a config can hold."""
 
-    name: str  # of the parameter
+    name: str  # name of the parameter
     hint: Any  # its annotation, resolved, `| None` added if the default is `None`; `typing.Any` for a component
-    type: Any  # the annotation of the config field; `typing.Any` where OmegaConf checks nothing
+    type: Any  # the annotation of the config field; `typing.Any` if OmegaConf does not check it
     default: Any  # the signature's default as the config shows it, or `omegaconf.MISSING`
-    help: str  # what the component's docstring says about it, one line; empty where it says nothing
+    help: str  # help text from the component's docstring, one line; may be empty
 
 
 @functools.cache
@@ -60,13 +60,13 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
         nested = name in registry.kinds() and default in (MISSING, None)
         hint = Any if nested else hint
         if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
-            continue  # where neither annotation nor default says what a config has to hold, the program passes it
+            continue  # neither annotation nor default defines a config value, so the program passes it
         shown = _own_hook(component) if default is None and factory_of(hint) == "join_hook" else None
         option = Option(name, hint, _config_type(hint), shown or to_config(default), help_.get(name, ""))
         try:
             OmegaConf.structured(dataclasses.make_dataclass("probe", [_field(option)]))
             found[name] = option
-        except (OmegaConfBaseException, TypeError, ValueError) as error:  # OmegaConf cannot hold the default
+        except (OmegaConfBaseException, TypeError, ValueError) as error:  # OmegaConf rejects the default
             if isinstance(default, (str, int, float)) and value_type(hint) is not None:
                 who = getattr(component, "__qualname__", component)
                 raise ConfigError(
@@ -76,34 +76,34 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _own_hook(component: Callable[..., Any]) -> dict[str, Any] | None:
-    """Return the config of a joinable's default hook, if that is registered and has options, all with defaults."""
+    """Return the config of a joinable's default hook if it is registered and has options, all with defaults."""
     own: Any = getattr(component, "own_hook", None)
     entry = registry.find_target(f"{own.__module__}.{own.__qualname__}") if isinstance(own, type) else None
     defaults = {} if entry is None else {name: option.default for name, option in options(own).items()}
     if entry is None or not defaults or MISSING in defaults.values():
         return None
-    # Hydra's own instantiate makes nothing of it, as the joinable does that.
+    # Partial, since the joinable constructs the hook.
     return {"_target_": entry.path, "_partial_": True, **defaults}
 
 
 def runtime(component: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that only the program can pass, in their order."""
+    """Return the names of the parameters that only the program can pass, in order."""
     others = [p for p in inspect.signature(component).parameters.values() if p.name not in options(component)]
     return [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def schema(entry: Entry) -> type:
-    """Return the dataclass of a component's config, always the same one; imports the component."""
+    """Return the dataclass of a component's config, the same object for each call. Imports the component."""
     if "<locals>" in entry.path:
         raise ConfigError(
-            f"{entry.kind}/{entry.name} is defined inside a function ({entry.target}), where a config cannot name it.\n"
+            f"{entry.kind}/{entry.name} is defined inside a function ({entry.target}), so a config cannot name it.\n"
             "Move it to the top level of a module."
         )
     return _schema(entry.kind, entry.name, entry.path, entry.load())
 
 
 def __getattr__(name: str) -> type:
-    """Find a generated class by its name, ``"kind/name"``: pickle looks for it here."""
+    """Return a generated class by its name, ``"kind/name"``, for pickle."""
     kind, _, component = name.partition("/")
     try:
         return schema(registry.find(kind, component))
@@ -129,11 +129,11 @@ def _field(option: Option) -> tuple[str, Any, Any]:
 
 
 def to_config(value: Any) -> Any:
-    """Return a value as a config shows it: texts for objects, lists for tuples, fields by name for dataclasses."""
+    """Return a value in the form of a config: texts for objects, lists for tuples, mappings for dataclasses."""
     if isinstance(value, (list, tuple)):
         return [to_config(item) for item in value]
     if isinstance(value, dict):
-        # Hydra lets a command line add no key to a config; a mapping has whatever keys it is given.
+        # Without this flag, Hydra would reject new keys of a mapping on the command line.
         shown = {to_config(key): to_config(item) for key, item in value.items()}
         return OmegaConf.create(shown, flags={"struct": False, "allow_objects": True})
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
@@ -147,7 +147,7 @@ def to_config(value: Any) -> Any:
 
 
 def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each named parameter's annotation, ``None`` where it cannot be resolved, and default, or ``MISSING``."""
+    """Return each named parameter's annotation (``None`` if it cannot be resolved) and default (or ``MISSING``)."""
     found = {}
     own: dict[str, Any] = getattr(component, "__dataclass_fields__", {})
     for name, parameter in inspect.signature(component).parameters.items():
@@ -157,7 +157,7 @@ def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
         if name in own and own[name].default_factory is not dataclasses.MISSING:
             default = own[name].default_factory()
         holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
-        try:  # one at a time: one that cannot be resolved must not spoil the others
+        try:  # resolved one at a time, since one failure must not affect the others
             hint = typing.get_type_hints(holder, globalns=_scope(component, name))[name]
         except Exception:
             hint = None
@@ -177,7 +177,7 @@ def _scope(component: Any, name: str) -> dict[str, Any]:
 
 
 def _config_type(hint: Any) -> Any:
-    """The type by which OmegaConf checks an option while a config is composed; ``Any`` where it checks nothing."""
+    """Return the type that OmegaConf checks while a config is composed; ``Any`` for no check."""
     inner = [a for a in typing.get_args(hint) if a is not type(None)]
     is_outer = _is_union(hint) or typing.get_origin(hint) is list
     known = value_type(inner[0] if is_outer and len(inner) == 1 else hint)
@@ -185,7 +185,7 @@ def _config_type(hint: Any) -> Any:
 
 
 def _can_hold(hint: Any, anything: bool) -> bool:
-    """Whether a config can hold some value of the type ``hint``; ``anything``: of ``Any`` too."""
+    """Return whether a config can hold a value of type ``hint``; ``anything`` is the answer for ``Any``."""
     plain, arguments = _parts(hint)
     inner = [a for a in arguments if a not in (Ellipsis, type(None))]
     if _is_union(hint):
@@ -197,13 +197,13 @@ def _can_hold(hint: Any, anything: bool) -> bool:
 
 
 def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]) -> Any:
-    """Return what a component gets for ``value``; a dataclass is a :class:`Call` that is still to be made.
+    """Return the argument of a component for ``value``; a dataclass becomes a :class:`Call`.
 
     Args:
-        path: where the value is in the config, for messages.
-        value: as the config holds it, or an object of the program.
-        hint: the annotation of the parameter that it is for.
-        build: returns what takes the place of a node with a ``_target_``, by its path, the node and the annotation.
+        path: the place of the value in the config, for messages.
+        value: the value in the config, or an object of the program.
+        hint: the annotation of the parameter.
+        build: returns the replacement of a node with a ``_target_``, for its path, the node and the annotation.
     """
     inner = functools.partial(from_config, build=build)
     plain, arguments = _parts(hint)
@@ -231,17 +231,17 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
 
 
 def factory_of(hint: Any) -> str | None:
-    """Return the kind of what the factory of an annotation makes, empty for any; ``None`` where it asks for none."""
+    """Return the kind that a factory annotation builds, empty for any kind; ``None`` if it is not a factory."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
     products = [typing.get_args(member)[1] for member in members if _is_factory(member)]
     return _PRODUCTS.get(getattr(products[0], "__name__", ""), "") if products else None
 
 
 def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
-    """What a union gets: from the first member that takes ``value``; ``str``, which takes most, is the last."""
+    """Convert ``value`` to the first member of a union that accepts it; ``str``, which accepts most, is the last."""
     refusals = []
     given = [member for member in members if member is not type(None) or value is None]
-    # A protocol is for objects of the program: of a text, it has nothing to say.
+    # A protocol describes objects of the program and cannot convert a text.
     found = [each for each in given if not getattr(each, "_is_protocol", False) or not _misfit(value, each)] or given
     for member in sorted(found, key=lambda m: (_parts(m)[0] is not Literal, bool(_misfit(value, m)), m is str)):
         try:
@@ -249,7 +249,7 @@ def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inne
         except ConfigError as refusal:
             refusals.append(str(refusal))
     others = [each.removeprefix(f"{path}: {value!r} is not ") for each in refusals[1:]]
-    raise ConfigError((", or " if "It is one of: " in refusals[0] else "\nOr: ").join([refusals[0], *others]))
+    raise ConfigError((", or " if "It must be one of: " in refusals[0] else "\nOr: ").join([refusals[0], *others]))
 
 
 def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Callable[..., Any]) -> Call:
@@ -265,20 +265,20 @@ def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Call
 def _sequence(path: NodePath, value: Any, plain: Any, arguments: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
     fixed = plain is tuple and arguments and Ellipsis not in arguments
     if fixed and len(value) != len(arguments):
-        raise ConfigError(f"{path} has {len(value)} items, where {len(arguments)} are needed: {list(value)!r}")
+        raise ConfigError(f"{path} must have {len(arguments)} items, not {len(value)}: {list(value)!r}")
     hints = arguments if fixed else [*arguments[:1], Any][:1] * len(value)
     items = [inner(path.child(i), each, hint) for i, (each, hint) in enumerate(zip(value, hints, strict=True))]
     return tuple(items) if plain is tuple else items
 
 
 def _misfit(value: Any, hint: Any) -> str:
-    """What ``hint`` asks for, where ``value`` does not even have the shape of that; empty where it has."""
+    """Return the end of an error message if ``value`` has the wrong shape for ``hint``; otherwise empty."""
     plain, arguments = _parts(hint)
     known, classes, what = value_type(hint), plain, f"a {getattr(plain, '__name__', plain)}"
     if plain is Literal:
         is_one = any(value == choice and isinstance(value, type(choice)) for choice in arguments)
         near = nearest(str(value), map(str, arguments))
-        return "" if is_one else f".{near} It is one of: {', '.join(map(repr, arguments))}"
+        return "" if is_one else f".{near} It must be one of: {', '.join(map(repr, arguments))}"
     if _is_factory(hint):
         kind = factory_of(hint) or "component"
         what = f"the config of a {kind} (+{kind}@KEY=NAME, without + if one is chosen; for none ~{kind}@KEY)"
@@ -292,7 +292,7 @@ def _misfit(value: Any, hint: Any) -> str:
         fits = plain is Any or isinstance(value, (int, float) if plain is float else classes)
     except TypeError:  # an annotation that isinstance does not know: a protocol, a name that was not resolved
         fits = True
-    return "" if fits else f", where {what} is needed."
+    return "" if fits else f", but must be {what}."
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -308,5 +308,5 @@ def _is_dataclass(hint: Any) -> bool:
 
 
 def _is_factory(hint: Any) -> bool:
-    """Whether it is ``Callable[..., X]``; with its arguments spelt out, a function of the program's is meant."""
+    """Return whether a type is ``Callable[..., X]``; with listed arguments, it means a function of the program."""
     return typing.get_origin(hint) is Callable and typing.get_args(hint)[0] is Ellipsis

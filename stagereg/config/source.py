@@ -1,8 +1,8 @@
 """Registered components as Hydra options: the config source ``stagereg://``, and its place on the search path.
 
 Each kind of the registry is a config group, each name an option: ``stager=pinned_cached``. Listing and TAB completion
-read names only; choosing an option imports that component and makes its typed config (``schema``). Presets are YAML
-files in ``pkg://stagereg.conf``. Errors raised here are Hydra's composition errors too, which Hydra prints as a
+only read names. Selecting an option imports its component and generates its typed config (``schema``). Presets are YAML
+files in ``pkg://stagereg.conf``. Errors of this module are also Hydra composition errors, so Hydra prints only their
 message.
 """
 
@@ -28,14 +28,14 @@ from stagereg.errors import RegistryError, StageregError, UnknownNameError
 
 
 class OptionError(RegistryError, ConfigCompositionException):
-    """A chosen option is not there, or cannot be loaded: its package is broken, or its signature has no config."""
+    """A selected option does not exist or cannot be loaded: the import fails, or its signature has no config."""
 
 
 class RegistrySource(ConfigSource):
-    """Serve the components of the registry as Hydra configs, under the scheme ``stagereg://``.
+    """Serves the components of the registry as Hydra configs, under the scheme ``stagereg://``.
 
-    At the head of the search path, as ``stagereg://plugins``, it has no config: there Hydra asks it for each one that
-    it is about to read, so it notes the plugins of that.
+    A second instance at the head of the search path, ``stagereg://plugins``, has no configs: Hydra queries it for each
+    config that it is about to read, and the instance reads the ``plugins`` of that config.
     """
 
     _refusal: RegistryError | None = None
@@ -71,11 +71,11 @@ class RegistrySource(ConfigSource):
             return []
         if not kind:
             return registry.kinds()
-        with contextlib.suppress(plugins.PluginError):  # raised when an option is chosen: a listing goes on without
+        with contextlib.suppress(plugins.PluginError):  # raised when an option is selected; a listing ignores it
             plugins.import_noted()
-        # Within one composition, Hydra lists a group only after a name in it was found in no source, to report that.
+        # Within one composition, Hydra lists a group only to report that no source has a name in it.
         refusal, self._refusal = self._refusal, None
-        # Where no name is near, Hydra's list of all sources helps more.
+        # If no name is similar, Hydra's list of all sources is more helpful.
         if refusal is not None and (type(refusal) is not UnknownNameError or "Did you mean" in str(refusal)):
             raise OptionError(f"{refusal}\n{plugins.NAMED}" if type(refusal) is UnknownNameError else str(refusal))
         return registry.names(kind)
@@ -92,7 +92,7 @@ class RegistrySource(ConfigSource):
         return {**self.__dict__, "modules": [module for module in modules if module != "__main__"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A launcher's worker: what follows in the same pickle may be the config of a component of one of these.
+        # In a launcher's worker, the same pickle may contain configs of components in these modules.
         for module in state.pop("modules"):
             with contextlib.suppress(RegistryError):
                 registry.imported(module)
@@ -100,14 +100,14 @@ class RegistrySource(ConfigSource):
 
 
 class RegistrySearchPath(SearchPathPlugin):
-    """Append the registry and the shipped YAML files to every app's search path, behind the app's own."""
+    """Appends the registry and the project's YAML files to every app's search path, after the app's own entries."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        plugins.noted.clear()  # of the app that was set up before
+        plugins.noted.clear()  # entries of an app that was set up before
         search_path.prepend("stagereg", "stagereg://plugins")
-        # A checkout that is not installed has the files beside the package.
-        beside = f"file://{Path(__file__).parents[2] / 'conf'}"
-        search_path.append("stagereg", "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else beside)
+        # A checkout that is not installed has the files next to the package.
+        checkout = f"file://{Path(__file__).parents[2] / 'conf'}"
+        search_path.append("stagereg", "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else checkout)
         search_path.append("stagereg", "stagereg://")
 
 
@@ -117,6 +117,6 @@ def _split(config_path: str) -> tuple[str, str]:
 
 
 def _kind(config_path: str) -> str:
-    """The kind of a group; TAB completion asks for one with its package, ``joinable@join.joinables.model``."""
+    """Return the kind of a group. TAB completion queries groups with a package, ``joinable@join.joinables.model``."""
     group = config_path.partition("@")[0]
-    return "keep" if group == "checkpoint/keep" else group  # beside the presets, which are files
+    return "keep" if group == "checkpoint/keep" else group  # the group also has presets, which are files

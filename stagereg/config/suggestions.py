@@ -1,8 +1,8 @@
-"""What to write instead, where a config or a command line names a key or an option that is not there.
+"""Suggest valid names if a config or a command line names a key or an option that does not exist.
 
-Hydra and OmegaConf report such a name without the names near it, and Hydra's advice to append it with ``+`` only moves
-the error. This reads the names there are off the error itself, so it holds for typed components, for the keys of an
-app's own config and for its config groups alike. For ``GROUP=null`` it says how a group is left out.
+Hydra and OmegaConf report such a name without similar names, and Hydra's advice to append it with ``+`` only moves the
+error. This module takes the valid names from the error itself, so it covers typed components, the keys of an app's own
+config, and its config groups. For ``GROUP=null``, the message shows how to omit a group.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NOT_A_DEFAULT = re.compile(
     r"To append to your default list use (\+\S+)"
 )
 _CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
-"""How an option of a kind is chosen, where that is not by the name of the kind alone."""
+"""Overrides that select an option of a kind, for kinds whose name alone does not select it."""
 
 
 def explain(error: BaseException | None) -> str:
-    """Return a line with the nearest name and all there are; empty where error and causes are about something else."""
+    """Return a line with the nearest name and all valid names; empty if the error has another reason."""
     line, composing = "", str(error).startswith("In '")
     while error is not None and not line:
         if isinstance(error, OmegaConfBaseException):
@@ -49,32 +49,32 @@ def explain(error: BaseException | None) -> str:
         elif found := re.match(
             r"Multiple values for ([\w@.]+)\. To override a value use 'override \1: (.*)'", str(error)
         ):
-            line = f"{found[1]} is chosen already. Write {found[1]}={found[2]}, without +"
+            line = f"{found[1]} is already selected. Write {found[1]}={found[2]}, without +"
         elif found := _NOT_A_DEFAULT.match(str(error)):
             near = f" Did you mean {found[2]}?" if found[2] else ""
-            line = f"no default of the config is {found[1]}, so nothing is replaced.{near} To add it write {found[3]}"
+            line = f"the defaults of the config do not contain {found[1]}, so it cannot be replaced.{near}"
+            line = f"{line} To add it, write {found[3]}"
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
-            line = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
-            off = [hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv]
-            line = off[0] if off else line
+            line = "a config group takes the name of an option. For no option, write ~GROUP instead of GROUP=null"
+            line = next((hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv), line)
         error = error.__cause__ or error.__context__
     return line
 
 
 def refuse_unused(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Refuse what would have no effect: ``+joinable=NAME``, which no join looks for, and a misspelt ``defaults:``."""
+    """Raise ``ConfigError`` for keys without effect: ``+joinable=NAME`` at the top level, or a typo in ``defaults``."""
     for override in overrides:
         kind, _, name = override.removeprefix("+").partition("=")
         if override.startswith("+") and kind in _CHOSEN:
             raise ConfigError(
-                f"{override} has no effect: no join looks for a {kind} at the top of the config. Write "
+                f"{override} has no effect: no join reads a {kind} at the top level of the config. Write "
                 f"{_CHOSEN[kind]}={name}, where NAME is the joinable's, as in stagereg.instantiate(cfg.join, NAME=...)."
             )
     tree: Any = OmegaConf.to_container(config)
     for key, value in tree.items():
         listed = set(map(str, value)) if isinstance(value, list) else set()
         if listed & {"_self_", "stagereg"} and (near := nearest(str(key), ["defaults"])):
-            raise ConfigError(f"the config has a list {key!r}, and nothing composes it.{near}")
+            raise ConfigError(f"the config has a list {key!r}, but Hydra does not compose it.{near}")
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:
@@ -85,11 +85,11 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     nested: Any = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
     if nested is not None and error.key in options(nested):
         whole, first = parent._get_full_key(None), next(iter(options(nested)))
-        return f"{whole} is given as a whole already. Write its parts: {error.full_key}=... beside {whole}.{first}=..."
+        return f"{whole} is already set as a whole. Set fields instead: {error.full_key}=... and {whole}.{first}=..."
     if (kind := factory_of(hint)) is not None:
         return _unknown_in_factory(parent, kind or "component", error)
     if hint is not Any and nested is None:
-        return f"{parent._get_full_key(None)} takes any key, with a +: +{error.full_key}=..."
+        return f"{parent._get_full_key(None)} takes any key. To add a key, write +{error.full_key}=..."
     typed = (isinstance(owner, type) and dataclasses.is_dataclass(owner)) or hint is not Any
     what = owner.__name__ if dataclasses.is_dataclass(owner) else parent._get_full_key(None) or "the config"
     takes = [str(key) for key in parent if not str(key).startswith("_") and (what, key) != ("the config", "hydra")]
@@ -100,35 +100,35 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseException) -> str:
-    """Return a line on a key of the component that makes a hook or another part: it is not chosen, or lacks the key."""
+    """Return a line on an unknown key of a nested component, such as a hook, or on a component that is not selected."""
     where = parent._get_full_key(None)
     entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
     if entry is None:
         named = f"+{kind}@{where}=NAME {error.full_key}={_given(error)}"
-        return f"{where} has no options before a {kind} is chosen. Write {named}, with one of: {_names(kind)}"
+        return f"{where} has no options before a {kind} is selected. Write {named}, with one of: {_names(kind)}"
     takes = list(options(entry.load()))
     near = nearest(str(error.key), takes)
     return f"{entry.kind}/{entry.name} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}"
 
 
 def _names(kind: str) -> str:
-    return ", ".join(registry.names(kind)) if kind in registry.kinds() else "what you have registered"
+    return ", ".join(registry.names(kind)) if kind in registry.kinds() else "your registered components"
 
 
 def _missing_fields(error: OmegaConfBaseException) -> str:
-    """Return the fields of stagereg that the app's dataclass lacks, if it comes before stagereg in the defaults."""
+    """Return the fields of stagereg that the app's dataclass lacks, if it precedes stagereg in the defaults list."""
     root, owner = error.parent_node, getattr(error.object_type, "__name__", "")
     if root is None or error.key != error.full_key or not dataclasses.is_dataclass(error.object_type):
         return ""
     lacking = [f"{key}: Any = MISSING" for key in dict.fromkeys((error.key, *KEYS)) if key not in root]
     return (
-        f". {owner} comes first in the defaults, so it must have a field for each key of the others: list {owner} "
-        f"after stagereg, or add to it: {'; '.join(lacking)}"
+        f". {owner} comes first in the defaults, so it must have a field for each key of the other configs. List "
+        f"{owner} after stagereg, or add to it: {'; '.join(lacking)}"
     )
 
 
 def _component(config_type: Any) -> Any:
-    """Return the component that a generated config class is of; ``None`` for any other type."""
+    """Return the component of a generated config class; ``None`` for any other type."""
     kind, _, name = getattr(config_type, "__name__", "").partition("/")
     return registry.find(kind, name).load() if kind in registry.kinds() and name in registry.names(kind) else None
 
@@ -141,7 +141,7 @@ def _in_a_group(error: OmegaConfBaseException) -> str:
 
 
 def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
-    """Return a line with the options of this name deeper in the config, those of least depth: ``checkpoint.resume``."""
+    """Return a line with the options of this name at the least depth below ``parent``: ``checkpoint.resume``."""
     level: dict[str, DictConfig] = {"": parent}
     name, value = str(error.key), _given(error)
     while level:
@@ -160,13 +160,13 @@ def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
 
 
 def _given(error: OmegaConfBaseException) -> str:
-    """Return the value that the command line gives to the key of an error."""
+    """Return the value of the key of an error on the command line, or ``...``."""
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     return given[0] if given else "..."
 
 
 def _hint(node: DictConfig) -> Any:
-    """The annotation of the option of a component that ``node`` is the value of; ``Any`` if it is none."""
+    """Return the annotation of the component's option whose value is ``node``; ``Any`` for any other node."""
     component = _component(OmegaConf.get_type(node._get_parent()))
     option = options(component).get(node._key()) if component else None
     return option.hint if option else Any

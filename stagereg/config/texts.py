@@ -1,15 +1,15 @@
-"""Single values: how a config shows each type and how a component gets it.
+"""Conversion of single values between a config and a component.
 
-``str``, ``int``, ``float``, ``bool``, paths and enums are what they are in a config, converted as OmegaConf does it.
-Other types are *texts* there: a config has text and the component gets an object; reading what was written gives an
-equal object. All are known by their full names, so torch is not imported here: a component with one of its types in its
-signature has done that.
+A config holds ``str``, ``int``, ``float``, ``bool``, paths and enums directly, converted by OmegaConf. Other types are
+*texts*: the config holds a text and the component receives an object. Parsing a written text returns an equal object.
+Types are matched by their full names, so this module does not import torch: a component with a torch type in its
+signature has imported torch.
 
 ====================== =================================================================================================
-``torch.dtype``        ``bfloat16``, ``torch.bfloat16``, and torch's other names for the same (``half``, ``long``)
+``torch.dtype``        ``bfloat16``, ``torch.bfloat16``, and torch's aliases (``half``, ``long``)
 ``torch.device``       ``cpu``, ``cuda``, ``cuda:0``
-``datetime.timedelta`` ``30s``, ``1h30m``, ``2 days``, ``500ms``; or a number, of seconds
-``stagereg.ByteSize``  ``4GiB``, ``512MB``; or a number, of bytes
+``datetime.timedelta`` ``30s``, ``1h30m``, ``2 days``, ``500ms``; or a number of seconds
+``stagereg.ByteSize``  ``4GiB``, ``512MB``; or a number of bytes
 ====================== =================================================================================================
 """
 
@@ -32,15 +32,15 @@ from stagereg.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class ValueType:
-    """One type of single values."""
+    """The conversions of one type."""
 
-    read: Callable[[Any], Any]  # makes it from what a config has; raises a `ConfigError` that says what would be right
-    # makes the text of an object, for `read`; `None` where a config holds the value as it is
+    read: Callable[[Any], Any]  # converts a config value; raises a `ConfigError` with examples of valid values
+    # converts an object to text; `None` if a config holds the value directly
     write: Callable[[Any], str] | None = None
 
 
 def value_type(hint: Any) -> ValueType | None:
-    """Return how values of the type ``hint`` are read and written, or ``None`` where it is none of these."""
+    """Return the conversions of the type ``hint``, or ``None`` for an unsupported type."""
     if not isinstance(hint, type):
         return None
     if issubclass(hint, enum.Enum):
@@ -52,7 +52,7 @@ def value_type(hint: Any) -> ValueType | None:
 
 
 def written(value: Any) -> Any:
-    """Return ``value`` as a config holds it: the text of an object of these types, everything else as it is."""
+    """Return the text of a value if its type is written as text; otherwise the value itself."""
     known = value_type(type(value))
     return known.write(value) if known is not None and known.write is not None else value
 
@@ -64,7 +64,7 @@ _NODES: dict[type, tuple[Any, str]] = {
     bool: (BooleanNode(False, is_optional=False), "true or false"),
     Path: (PathNode(Path(), is_optional=False), "a path"),
 }
-"""OmegaConf's own conversions, and what each takes."""
+"""OmegaConf's own conversions, with a description of valid values."""
 
 
 def _converted(type_: type, value: Any) -> Any:
@@ -80,19 +80,19 @@ def _member(type_: type[enum.Enum], value: Any) -> Any:
         return EnumNode.validate_and_convert_to_enum(type_, value)
     except ValidationError:
         near, names = nearest(str(value), type_.__members__), ", ".join(type_.__members__)
-        raise ConfigError(f"{value!r} is not a {type_.__name__}.{near} It is one of: {names}") from None
+        raise ConfigError(f"{value!r} is not a {type_.__name__}.{near} It must be one of: {names}") from None
 
 
 def _parsed(type_: type, parse: Callable[[str], Any], value: Any) -> Any:
     if isinstance(value, type_):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        what = f"a {_MEANT.get(type_.__name__, type_.__name__)} is needed"
-        raise ConfigError(f"{'null' if value is None else repr(value)} is given, where {what}.")
+        what = _MEANT.get(type_.__name__, type_.__name__)
+        raise ConfigError(f"it must be a {what}, not {'null' if value is None else repr(value)}.")
     return parse(str(value))
 
 
-_MEANT = {"ByteSize": "size, such as 4GiB,", "timedelta": "duration, such as 30s,"}
+_MEANT = {"ByteSize": "size such as 4GiB", "timedelta": "duration such as 30s"}
 
 
 def _dtype(text: str) -> Any:
@@ -102,7 +102,7 @@ def _dtype(text: str) -> Any:
         return found
     dtypes = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
     near = nearest(text.removeprefix("torch."), dtypes)
-    raise ConfigError(f"{text!r} is not a dtype.{near} Write the name of one of torch's, such as bfloat16.")
+    raise ConfigError(f"{text!r} is not a dtype.{near} Write the name of a torch dtype, such as bfloat16.")
 
 
 def _device(text: str) -> Any:
@@ -119,4 +119,4 @@ _TEXTS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
     "datetime.timedelta": (duration, write_duration),
     f"{ByteSize.__module__}.{ByteSize.__qualname__}": (ByteSize, str),
 }
-"""How each type that is text in a config is read and written, by its full name."""
+"""The functions that parse and write each text type, by the full name of the type."""

@@ -198,7 +198,7 @@ def test_a_run_that_cannot_be_recorded_goes_on(
     own = [each for each in caplog.records if each.name == "stagereg.base.record" and each.levelno >= logging.WARNING]
     messages = [each.getMessage() for each in own]
     assert len(messages) == 1
-    assert "training goes on" in messages[0]
+    assert "Training continues" in messages[0]
     if obstacle == "full within a line":
         *whole, torn = (directory / "metrics.jsonl").read_text().split("\n")
         assert [parsed(line)["event"] for line in whole] == ["start", "step"]
@@ -319,5 +319,5 @@ def test_what_is_no_record_is_not_written_to(tmp_path: Path, kind: str, caplog: 
     with record.recording(tmp_path, 0, 1):
         record.emit("step", step=1)
     assert (tmp_path / "rc").read_text() == "exec zsh\n"
-    assert "nothing more is recorded" in caplog.text
+    assert "Stopped recording" in caplog.text
     assert "not a regular file" in caplog.text

@@ -77,7 +77,7 @@ def test_a_member_has_to_fit_and_be_spelt_right(kind: str, line: str) -> None:
     elif not line.startswith("@"):
         refused(kind, f"attribute '{name}' is a method", **{name: nothing})
     for slip in (name[:-1], f"{name}s") if (kind, line) in OPTIONAL else ():
-        refused(kind, f"'{slip}' is no member of a {kind}. Did you mean '{name}'", **{slip: nothing})
+        refused(kind, f"'{slip}' is not a member of a {kind}. Did you mean '{name}'", **{slip: nothing})
 
 
 def test_a_method_may_take_more_and_an_attribute_be_a_property() -> None:
@@ -96,7 +96,7 @@ def test_a_stager_that_only_inherits_stage_is_refused() -> None:
 
 def test_a_misspelt_member_beside_an_inherited_one_is_refused() -> None:
     for slip, meant in {"main_hok": "main_hook", "pre_hook": "post_hook", "mainHook": "main_hook"}.items():
-        expected = rf"join_hook 'mine':\n  '{slip}' is no member of a join_hook. Did you mean '{meant}'"
+        expected = rf"join_hook 'mine':\n  '{slip}' is not a member of a join_hook. Did you mean '{meant}'"
         refused("join_hook", f"Mine cannot be the {expected}", stagereg.JoinHook, **{slip: nothing})
     # But private names, and neighbours of a member that is there, are not misspelt.
     for members in ({"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}):
@@ -124,7 +124,7 @@ def test_every_optional_member_is_declared_in_a_protocol() -> None:
 def test_an_optional_member_that_is_never_used_is_refused(kind: str, base: type, unused: str) -> None:
     required = {name: value for name, value in vars(KINDS[kind]).items() if not name.startswith("_")}
     spec.check(kind, "mine", type("Mine", (base,), required))
-    message = f"'{unused}' is only used of a subclass of stagereg.join.joinable.Join"
+    message = f"'{unused}' is only used on a subclass of stagereg.join.joinable.Join"
     refused(kind, message, base, **required, **{unused: nothing})
 
 

@@ -78,7 +78,7 @@ def test_one_rank_prints_an_error_and_each_other_rank_one_line(capsys: pytest.Ca
     [rank] = Ranks().end(error("full"), error("full"), error("full"))
     lines = capsys.readouterr().err.splitlines()
     others = [each for each in range(3) if each != rank]
-    text = "stagereg: rank {} ends with the CheckpointError that rank {} has printed"
+    text = "stagereg: rank {} exits with the CheckpointError that rank {} printed"
     assert sorted(lines) == [text.format(each, rank) for each in others]
 
 

@@ -269,7 +269,7 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, mon
         (["run", "x.pt", "--dtype", "float16"], "--dtype and --max-shard-size require an output file OUT.safet"),
         (["run", "x.safetensors", "--dtype", "int8"], "argument --dtype: invalid choice"),
         (["run", "x.safetensors", "--max-shard-size", "0"], "must be above 0, for example 5GB"),
-        (["run", "x.safetensors", "--max-shard-size", "5 apples"], "no unit of bytes"),
+        (["run", "x.safetensors", "--max-shard-size", "5 apples"], "no valid unit of bytes"),
         (["plain", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["old", "x.pt"], "has no index.json"),
     ],

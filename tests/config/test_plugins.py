@@ -98,7 +98,7 @@ def test_a_command_line_names_modules_a_wrong_one_is_an_error(app: App) -> None:
     assert (
         "The command line names the plugin 'my_modul', which cannot be imported. Did you mean 'my_module'?" in message
     )
-    assert "Modules are looked for beside the script, " in message
+    assert "Python searches the directory of the script, " in message
 
 
 Composed = Callable[..., Any]
@@ -185,17 +185,17 @@ def test_a_structured_config_may_name_modules(composed: Composed) -> None:
         assert composed({"conf/app.yaml": text}).stager._target_ == "one.Mine"
 
 
-NO_LIST = "it is a list of modules: plugins=[my_module]"
+NO_LIST = "plugins must be a list of modules: plugins=[my_module]"
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("[no_such_module]", "The config 'app' names the plugin 'no_such_module', which cannot be imported. Modules"),
+        ("[no_such_module]", "The config 'app' names the plugin 'no_such_module', which cannot be imported. Python "),
         ("[twoo]", "cannot be imported. Did you mean 'two'?"),
         ("[3]", "the plugin '3', which cannot be imported."),
-        ("two", f"The config 'app' has plugins=two; {NO_LIST}"),
-        ("${nowhere}", f"has plugins=(Interpolation key 'nowhere' not found); {NO_LIST}"),
+        ("two", f"The config 'app' has plugins=two, but {NO_LIST}"),
+        ("${nowhere}", f"has plugins=(Interpolation key 'nowhere' not found), but {NO_LIST}"),
         ("[broken]", "ZeroDivisionError: division by zero ("),
         ("[leaves]", "SystemExit: 3 ("),
     ],
@@ -227,5 +227,7 @@ def test_every_way_to_write_the_override_is_read(composed: Composed) -> None:
         plugins.from_overrides(["stager=blocking", "~plugins", "x.plugins=[no_such_module]", "plugins=[one", override])
         assert name in stagereg.names("stager")
     for override in ("plugins=one", "plugins=one,two", "plugins=[no_such_module]", "plugins=[3]"):
-        with pytest.raises(PluginError, match=r"^The command line (has plugins=\w+; it is a list|names the plugin)"):
+        with pytest.raises(
+            PluginError, match=r"^The command line (has plugins=\w+, but plugins must be a list|names the plugin)"
+        ):
             plugins.from_overrides([override])

@@ -141,7 +141,7 @@ def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     assert app.completes("stager=other") == ["stager=other@rival", "stager=other@theirs"]
     out = app.prints("-m", "stager=other@theirs,other@rival")
     assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
-    message = "2 installed packages provide stager/other; say which: other@rival or other@theirs\n"
+    message = "2 installed packages provide stager/other. Write one of: other@rival or other@theirs\n"
     assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
     app.write("app.py", PICKLED)
     assert app.prints() == "there\n"

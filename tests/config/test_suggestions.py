@@ -45,7 +45,7 @@ def message_of(app: Path, *overrides: str) -> str:
 
 def test_a_component_that_is_not_there_may_be_in_a_module_that_plugins_has_to_name(app: Path) -> None:
     for unknown in ("half", "thrifty"):
-        assert message_of(app, f"stager={unknown}").endswith(" its module, plugins: [my_module].")
+        assert message_of(app, f"stager={unknown}").endswith(" name its module in the config: plugins: [my_module].")
     assert "plugins" not in message_of(app, "data=unevn")
 
 
@@ -64,10 +64,10 @@ def test_a_component_whose_extension_is_not_installed_names_the_folder(
     finally:
         monkeypatch.undo()
         REGISTRY.refresh()
-    assert f"It needs stagereg/extensions/{folder}, which this installation lacks: install hydra-stagereg" in message
+    assert f"It needs stagereg/extensions/{folder}, which is missing in this installation: reinstall" in message
 
 
-NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
+NO_NAME = "a config group takes the name of an option. For no option, write ~GROUP instead of GROUP=null"
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,22 @@ NO_NAME = "a config group takes the name of an option. For none write ~GROUP, in
         ("files=5", "the config takes no 'files'. Write data.files=5. It takes: "),
         (
             "join_hook@join.joinables.model.hook=ddp",
-            "no default of the config is join_hook@join.joinables.model.hook, so nothing is replaced. To add it write "
+            "the defaults of the config do not contain join_hook@join.joinables.model.hook, so it cannot be replaced. "
+            "To add it, write "
             "+join_hook@join.joinables.model.hook=ddp",
         ),
         (
             "data@other=even",
-            "no default of the config is data@other, so nothing is replaced. Did you mean data? To add it write "
+            "the defaults of the config do not contain data@other, so it cannot be replaced. Did you mean data? "
+            "To add it, write "
             "+data@other=even",
         ),
         ("stager=half", "No stager named 'half'.\nThere is: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
-        ("stager=null", "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"),
+        (
+            "stager=null",
+            "checkpoints need a stager and a storage; to train without checkpoints, write checkpoint.enable=false",
+        ),
         *((override, NO_NAME) for override in ("data=null", "+stager@other=null", "stager=3")),
     ],
 )
@@ -151,7 +156,7 @@ def test_a_dataclass_at_the_head_of_the_defaults_gets_the_fields_that_it_lacks()
 
     with pytest.raises(HydraException) as caught:
         composed([], ["schema", "stagereg"])
-    message, _, fields = explain(caught.value).partition("list Schema after stagereg, or add to it: ")
+    message, _, fields = explain(caught.value).partition("List Schema after stagereg, or add to it: ")
     assert message.startswith("Schema takes no 'stager'. It takes: hydra, lr. Schema comes first in the defaults, so ")
     names = [each.removesuffix(": Any = MISSING") for each in fields.split("; ")]
     # Both ways out, as the message has them:

@@ -101,20 +101,20 @@ DEVICE = r"is not a device, such as cpu, cuda or cuda:0\. .*"
 INVALID: list[tuple[Any, Any, str]] = [
     *((ByteSize, value, SIZE) for value in ("", "much", "GiB", "-1", -1, "nan", float("inf"), "1 2", "9" * 5000)),
     *((ByteSize, value, "is a fraction of a byte") for value in ("0.5", 0.5, "1.5B")),
-    (ByteSize, "4GiBB", r"^'4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write"),
-    (ByteSize, "4G", r"^'4G' has no unit of bytes\. Did you mean 'GB'\? Write"),
+    (ByteSize, "4GiBB", r"^'4GiBB' has no valid unit of bytes\. Did you mean 'GiB'\? Write"),
+    (ByteSize, "4G", r"^'4G' has no valid unit of bytes\. Did you mean 'GB'\? Write"),
     *((timedelta, text, DURATION) for text in ("", "-", "s", "1h30", "--3s", "00:05:00", "nan", "1" * 5000)),
     *((timedelta, text, "is too long") for text in ("1e30", "9999999999 days")),
     *((timedelta, text, rf"^'{text}' is negative\. Write a duration as 30s, ") for text in ("-30s", "-1", "-1h30m")),
-    (timedelta, "3 dayz", r"has no unit of time after 3\. Did you mean 'days?'\?"),
-    (timedelta, "2parsecs", r"^'2parsecs' has no unit of time after 2\. Write a duration as 30s, "),
-    (torch.dtype, "flaot16", rf"^'flaot16' {DTYPE} Did you mean 'float16'\? Write the name of one"),
+    (timedelta, "3 dayz", r"has no valid unit of time after 3\. Did you mean 'days?'\?"),
+    (timedelta, "2parsecs", r"^'2parsecs' has no valid unit of time after 2\. Write a duration as 30s, "),
+    (torch.dtype, "flaot16", rf"^'flaot16' {DTYPE} Did you mean 'float16'\? Write the name of a"),
     (torch.dtype, "torch.flaot32", rf"{DTYPE} Did you mean 'float32'\?"),
     *((torch.dtype, text, rf"^'{text}' {DTYPE}") for text in ("nn", "__name__", "")),
     (torch.device, "cuad:0", rf"^'cuad:0' {DEVICE}one of cpu, cuda, "),
     *((torch.device, text, rf"{DEVICE}Invalid") for text in ("cuda:x", "0")),
     (torch.device, "", rf"{DEVICE}must not be empty"),
-    *((timedelta, value, "is given, where a duration, such as 30s, is needed") for value in (True, None, [1])),
+    *((timedelta, value, "it must be a duration such as 30s, not ") for value in (True, None, [1])),
 ]
 
 

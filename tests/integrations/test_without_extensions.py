@@ -74,4 +74,4 @@ def test_an_integration_is_imported_without_an_extension_that_it_does_not_need(h
     failed, said = json.loads(line.removeprefix("FOUND "))
     assert failed == {}
     if "interop" in hidden:
-        assert said.startswith("There is no stagereg.open_checkpoint. It needs stagereg/extensions/interop, ")
+        assert said.startswith("stagereg.open_checkpoint is not available. It needs stagereg/extensions/interop, ")

@@ -207,7 +207,7 @@ def test_options_of_a_default_hook_are_set_without_choosing_it(tmp_path: Path, o
         ([ADDED, f"{HOOK}.unti=x"], "join_hook/told takes no 'unti'. Did you mean 'unit'? It takes: unit, times"),
         (
             ["+joinable@join.joinables.last=step", f"{HOOK}.unit=x"],
-            f"{HOOK} has no options before a join_hook is chosen. Write +join_hook@{HOOK}=NAME {HOOK}.unit=x, with one",
+            f"{HOOK} has no options before a join_hook is selected. Write +join_hook@{HOOK}=NAME {HOOK}.unit=x, with",
         ),
     ],
 )

@@ -131,9 +131,9 @@ def test_ranks_that_differ_save_or_say_so_in_seconds(
         assert sorted(path.name for path in latest.parent.iterdir()) == ["latest", *names]
 
 
-NO_JOIN = "to train without a join write join.enable=false: the join then does nothing"
-NO_SAVE = "to save nothing write checkpoint.enable=false: the checkpointer then does nothing"
-NO_PARTS = "checkpoints need a stager and a storage; to save nothing write checkpoint.enable=false"
+NO_JOIN = "to train without a join, write join.enable=false"
+NO_SAVE = "to train without checkpoints, write checkpoint.enable=false"
+NO_PARTS = "checkpoints need a stager and a storage; to train without checkpoints, write checkpoint.enable=false"
 GONE = "checkpoint cannot be resolved: Interpolation key"
 BARE = "the config has no key 'join'. Begin the config with `defaults: [stagereg, _self_]`; or"
 SWITCHED = {
@@ -141,8 +141,8 @@ SWITCHED = {
     "checkpoint=null": f"stagereg: {NO_SAVE}",
     "stager=null": f"stagereg: {NO_PARTS}",
     "storage=null": f"stagereg: {NO_PARTS}",
-    "~join": f"rank 0: the config leaves join out; {NO_JOIN}.",
-    "~checkpoint": f"rank 0: the config leaves checkpoint out; {NO_SAVE}.",
+    "~join": f"rank 0: the config has no component for 'join'; {NO_JOIN}.",
+    "~checkpoint": f"rank 0: the config has no component for 'checkpoint'; {NO_SAVE}.",
     "~stager": f"rank 0: {GONE} 'stager' not found. {NO_PARTS}",
     "~storage": f"rank 0: {GONE} 'storage' not found. {NO_PARTS}",
     "--config-name=bare": f"rank 0: {BARE} {NO_JOIN}",

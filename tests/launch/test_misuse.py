@@ -76,12 +76,14 @@ def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
         ("+joinable=ddp",), ("+join_hook=ddp",), ("+join_hook@join.joinables.model.hook=ddp",)
     )
     named = "where NAME is the joinable's, as in stagereg.instantiate(cfg.join, NAME=...)."
-    unused = "stagereg: +{0}=ddp has no effect: no join looks for a {0} at the top of the config. Write +{0}@{1}=ddp, "
+    unused = (
+        "stagereg: +{0}=ddp has no effect: no join reads a {0} at the top level of the config. Write +{0}@{1}=ddp, "
+    )
     assert app.refusal(joinable) == f"{unused.format('joinable', 'join.joinables.NAME')}{named}\n"
     assert app.refusal(hook) == f"{unused.format('join_hook', 'join.joinables.NAME.hook')}{named}\n"
     assert app.refusal(below).endswith(
-        "where the config of a joinable (+joinable@join.joinables.model=NAME, without + if one is chosen; for none "
-        "~joinable@join.joinables.model) is needed.\n"
+        "but must be the config of a joinable (+joinable@join.joinables.model=NAME, without + if one is chosen; for "
+        "none ~joinable@join.joinables.model).\n"
     )
 
 
@@ -108,27 +110,33 @@ def test_a_stager_that_hangs_ends_the_run_within_the_timeout(app: App) -> None:
 MISUSES = {
     ("stager=half_made",): "rank 0: HalfMade.__init__ does not call super().__init__(), which it has to.",
     ("stager=unbuilt",): "rank 0: stager: stager/unbuilt was not built: KeyError: 'none' (FOLDER/mine.py:30). Correct "
-    "its options or its code; HYDRA_FULL_ERROR=1 shows the whole traceback.",
+    "its options or its code; set HYDRA_FULL_ERROR=1 for the whole traceback.",
     ("stager=wrong_default",): "stagereg: WrongDefault: the default of n, 'abc', is not of its type int.",
     (
         "stager=options",
         "stager.limit=null",
-    ): "rank 0: stager.limit: null is given, where a size, such as 4GiB, is needed.",
+    ): "rank 0: stager.limit: it must be a size such as 4GiB, not null.",
     (
         "stager=options",
         "stager.retry.tmes=3",
     ): "stagereg: stager.retry takes no 'tmes'. Did you mean 'times'? It takes: times",
-    ("stager=options", "stager.more.a=1"): "stagereg: stager.more takes any key, with a +: +stager.more.a=...",
-    ("+stager=options",): "stagereg: stager is chosen already. Write stager=options, without +",
+    (
+        "stager=options",
+        "stager.more.a=1",
+    ): "stagereg: stager.more takes any key. To add a key, write +stager.more.a=...",
+    ("+stager=options",): "stagereg: stager is already selected. Write stager=options, without +",
     ("plugins=[bare]",): 'stagereg.errors.RegistryError: Write @stagereg.register("stager", "my_name"): the kind, and '
-    "the name to choose it by. (FOLDER/bare.py:3)",
-    ("-cn", "misspelt", "nproc=2"): "stagereg: the config has a list 'defualts', and nothing composes it. Did you mean "
-    "'defaults'?",
+    "the name that users select. (FOLDER/bare.py:3)",
+    (
+        "-cn",
+        "misspelt",
+        "nproc=2",
+    ): "stagereg: the config has a list 'defualts', but Hydra does not compose it. Did you mean 'defaults'?",
 }
 
 
 UNFIT = {
-    "checkpoint.every=ten": "checkpoint.every is 'ten'. It is one of: 'auto', or a whole number.",
+    "checkpoint.every=ten": "checkpoint.every is 'ten'. It must be one of: 'auto', or a whole number.",
     "checkpoint.every=0": "checkpoint.every must be a whole number of at least 1, not 0.",
     "checkpoint.keep=-1": "checkpoint.keep must be a whole number of at least 1, not -1.",
     "checkpoint.keep={newest: 0}": "checkpoint.keep.newest must be a whole number of at least 1, not 0.",

@@ -118,7 +118,7 @@ def test_deleting_at_each_save_loses_none_of_the_best(policy: Keep, there: tuple
         ({"best": 2}, r"best=\.\.\.\) and Keep\(metric=\.\.\.\) go together.*metric=None"),
         ({"metric": "loss"}, r"best=\.\.\.\) and Keep\(metric=\.\.\.\) go together.*best=0"),
         ({"best": 2, "metric": "loss", "direction": "mim"}, r"direction=.*must be one of min, max.*Did you mean 'min'"),
-        ({"budget": "5GiX"}, "'5GiX' has no unit of bytes"),
+        ({"budget": "5GiX"}, "'5GiX' has no valid unit of bytes"),
         ({"budget": -1}, "not a size"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_command_line_sets_the_policy(tmp_path: Path, overrides: list[str], me
     [
         (
             "checkpoint.keep=3 checkpoint.keep.every=9",
-            "checkpoint.keep is given as a whole already. Write its parts: checkpoint.keep.every=... beside "
+            "checkpoint.keep is already set as a whole. Set fields instead: checkpoint.keep.every=... and "
             "checkpoint.keep.newest=...",
         ),
         ("checkpoint.keep.buget=9GB", "checkpoint.keep takes no 'buget'. Did you mean 'budget'?"),

@@ -165,7 +165,7 @@ def test_of_a_text_the_error_names_what_a_config_can_hold(tmp_path: Path) -> Non
         stagereg.instantiate(composed(tmp_path, "checkpoint.keep=abc").checkpoint)
     assert str(caught.value).splitlines() == [
         "checkpoint.keep: 'abc' is not a whole number.",
-        "Or: checkpoint.keep is 'abc', where a mapping of the fields of Keep is needed.",
+        "Or: checkpoint.keep is 'abc', but must be a mapping of the fields of Keep.",
     ]
 
 

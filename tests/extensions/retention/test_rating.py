@@ -28,7 +28,7 @@ def test_each_is_kept_for_all_its_reasons() -> None:
 def test_a_rule_by_metric_is_refused_without_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A metric that no checkpoint has would have the best ones deleted without a word, also in copies."""
     monkeypatch.setattr(policy, "has", lambda name: name != "retention")
-    line = "best=.* needs stagereg/extensions/retention, which this installation lacks"
+    line = "best=.* needs stagereg/extensions/retention, which is missing in this installation"
     with pytest.raises(ConfigError, match=line):
         Keep(best=1, metric="loss")
     copies = {"_target_": "stagereg.extensions.callbacks.copy_to.CopyTo", "dir": str(tmp_path / "copies")}
