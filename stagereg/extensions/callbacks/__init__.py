@@ -1,1 +1,1 @@
-"""Callbacks: what rank 0 does with each complete checkpoint, such as copying it elsewhere."""
+"""Callbacks: functions that rank 0 calls with each complete checkpoint, for example to copy it."""

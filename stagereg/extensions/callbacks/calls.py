@@ -1,8 +1,8 @@
-"""Calls the ``on_commit`` components of a checkpointer for each checkpoint that is complete; on rank 0.
+"""Call the ``on_commit`` components of a checkpointer for each complete checkpoint, on rank 0.
 
-Each component has a thread of its own, so nothing waits for it (docs/guarantees.md). A call is made on a further
-thread, since a thread that hangs cannot be ended. What a call raises, ``SystemExit`` included, and whatever else goes
-wrong is logged and counted.
+Each component has its own thread, so neither training nor saves wait for it (docs/guarantees.md). Each call runs on
+another thread, since Python cannot end a thread that hangs. All failures, including a ``SystemExit``, are logged and
+counted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.05
 _DELETED = (
-    "is not called, since the checkpoint is deleted already: it is too slow for so many checkpoints; keep more of them "
-    "({keep}), or save less often"
+    "was not called, since the checkpoint was already deleted: the component is too slow for this many checkpoints; "
+    "retain more checkpoints ({keep}), or save less often"
 )
 
 
 class CommitCalls(CheckpointExtension):
-    """The calls of all components that :func:`components` finds in the option. Rank 0 alone calls them."""
+    """The calls of all ``on_commit`` components of the option. Only rank 0 calls components."""
 
     name = "callbacks"
 
@@ -51,24 +51,24 @@ class CommitCalls(CheckpointExtension):
             shutdown.wait_for(self)
 
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
-        """Have every component called for a checkpoint."""
+        """Call every component for a checkpoint, on its own thread. Returns at once."""
         if self._leaving and self._callers:
-            _log.warning("stagereg: on_commit is not called for step %d: the run is preempted", step)
+            _log.warning("stagereg: on_commit is not called for step %d: the run is preempted.", step)
             return
         for caller in self._callers if checkpoint is not None else ():
             caller.add(checkpoint)
 
     def leaving(self) -> None:
-        """Begin no more calls, and wait for none: the run is preempted."""
+        """Begin no more calls and wait for no call, since the run is preempted."""
         self._leaving = True
         for caller in self._callers:
             caller.give_up("the run is preempted")
 
     def finish(self) -> bool:
-        """Wait for the last save and all calls, as long as one may take; False if a preempted run leaves a thread."""
+        """Wait for the last save and all calls, at most one timeout; False if a preempted run leaves a thread."""
         if os.getpid() != self._process or not self._callers:
             return True
-        with contextlib.suppress(ReferenceError):  # the checkpointer is gone, and so are its saves
+        with contextlib.suppress(ReferenceError):  # the checkpointer was deleted with its saves
             self._saves.finish()
         until = time.monotonic() + self.limit_s
         while any(caller.busy for caller in self._callers):
@@ -86,37 +86,37 @@ class CommitCalls(CheckpointExtension):
 
 class _Caller:
     def __init__(self, name: str, component: OnCommit, setup: Setup, saves: Saves) -> None:
-        self.limit_s = setup.timeout.total_seconds()  # of a call
+        self.limit_s = setup.timeout.total_seconds()  # the timeout of a call
         self._stopped = ""  # why no further call begins
         self._name, self._component = name, component
         self._store, self._saves, self._stats = setup.store, saves, saves.stats
         self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._added = self._done = 0
         self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
-        self._thread.start()  # now, since a process that ends starts none any more
+        self._thread.start()  # started here, since an exiting process cannot start threads
         self._call: threading.Thread | None = None
         self._called_for = -1  # the step
 
     @property
     def busy(self) -> bool:
-        """Whether there is a checkpoint for which its call has not ended, and is still waited for."""
+        """Whether a call is running or queued, and has not been aborted."""
         return self._done < self._added and not self._stopped
 
     @property
     def calling(self) -> bool:
-        """Whether a call has not returned, given up or not."""
+        """Whether a call has not returned, even if it was aborted."""
         return self._call is not None and self._call.is_alive()
 
     def add(self, checkpoint: Checkpoint | None) -> None:
-        """Call the component for a checkpoint after those before it; ``None`` ends the thread."""
+        """Queue a call of the component for a checkpoint; ``None`` ends the thread."""
         if checkpoint is not None:
             self._added += 1
         self._queue.put(checkpoint)
 
     def give_up(self, why: str) -> None:
-        """Begin no further call, and wait for none."""
+        """Begin no further call, and wait for no call."""
         if self.busy:
-            self._fail(self._called_for, f"is given up, since {why}: it has not returned, or not begun")
+            self._fail(self._called_for, f"was aborted, since {why}: the call has not returned, or has not begun")
         self._stopped = why
 
     # -- on the thread
@@ -125,7 +125,7 @@ class _Caller:
         while (checkpoint := self._queue.get()) is not None:
             try:
                 self._take(checkpoint)
-            except Exception as error:  # of the store, for one
+            except Exception as error:  # for example of the checkpoint storage
                 self._fail(checkpoint.manifest.step, f"was not called: {error}")
             self._done += 1
 
@@ -134,7 +134,7 @@ class _Caller:
         if self._stopped:
             return
         if self.calling:
-            self._fail(step, f"is not called: its call for step {self._called_for} has still not returned")
+            self._fail(step, f"was not called: its call for step {self._called_for} has not returned")
             return
         failures: list[BaseException | str] = []
         self._called_for, began = step, record.now()
@@ -142,19 +142,19 @@ class _Caller:
         try:
             self._call.start()
             self._call.join(self.limit_s)
-        except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more; the end waits no longer
+        except RuntimeError:  # while a process exits, Python 3.12 cannot start threads, and this call runs to its end
             self._run(checkpoint, failures)
         failure = failures[0] if failures else None
-        if isinstance(failure, str):  # it was not called
+        if isinstance(failure, str):  # the component was not called
             self._fail(step, failure)
             return
         self._stats.on_commit_calls += 1
         record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
         if self.calling:
             limit = f"{self.limit_s:g} s ({option('checkpoint.failure.timeout')})"
-            self._fail(step, f"has not returned for {limit} and is given up; until it does, it is not called again")
+            self._fail(step, f"has not returned for {limit}; until then, it is not called again")
         elif failure is not None:
-            self._fail(step, f"has failed: {summarize_exception(failure, __file__)}", failure)
+            self._fail(step, f"failed: {summarize_exception(failure, __file__)}", failure)
         if path_of(self._store, checkpoint) is None:
             newest = ""
             with contextlib.suppress(ReferenceError):
@@ -162,22 +162,22 @@ class _Caller:
                 if self._saves.newest == step:
                     self._saves.note_newest(good[0].manifest.step if good else None)
                 newest = self._saves.describe_newest()
-            self._fail(step, f"has deleted or changed the checkpoint {checkpoint.path}, which it must not. {newest}")
+            self._fail(step, f"deleted or changed {checkpoint.path}, but must not change checkpoints. {newest}")
 
     def _run(self, checkpoint: Checkpoint, failures: list[BaseException | str]) -> None:
         store, manifest = self._store, checkpoint.manifest
         try:
             while (path := path_of(store, checkpoint)) is not None:
                 with store.readers.read_lease(path):
-                    if path_of(store, checkpoint) == path:  # else it has got its plain name just before
+                    if path_of(store, checkpoint) == path:  # otherwise the checkpoint was just renamed
                         given = CommittedCheckpoint(manifest.step, path_or_url(path), manifest, manifest.metrics)
                         self._component.committed(given)
                         return
             failures.append(_DELETED.format(keep=option("checkpoint.keep")))
-        except BaseException as error:  # SystemExit too: in a thread it would end that alone, and in silence
+        except BaseException as error:  # SystemExit too: it would end only this thread, without a message
             failures.append(error)
 
     def _fail(self, step: int, what: str, error: BaseException | None = None) -> None:
         self._stats.on_commit_failures += 1
-        _log.error("stagereg: on_commit %s %s (step %d). Training goes on.", self._name, what, step)
+        _log.error("stagereg: on_commit %s %s (step %d). Training continues.", self._name, what, step)
         _log.debug("A call of on_commit failed.", exc_info=error)

@@ -1,9 +1,9 @@
-"""``on_commit=copy_to``: has each complete checkpoint in another store too, a directory or a URL.
+"""``on_commit=copy_to``: copy each complete checkpoint to another checkpoint directory, a path or a URL.
 
-The bytes of each file are compared with the manifest on their way, and once more as they lie in the other store. What
-is copied in part is as hidden there as a save under way is here, and the copy is committed as a save is. A copy goes on
-where a killed one has ended: a file that has its mark there is not copied again. Checkpoints that are missing there,
-since a run was killed or the store was out of reach, are copied with the next one, the oldest first.
+The bytes of each file are compared with the manifest during the copy, and again in the target. A partial copy is hidden
+like a running save, and a copy is committed like a save. A copy resumes after a killed copy: files with a matching
+digest in the target are not copied again. If checkpoints are missing in the target, because a run was killed or the
+target was unreachable, the next call copies them too, the oldest first.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _BLOCK_BYTES = 1 << 23
 
 @register("on_commit", "copy_to")
 class CopyTo:
-    """Copies each complete checkpoint to another store, and verifies the copy.
+    """Copies each complete checkpoint to another checkpoint directory, and verifies the copy.
 
-    Only one run at a time may write there. A checkpoint is not deleted while it is copied.
+    Only one run at a time may write to the target. A checkpoint is not deleted while it is copied.
 
     Args:
-        dir: where the copies go, a path or a URL; a directory of checkpoints like any other, to restore from.
-        keep: how many of the newest stay there, or which of all: :class:`stagereg.Keep`, or a component of
-            the kind ``keep``.
+        dir: the target, a path or a URL. Runs can restore from it like from any checkpoint directory.
+        keep: the number of newest copies that are retained, or a retention rule: :class:`stagereg.Keep`, or a
+            component of the kind ``keep``.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+        ConfigError: fsspec does not support the protocol of the URL, or the package for it is not installed.
     """
 
     def __init__(self, dir: str, keep: int | Keep | KeepRule = Keep()) -> None:  # noqa: B008  # it cannot change
@@ -46,11 +46,11 @@ class CopyTo:
         open_store(dir)
 
     def committed(self, checkpoint: CommittedCheckpoint) -> None:
-        """Copy what the other store does not have yet.
+        """Copy the checkpoints that the target lacks.
 
         Raises:
-            CheckpointError: a file is not what its manifest says, here or there, and its checkpoint was not copied; or
-                another run writes there. ``OSError``: a store cannot be read or written.
+            CheckpointError: A file differs from its manifest, in the source or in the target, so its checkpoint was not
+                copied; or another run writes to the target. ``OSError``: a directory cannot be read or written.
         """
         source, target = open_parent_store(checkpoint.path), open_store(self.dir)
         failed: list[CheckpointError] = []
@@ -67,7 +67,7 @@ class CopyTo:
                         continue  # deleted meanwhile
                     try:
                         self._copy(one, source, target, copies[one.path])
-                    except CheckpointError as error:  # of this one; those after it may be good
+                    except CheckpointError as error:  # later checkpoints may be valid
                         failed.append(error)
         if failed:
             raise failed[0]
@@ -87,7 +87,7 @@ class CopyTo:
 
 
 def _identity(manifest: Manifest) -> tuple[object, ...]:
-    """What a checkpoint and its copy have in common, and no other checkpoint has."""
+    """Return a key that a checkpoint shares only with its copies."""
     return manifest.step, manifest.world_size, manifest.storage, tuple(sorted(manifest.files.items()))
 
 
@@ -96,16 +96,16 @@ def _place(one: Checkpoint, target: CheckpointStore) -> str:
 
 
 def _make(place: str, manifest: Manifest) -> None:
-    """Make the directory of a copy, or take the one that a killed copy has left, and nothing else."""
+    """Create the directory of a copy, or reuse the directory of a killed copy if it has no other files."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(place)
     if os.path.islink(place):
-        raise CheckpointError(f"{place} is a link, and nothing was copied to it: delete the link.")
+        raise CheckpointError(f"{place} is a link, so nothing was copied. Delete the link.")
     with os.scandir(place) as entries:
         for each in entries:
             if not each.is_file(follow_symlinks=False) or each.name not in (*manifest.files, MANIFEST):
-                raise CheckpointError(f"{place} has {each.name}, which is no part of a copy: move {place} away.")
-    with contextlib.suppress(FileNotFoundError):  # it is written last
+                raise CheckpointError(f"{place} has {each.name}, which is not part of a copy. Move {place} away.")
+    with contextlib.suppress(FileNotFoundError):  # the manifest is written last
         os.unlink(f"{place}/{MANIFEST}")
 
 
@@ -124,4 +124,4 @@ def _copy_file(source: str, target: str, mark: FileDigest) -> None:
 
 def _expect(mark: FileDigest, found: FileDigest, path: str) -> None:
     if found != mark:
-        raise CheckpointError(f"{path} is not what its manifest says ({found}, not {mark}); this was not copied.")
+        raise CheckpointError(f"{path} does not match its manifest: expected {mark}, got {found}; it was not copied.")

@@ -1,4 +1,4 @@
-"""The contract of an ``on_commit`` component: what is called on rank 0 for each checkpoint that is complete."""
+"""The contract of an ``on_commit`` component, which is called on rank 0 for each complete checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stagereg.errors import ConfigError, RegistryError
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A checkpoint that is complete and flushed.
+    """A checkpoint that is complete and flushed to storage.
 
     Attributes:
         step: the training step.
-        path: its directory, or its URL as text in an object store. It is not deleted while a call for it runs.
-        manifest: of its files, with their sizes and checksums.
+        path: its directory, or in an object store its URL as text. Not deleted while a call for it runs.
+        manifest: the manifest, which lists its files with sizes and checksums.
         metrics: the values that rank 0 logged for that step (:func:`stagereg.log`) before the step was saved; values
             may be NaN or infinite.
     """
@@ -33,18 +33,18 @@ class CommittedCheckpoint:
 
 
 class OnCommit(Protocol):
-    """What ``Checkpointer(on_commit=[...])`` takes, and ``checkpoint.on_commit`` in a config.
+    """The protocol of components in ``Checkpointer(on_commit=[...])``, or ``checkpoint.on_commit`` in a config.
 
-    All ranks construct it; ``committed`` is called on rank 0 alone, on a thread of the component's own, for one
-    checkpoint after the other in the order of their commits. So it holds up neither training nor the next save, and
-    must not use the process group. What it raises is logged and counted, and fails nothing.
+    All ranks construct the component. ``committed`` is called only on rank 0, on a thread of the component, for one
+    checkpoint at a time in the order of their commits. A call delays neither training nor the next save, and must not
+    use the process group. Exceptions are logged and counted; they do not fail the run or the save.
     """
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Do what is to be done with a checkpoint. It must neither change nor delete it.
+        """Process a checkpoint. Must neither change nor delete the checkpoint.
 
-        A call that has not returned after ``checkpoint.failure.timeout`` is given up; its thread cannot be ended, so
-        the component is not called again before it has returned.
+        After ``checkpoint.failure.timeout``, a call counts as failed. Its thread cannot be ended, so the component is
+        not called again before the call has returned.
         """
 
 
@@ -52,7 +52,7 @@ _SUCH = "stagereg.build('on_commit', 'wandb')"
 
 
 def components(given: Any) -> dict[str, OnCommit]:
-    """Return ``on_commit`` components by name, of a list, a mapping with names, or one; functions become components."""
+    """Return ``on_commit`` components by name, from a list, a mapping or one component; functions become components."""
     if not isinstance(given, (Mapping, list, tuple)):
         given = [] if given is None else [given]
     if not isinstance(given, Mapping):
@@ -65,7 +65,7 @@ def _commit_component(name: str, given: Any) -> OnCommit:
         return SimpleNamespace(committed=given)
     try:
         if isinstance(given, type):
-            raise RegistryError("a class is no component yet; call it")
+            raise RegistryError("a class is not a component; pass an instance")
         check("on_commit", _name_of(given), given)
     except RegistryError as error:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""``command``: a shell command for each complete checkpoint.
+"""``command``: run a shell command for each complete checkpoint.
 
-A config can choose it only where the program allows it by name, ``stagereg.instantiate(cfg.checkpoint,
-allow=["on_commit/command"])``: else whoever writes a config could run anything.
+A config can select it only if the program allows it by name, ``stagereg.instantiate(cfg.checkpoint,
+allow=["on_commit/command"])``. Otherwise the author of a config could run any command.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from stagereg.registry import register
 class ShellCommand:
     """Runs a shell command, with ``$STAGEREG_STEP``, ``$STAGEREG_CHECKPOINT`` and ``$STAGEREG_METRICS`` (JSON) set.
 
-    The checkpoint is its directory, or its URL. The command is run by ``/bin/sh``, reads nothing, and prints where the
-    run does. An exit code that is not 0 is a failure. A config can name it only where the program allows that.
+    ``$STAGEREG_CHECKPOINT`` is the directory or the URL of the checkpoint. ``/bin/sh`` runs the command, with empty
+    stdin and the run's stdout and stderr. A nonzero exit code is a failure. The program must allow this component.
 
     Args:
         command: the command.
-        timeout: after this long it is killed, with what it has started.
+        timeout: time after which the command and its child processes are killed.
     """
 
     def __init__(self, command: str, timeout: datetime.timedelta = datetime.timedelta(minutes=20)) -> None:
@@ -37,17 +37,17 @@ class ShellCommand:
         self.command, self.timeout = command, timeout
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Run it and wait for its end.
+        """Run the command and wait until it exits.
 
         Raises:
-            CheckpointError: it failed, or was killed.
+            CheckpointError: The command failed, or was killed.
         """
         told = {
             "STAGEREG_STEP": str(checkpoint.step),
             "STAGEREG_CHECKPOINT": str(checkpoint.path),
             "STAGEREG_METRICS": json.dumps(metrics_to_json(checkpoint.metrics)),
         }
-        # A group of its own, so that it can be killed with its children.
+        # A separate process group, so that the command can be killed with its children.
         process = subprocess.Popen(
             self.command, shell=True, env={**os.environ, **told}, stdin=subprocess.DEVNULL, process_group=0
         )
@@ -60,4 +60,4 @@ class ShellCommand:
             limit = f"{self.timeout.total_seconds():g} s"
             raise CheckpointError(f"{self.command!r:.100} was killed: it took longer than {limit} (timeout)") from None
         if code:
-            raise CheckpointError(f"{self.command!r:.100} ended with exit code {code}")
+            raise CheckpointError(f"{self.command!r:.100} exited with code {code}")

@@ -1,4 +1,4 @@
-"""``wandb``: each complete checkpoint as an artifact, by reference, of the run of Weights & Biases under way."""
+"""``wandb``: log each complete checkpoint as a reference artifact to the active run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from stagereg.registry import register
 
 @register("on_commit", "wandb")
 class WandbArtifact:
-    """Logs a version of an artifact that refers to the checkpoint where it lies; nothing is uploaded.
+    """Logs a version of an artifact with a reference to the checkpoint; nothing is uploaded.
 
-    The program has called ``wandb.init`` on rank 0. Step, storage, size and metrics are the metadata of the version,
-    and ``step-100`` is its alias. A checkpoint that is deleted later leaves a version that refers to nothing.
+    The program must call ``wandb.init`` on rank 0. Step, storage, size and metrics are the metadata of the version,
+    and ``step-100`` is its alias. If the checkpoint is deleted later, the version refers to a missing path.
 
     Args:
-        name: of the artifact; ``None`` for ``checkpoint-`` and the id of the run.
-        type: of the artifact.
+        name: the name of the artifact; ``None`` for ``checkpoint-`` and the ID of the run.
+        type: the type of the artifact.
     """
 
     def __init__(self, name: str | None = None, type: str = "model") -> None:
@@ -26,7 +26,7 @@ class WandbArtifact:
         self.name, self.type = name, type
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Log it. Raises: ``CheckpointError`` if there is no run."""
+        """Log the checkpoint. Raises ``CheckpointError`` without a run."""
         import wandb
 
         run = wandb.run
@@ -41,6 +41,6 @@ class WandbArtifact:
         }
         artifact = wandb.Artifact(self.name or f"checkpoint-{run.id}", self.type, metadata=about)
         path = str(checkpoint.path)
-        # Without checksums of its own, for which it would read every file; the manifest has them.
+        # Without wandb's checksums, for which it would read every file; the manifest has checksums.
         artifact.add_reference(path if "://" in path else f"file://{path}", checksum=False)
         run.log_artifact(artifact, aliases=["latest", f"step-{checkpoint.step}"])

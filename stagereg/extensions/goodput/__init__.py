@@ -1,1 +1,1 @@
-"""Goodput: how long a run spends in each phase of a start."""
+"""Goodput: measure how long a run spends in each phase of a start."""

@@ -1,8 +1,8 @@
-"""The earlier attempts of a run, as rank 0's record has them.
+"""Read the earlier attempts of a run from rank 0's record.
 
 Several programs may record in one directory. An attempt belongs to this run if the same launcher started the attempt,
-or if the attempt took steps with the same directory of checkpoints. A run ends with the attempt that completes. Only
-the few lines that matter are parsed, since a start waits for them.
+or if the attempt took steps with the same checkpoint directory. A run ends with the attempt that completes. Parses only
+the needed lines, since the start of a run waits.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from stagereg.errors import MALFORMED
 
 @dataclass(frozen=True)
 class Earlier:
-    """What came before an attempt. Times are seconds since the epoch."""
+    """The attempts before the current attempt. Times are seconds since the epoch."""
 
-    began: float  # when the first attempt did
-    last: float  # when the attempt before took its last step, or began if it took none
-    step: int | None  # the last step that was taken; `None` if there was none yet
+    began: float  # begin of the first attempt
+    last: float  # the last step of the previous attempt, or its begin if it took no step
+    step: int | None  # the last step of the run; `None` before the first step
     attempts: int
-    failures: int  # that training went on after
-    stored: int  # of these, after how many it went on from a periodic checkpoint of the store, or from nothing
-    # How the attempt before ended: ``why``, unless in order; when that was ``noticed``; when it had ``ended``
+    failures: int  # failures after which training resumed
+    stored: int  # failures after which training resumed from a periodic checkpoint in storage, or from scratch
+    # The end of the previous attempt: the reason ``why`` if it failed, and the times ``noticed`` and ``ended``
     failure: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path, size: int, run: str, checkpoints: str) -> Earlier | None:
-        """Return the earlier attempts of ``run`` in the first ``size`` bytes of a record; ``None`` if there are none.
+        """Return the earlier attempts of ``run`` in the first ``size`` bytes of a record, or ``None`` without any.
 
-        ``checkpoints`` is the directory that the run saves to. Returns ``None`` as well if the file cannot be read.
+        ``checkpoints`` is the checkpoint directory of the run. Also returns ``None`` if the file cannot be read.
         """
         try:
             with mapped(path, size) as data:
                 return _of(data, run, checkpoints) if size else None
-        except (OSError, *MALFORMED):  # the file is missing or empty, or another program's
+        except (OSError, *MALFORMED):  # the file is missing or empty, or belongs to another program
             return None
 
 

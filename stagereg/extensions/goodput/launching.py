@@ -1,4 +1,4 @@
-"""Measures the phases of each start (:mod:`.phases`): the launcher and the ranks of an attempt note how it failed."""
+"""Measure the phases of each start (:mod:`.phases`): launcher and ranks record why an attempt failed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import stagereg.extensions.goodput.phases as phases
 from stagereg.launch.extension import End, LaunchExtension, RankExtension, ThisRank
 from stagereg.launch.rank import LAUNCHER, is_rank
 
-_NOTE = "failure"  # the key of what an attempt leaves for the next one
+_NOTE = "failure"  # key of the failure that an attempt records for the next attempt
 
 
 class GoodputLauncher(LaunchExtension):
-    """Leaves what the launcher saw of a failure to the next attempt, in place of what a rank has left."""
+    """Records a failure that the launcher detected for the next attempt; replaces a failure that a rank recorded."""
 
     def after(self, end: End) -> None:
         if end.failed and end.attempt.task.index == 0:
@@ -26,7 +26,7 @@ class GoodputLauncher(LaunchExtension):
 
 
 class GoodputRank(RankExtension):
-    """Marks the phases of this process's start, and notes a failure for a next attempt on the same store."""
+    """Marks the phases of this process's start, and records a failure for the next attempt on the same store."""
 
     def __init__(self) -> None:
         self._previous: dict[str, Any] | None = None  # the failure of the previous attempt, on rank 0
@@ -49,7 +49,7 @@ class GoodputRank(RankExtension):
 
 
 def note_failure(rank: ThisRank, why: str) -> None:
-    """Leave what has ended this attempt, unless a rank has; returns at once if so, or if the store is gone."""
+    """Record why this attempt failed, unless another rank has. Does nothing if the rendezvous store is unreachable."""
     with contextlib.suppress(RuntimeError):
         if rank.store.is_first("a failure"):
             rank.store.leave(_NOTE, {"why": why, "noticed": time.time()})

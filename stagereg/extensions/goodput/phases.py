@@ -1,8 +1,8 @@
-"""How long a start took, by phase: from the last step before a failure to the first one after it.
+"""The duration of a start, by phase: from the last step before a failure to the first step after the restart.
 
-Each of :data:`PHASES` ends at the moment that it is named after. This process marks its own phases; a note in the run's
-store, or the record of the last attempt (:mod:`.earlier`) has the earlier ones.
-At its first step rank 0 emits an event ``restart``, or ``begin`` if no failure came before.
+Each of :data:`PHASES` is named after the event that ends it. This process marks its own phases; the rendezvous store,
+or the record of the last attempt (:mod:`.earlier`), has the earlier phases.
+At its first step, rank 0 emits an event ``restart``, or ``begin`` if no failure preceded the start.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _log = logging.getLogger(__name__)
 _SHOWN = 200  # characters of an error in the log
 
 PHASES = {
-    "noticed": "the failure was noticed",
-    "ended": "all ranks had ended",
+    "noticed": "the failure was detected",
+    "ended": "all ranks had exited",
     "started": "this process began",
     "imported": "torch and the program were imported",
-    "connected": "the ranks had found each other",
+    "connected": "the ranks were connected",
     "composed": "the config was composed",
-    "grouped": "the process group was made",
+    "grouped": "the process group was initialised",
     "restored": "the model was built and restored",
     "first step": "the first step was taken",
 }
-"""The phases of a start, in order, and what ends them."""
+"""The phases of a start, in order, each with the event that ends it."""
 
 
 class _Start:
     def __init__(self, path: Path, attempt: str, told: Mapping[str, Any]) -> None:
         self._path, self._size, self._run, self._told = path, record.size_of(path), record.run_of(attempt), told
-        self.checkpoints = ""  # the directory that the run saves to
+        self.checkpoints = ""  # the checkpoint directory of the run
         self.reported = False
         self.restored: tuple[int, str, str] | None = None
 
@@ -51,7 +51,7 @@ class _Start:
 
     @property
     def failure(self) -> dict[str, Any]:
-        """The failure that this start follows; what this attempt was told of it comes before the record."""
+        """The failure before this start. Reports of the previous attempt override the record."""
         return {**(self.earlier.failure if self.earlier is not None else {}), **self._told}
 
     def report(self, step: int) -> None:
@@ -76,46 +76,46 @@ class _Start:
             return
         record.emit("restart", step=step, number=number, why=why, **facts)
         notes = {"restored": source and f"from {source}", "first step": f"step {step}"}
-        notes["first step"] += f"; {again} done again" if again else ""
+        notes["first step"] += f"; {again} repeated" if again else ""
         rows = [f"  {name:<10} {seconds:8.2f} s  {notes.get(name, '')}" for name, seconds in phases.items()]
-        text = "stagereg: restart %d, %.2f s from the last step to the first one after it. %s\n%s"
+        text = "stagereg: Restart %d took %.2f s from the last step before it to the first step after it. %s\n%s"
         _log.info(
             text, number, sum(phases.values()), textwrap.shorten(why, _SHOWN), "\n".join(line.rstrip() for line in rows)
         )
 
 
-# Global because a process starts once, before there is anything to ask.
+# Global because a process starts once, before other objects exist.
 _marks: dict[str, float] = {}
 _start: _Start | None = None
 _loaded = time.time()
 
 
 def mark(phase: str, at: float | None = None) -> None:
-    """A phase of this process's start ends now, or at a moment; ``launched`` is when the run's launcher began."""
+    """Record the end of a phase of this process's start, by default now; ``launched`` is the start of the launcher."""
     _marks[phase] = time.time() if at is None else at
 
 
 def begin(directory: Path, attempt: str, noted: Mapping[str, Any] | None) -> None:
     """Begin an attempt that rank 0 is about to record in ``directory``.
 
-    ``noted`` is what the launcher, or a rank of the previous attempt, noted of the failure: ``why``, a sentence; when
-    it was ``noticed`` and, by a launcher, all ranks had ``ended``, in unix seconds; which ``restart`` it is, from 1.
+    ``noted`` is the failure that the launcher, or a rank of the previous attempt, reported: the reason ``why``; the
+    Unix times when it was ``noticed`` and (by a launcher) all ranks had ``ended``; the number of the ``restart``.
     """
     global _start
     _start = _Start(directory / record.file_name(0), attempt, noted or {})
 
 
 def saves_to(directory: str) -> None:
-    """Set the directory of checkpoints by which :mod:`.earlier` finds the attempts of this run."""
+    """Set the checkpoint directory by which :mod:`.earlier` finds the attempts of this run."""
     if _start is not None and not _start.reported:
         _start.checkpoints = directory
         vars(_start).pop("earlier", None)
 
 
 def restored(step: int, source: str, origin: str) -> None:
-    """The run goes on from ``step``, which was read from ``source``; or from nothing, 0 and ``""``.
+    """Record that the run resumes from ``step`` in ``source``; 0 and ``""`` if it starts from scratch.
 
-    ``origin`` is ``"tier"``, ``"store"``, ``"survivors"`` for what those who were left have saved there, or ``""``.
+    ``origin`` is ``"tier"``, ``"store"``, ``"survivors"`` for an emergency save in storage, or ``""``.
     """
     mark("restored")
     if _start is not None:
@@ -123,7 +123,7 @@ def restored(step: int, source: str, origin: str) -> None:
 
 
 def take_step(step: int) -> None:
-    """Record that a step was taken; the first of an attempt with how it started."""
+    """Record that a step was taken. The first step of an attempt also records the phases of its start."""
     first_step.take_step()
     record.emit("step", step=step)
     if _start is not None and not _start.reported:
@@ -131,10 +131,10 @@ def take_step(step: int) -> None:
 
 
 def mtbf_s(expected_s: float, in_tier: bool) -> float:
-    """Return the mean time between failures in seconds, by what is expected and what this run has seen, on rank 0.
+    """Return the mean time between failures in seconds, from the expected value and this run's failures. On rank 0.
 
-    What is expected counts as one failure seen in that time. ``in_tier``: all failures count; else those that have
-    cost an interval of the store, and the last, of which that is not known yet.
+    The expected value counts as one failure in that time. With ``in_tier``, all failures count; otherwise only failures
+    after which the run resumed from storage, and the last failure, for which that is still unknown.
     """
     if _start is None or (earlier := _start.earlier) is None:
         return expected_s
@@ -143,13 +143,13 @@ def mtbf_s(expected_s: float, in_tier: bool) -> float:
 
 
 def _sentence(why: str) -> str:
-    """The first line of what is reported of a failure, with the error of a traceback that begins there."""
+    """Return the first line of a report of a failure, or the error of a traceback that begins in that line."""
     lines = why.strip().splitlines() or [""]
     return lines[0].removesuffix(" Error on this rank:").replace("Traceback (most recent call last):", lines[-1])
 
 
 def process_start(process: str) -> float:
-    """Return when a process began, in unix seconds (Linux; elsewhere, when this module was imported)."""
+    """Return the start of a process in Unix seconds (Linux; elsewhere, the time of this module's import)."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

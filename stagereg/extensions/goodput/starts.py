@@ -1,4 +1,4 @@
-"""Marks how far a start has come when a checkpointer restores and takes its first step."""
+"""Mark the phases of a start that end when a checkpointer restores and when it takes its first step."""
 
 from __future__ import annotations
 

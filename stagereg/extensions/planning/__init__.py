@@ -1,1 +1,1 @@
-"""Planning: how often to save, from what saves cost and how often machines fail."""
+"""Planning: choose the checkpoint interval from the cost of saves and the rate of failures."""

@@ -1,12 +1,12 @@
-"""Saves as often as is best for what checkpoints turn out to cost.
+"""Choose the checkpoint interval that minimizes the lost time, from the measured cost of checkpoints.
 
-:class:`Automatic` saves after ten steps, then plans again after each save (:mod:`.interval`), from the last few: what
-they held the loop for, by how much the steps beside them were slower, how old each was when it was complete, and the
-time of an undisturbed step.
+:class:`Automatic` saves after ten steps, then plans again after each save (:mod:`.interval`). The plan uses the last
+few saves: how long they blocked the loop, how much slower the steps during a save were, the age of each checkpoint when
+it was complete, and the time of an undisturbed step.
 
-Each rank makes its own plan, and the greatest holds for all: that of the rank that loses most, for which all others
-wait. The ranks exchange these numbers in every save, on a group of their own and without waiting: the result is taken
-up at the next call, so all ranks always know the same next step. Nothing here saves.
+Each rank makes its own plan, and the longest interval applies to all ranks: it belongs to the slowest rank, for which
+all others wait. The ranks exchange their plans in every save, on a separate group and without waiting. The result is
+applied at the next call, so all ranks always have the same next step. This module does not save.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from stagereg.checkpoint.targets import Schedule
 
 _log = logging.getLogger(__name__)
 
-# Until the first save of a run, resumed or not: the first few steps compile, allocate and warm up, and the median over
-# ten is that of a usual step; and ten steps are little to do once more.
+# Steps until the first save of a run, resumed or not: the first few steps compile, allocate and warm up, so the median
+# of ten steps is a usual step; and repeating ten steps costs little.
 _FIRST_STEPS = 10
-_STEPS = 200  # undisturbed ones whose median counts, the newest
-# How many times the steps that were measured a plan goes ahead at most, since the first steps of a run may be unlike
-# the later ones: on an accelerator they may be no more than queued.
+_STEPS = 200  # number of the newest undisturbed steps in the median
+# The longest interval as a multiple of the measured steps, since the first steps of a run may differ from later steps:
+# on an accelerator, they may only have been queued.
 _FORESIGHT = 10
-_SAVES = 5  # that count, the newest: a disk that becomes slow is noticed within so many
+_SAVES = 5  # number of the newest saves in a plan, so that a plan adapts to a slow disk within this many saves
 
 
 class Automatic(Schedule):
-    """Saves as often as loses least; see the module, and :class:`.Schedule` for the methods.
+    """A schedule with the interval that loses least time; see the module, and :class:`.Schedule` for the methods.
 
     Args:
         mtbf_s: returns the mean time between failures in seconds, on rank 0.
-        who: saves, for the log.
+        who: prefix for the log line, such as the name of the tier.
         clock: returns seconds.
     """
 
@@ -49,12 +49,12 @@ class Automatic(Schedule):
         self._who, self._clock, self._expected = who, clock, mtbf_s
         self._mtbf_s = 0.0
         self._next: int | None = None
-        self._asked: tuple[int, Callable[[], list[float]]] | None = None  # after which step, and the ranks' answer
+        self._asked: tuple[int, Callable[[], list[float]]] | None = None  # the saved step, and the pending exchange
         self._saves = 0
-        self._ended = 0  # on other threads, ``_saves`` on this one, so that neither needs a lock
-        self._last: tuple[int, float] | None = None  # the last step seen, and when it ended
-        self._quiet = True  # whether no save was under way then
-        self._measured = 0  # steps
+        self._ended = 0  # written by other threads; this thread writes ``_saves``, so no lock is needed
+        self._last: tuple[int, float] | None = None  # the last step, and the time of its end
+        self._quiet = True  # whether no save was running at that time
+        self._measured = 0  # number of measured steps
         self._undisturbed: deque[float] = deque(maxlen=_STEPS)
         self._beside: list[float] = []
         self._costs: deque[float] = deque(maxlen=_SAVES)
@@ -88,7 +88,7 @@ class Automatic(Schedule):
     def held(self, step: int, seconds: float) -> None:
         self._take_answer()
         if self._saves == 1:
-            self._costs.clear()  # of the first save, which took new memory and planned its files
+            self._costs.clear()  # the first save also allocated memory and planned its files
         usual = median(self._undisturbed) if self._undisturbed else 0.0
         slower = sum(self._beside) - usual * len(self._beside) if usual else 0.0
         self._costs.append(seconds + max(0.0, slower))
@@ -109,12 +109,12 @@ class Automatic(Schedule):
         self._last = None
 
     def _look(self, step: int) -> None:
-        """Have the next step begin now."""
+        """Record the begin of the next step."""
         self._last = step, self._clock()
         self._quiet = self._saves == self._ended
 
     def _plan(self, step_s: float) -> list[float]:
-        """This rank's interval in steps, 0 if unknown, what it comes from, and how many steps it has seen."""
+        """Return this rank's interval in steps (0 if unknown), the inputs of the plan, and the number of steps."""
         cost = median(self._costs)
         write = max(self._ages, default=cost)
         steps = 0
@@ -133,7 +133,7 @@ class Automatic(Schedule):
         if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._logged or 1) < 3 / 2:
             self._logged = self._every
             _log.info(
-                "stagereg: %ssaves every %d steps: a checkpoint costs %.3g s and is written after %.3g s, a step takes "
-                "%.3g s, and a failure is expected every %.3g h",
+                "stagereg: %ssaves every %d steps: a checkpoint costs %.3g s of training and is complete after %.3g s, "
+                "a step takes %.3g s, and the expected time between failures is %.3g h",
                 *(self._who, self._every, cost, write, step_s, self._mtbf_s / 3600),
             )

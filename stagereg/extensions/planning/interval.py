@@ -1,10 +1,10 @@
-"""How often to save: what failures and checkpoints cost together, and the interval at which that is least.
+"""The checkpoint interval that minimizes the time lost to failures and checkpoints.
 
-The model is Daly's, with the one extension that asynchronous checkpoints need (Vaidya). A run works for the interval
-*T*, then saves, over and over. Failures come at random, *M* seconds apart on average (exponentially distributed), also
-while the run is restarted. Each costs the restart *R* and all work since the newest complete checkpoint. *C* is what a
-checkpoint takes from training: the loop is held, and steps beside the copying and writing take longer. *L*, the write
-time, is how old the state is when its checkpoint is complete; a save that comes before waits for it. T of work take
+The model is Daly's, with the extension that asynchronous checkpoints need (Vaidya). A run repeatedly works for the
+interval *T*, then saves. Failures are random, *M* seconds apart on average (exponentially distributed), also during a
+restart. Each failure costs the restart *R* and all work since the newest complete checkpoint. *C* is the training time
+that a checkpoint costs: the blocked loop, and slower steps during copying and writing. *L*, the write time, is the age
+of the state when its checkpoint is complete; an earlier save waits for it. T of work take
 
     M · exp((R + L - C) / M) · (exp((T + C) / M) - 1)   seconds,
 
@@ -32,11 +32,11 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def least(cost_s: float, write_s: float) -> float:
-    """Return the shortest interval there can be: so long that each checkpoint is complete before the next begins."""
+    """Return the shortest interval in which each checkpoint is complete before the next begins. Seconds."""
     return max(0.0, write_s - cost_s)
 
 
 def in_steps(interval_s: float, step_s: float, least_s: float) -> int:
-    """Return ``interval_s`` in training steps of ``step_s`` each, at least 1 and no fewer than ``least_s`` takes."""
-    # What a float loses in a division must not make a step more.
+    """Return ``interval_s`` in training steps of ``step_s`` each, at least 1 and at least the steps of ``least_s``."""
+    # The rounding error of the division must not add a step.
     return max(1, round(interval_s / step_s), math.ceil(least_s / step_s * (1 - 1e-12)))

@@ -1,12 +1,11 @@
-"""All ranks exit at the same step when any of them was signalled: :class:`PreemptionConsensus` agrees on that step.
+"""Exit all ranks at the same step after a signal to any rank: :class:`PreemptionConsensus` agrees on that step.
 
-About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
-one call and read in the next, so no rank waits for it while the ranks go in step. How many calls lie between two
-exchanges follows from the slowest rank's time of a step, which is exchanged along; so all ranks begin and read in the
-same calls, and learn of a signal at the same step, the one to save and exit at. What each rank has computed in a step
-goes along too, so that rank 0 can name those that the others wait for (:mod:`.stragglers`). A rank that has left its
-loop, in a join, takes part by :class:`.OperationLog`; of an exchange that a rank is missing from the wait
-is bounded, and it is the last.
+About once a second, the training threads exchange their signals: one call begins an all-reduce and the next call reads
+it, so no rank waits while the ranks train in lockstep. The exchange includes the slowest rank's time per step, which
+determines the number of calls until the next exchange. Therefore all ranks begin and read in the same calls, and
+receive a signal at the same step, at which they save and exit. The exchange also includes each rank's computing time
+per step, so that rank 0 can report slow ranks (:mod:`.stragglers`). A rank that has left its loop in a join takes part
+through :class:`.OperationLog`. If a rank does not take part, the wait is bounded, and exchanges stop.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ from stagereg.launch.exits import torchrun_note
 
 _log = logging.getLogger(__name__)
 
-_EVERY_S = 1.0  # from one exchange to the next
-_MOST_CALLS = 64  # from one exchange to the next: steps may become slower than those that were measured
-_PATIENCE_S = 60.0  # for the ranks that have not come: far more than they are apart where they train in step
+_EVERY_S = 1.0  # seconds between exchanges
+_MOST_CALLS = 64  # calls between exchanges, at most: steps may become slower than measured
+_PATIENCE_S = 60.0  # seconds to wait for missing ranks, much longer than ranks in lockstep differ
 
 
 class PreemptionConsensus(CheckpointExtension):
-    """Whether the ranks are to save and exit; for the training thread. Signals are handled from ``start`` to ``close``.
+    """Decides when the ranks save and exit. Training thread. Handles signals from ``start`` to ``close``.
 
     Args:
-        grace_period: from a signal to the end of its process.
+        grace_period: time from a signal until the process must exit.
     """
 
     name = "preemption"
     _handler: PreemptionHandler
-    _ranks: RankGroup  # on whose group nothing else is exchanged
+    _ranks: RankGroup  # a process group without other collectives
     _requests: OperationLog
 
     def __init__(self, grace_period: datetime.timedelta) -> None:
-        self.agreed: signal.Signals | None = None  # the signal to exit for, on all ranks from the same step on
+        self.agreed: signal.Signals | None = None  # the signal after which all ranks exit, set at the same step
         self.started = False
         self._grace_s = grace_period.total_seconds()
         self._exchanging = True
         self._asked: int | None = None
-        self._calls = 0  # since the last exchange began
+        self._calls = 0  # calls since the last exchange began
         self._next = 1
         self._pending: Callable[[float], list[float]] | None = None
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._dir, self._ranks = str(setup.dir), RankGroup(setup.process_group)
         self._requests = OperationLog(setup.training, f"checkpoint/{setup.token}/signals")
-        # A bound method would keep the saves of a checkpointer that was dropped.
+        # A bound method would keep a deleted checkpointer's saves alive.
         self._handler = PreemptionHandler(self._grace_s, lambda: saves.describe_newest())
         self._handler.listen()
         weakref.finalize(self, self._handler.close)
@@ -75,11 +74,11 @@ class PreemptionConsensus(CheckpointExtension):
         return self.started and any(self.signal_flags())
 
     def signal_flags(self) -> list[float]:
-        """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
+        """Return this rank's flags: for each of ``SIGNALS``, 1 if this rank has received it, otherwise 0."""
         return [float(self._handler.received == each) for each in SIGNALS]
 
     def _update(self, flags: Sequence[float]) -> None:
-        """Take up the flags of all ranks, added up or the greatest of each; the same on all ranks, at the same step."""
+        """Apply the flags of all ranks (sums or maxima), which are identical on all ranks at the same step."""
         for number, signalled in zip(SIGNALS, flags, strict=True):
             if signalled > 0 and self.agreed is None:
                 self.agreed = number
@@ -87,7 +86,7 @@ class PreemptionConsensus(CheckpointExtension):
                 self._handler.start_grace(number)
 
     def due(self, step: int) -> Due:
-        """Return whether to exit after ``step``. Never raises, and waits for a bounded time."""
+        """Return whether to exit after ``step``. Never raises; waits for a bounded time. Collective."""
         self._asked = step
         if self.agreed is None and self._exchanging:
             if self._ranks.size == 1:
@@ -97,18 +96,18 @@ class PreemptionConsensus(CheckpointExtension):
         return Due.NO if self.agreed is None else Due.LEAVE
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Exit with the other ranks, for which this waits as long as the handler lets it.
+        """Exit together with the other ranks. Waits for them within the grace period. Collective.
 
-        Raises ``Preempted`` where ``step`` is saved, and ``Stopped`` where it is not.
+        Raises ``Preempted`` if ``step`` is saved, otherwise ``Stopped``.
         """
         if self.agreed is None:
             return
         if failure is None:
             self._handler.set_saved()
         if self._ranks.size > 1:
-            # A peer that leaves seconds later would take the end of this one for a failure.
+            # A peer that exits seconds later would treat the exit of this rank as a failure.
             with contextlib.suppress(CheckpointError, RuntimeError):
-                # Like an exchange in size: gloo ends a process in which two of different sizes meet.
+                # The same size as an exchange: gloo aborts a process if collectives of different sizes meet.
                 self._ranks.max_async(self._sent())()
         if failure is None:
             exception: SystemExit = Preempted(step, self._dir, self.agreed)
@@ -124,7 +123,7 @@ class PreemptionConsensus(CheckpointExtension):
 
     def follow(self, over: bool) -> None:
         self._follow()
-        if over:  # only ranks in the loop have made calls, so all count anew
+        if over:  # only ranks in the loop have made calls, so all ranks count again from 0
             self._calls, self._since = 0, record.now()
 
     def _follow(self) -> None:
@@ -143,7 +142,7 @@ class PreemptionConsensus(CheckpointExtension):
             self._begin_exchange()
 
     def close(self, in_time: bool = True) -> None:
-        """This rank calls no more, and handles no signals. Idempotent."""
+        """Stop exchanging and handling signals on this rank. Idempotent."""
         self._exchanging = False
         if self.started:
             self._handler.close()
@@ -166,13 +165,13 @@ class PreemptionConsensus(CheckpointExtension):
         self._pending = self._ranks.max_async(sent)
 
     def _sent(self, step_s: float = 0.0, busy_s: float = 0.0) -> list[float]:
-        """Return what this rank gives to an exchange: the time of a step, and in a place of its own what is its own."""
+        """Return this rank's part of an exchange: flags, time per step, and in this rank's slot its computing time."""
         own = [0.0] * self._ranks.size
         own[self._ranks.rank] = busy_s
         return [*self.signal_flags(), step_s, *own]
 
     def _read_exchange(self) -> None:
-        """Wait for what was exchanged last, if that is still to be read."""
+        """Wait for the pending exchange, if any, and apply its result."""
         if self._pending is not None:
             found = self._pending(_PATIENCE_S)
             signalled, (step_s, *busy_s) = found[: len(SIGNALS)], found[len(SIGNALS) :]
@@ -184,11 +183,11 @@ class PreemptionConsensus(CheckpointExtension):
 
     def _give_up(self, error: Exception) -> None:
         if rank_failures.response().is_expected() and is_lost_connection(error):
-            self._exchanging = False  # a launcher's SIGTERM must not end this rank before it has saved, and ended
+            self._exchanging = False  # keep the handler: a launcher's SIGTERM must not interrupt the emergency save
             return
         self.close()
         _log.warning(
-            "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on SIGTERM "
-            "and SIGUSR1 end a rank at once, without a save. In each step call maybe_save or should_save on all ranks.",
+            "stagereg: The ranks could not exchange signals: %s. From now on, SIGTERM and SIGUSR1 terminate a rank "
+            "without a save. Call maybe_save or should_save on all ranks in each step.",
             str(error).partition("\n")[0],
         )

@@ -1,4 +1,4 @@
-"""Ends a run with 75 that gets a signal before its first step, since no step is lost by it."""
+"""Exit a run with code 75 after a signal before its first step, since no step is lost."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stagereg.launch.run_store import STEPPED
 
 
 class PreemptionLauncher(LaunchExtension):
-    """Decides for the ranks that the launcher has started."""
+    """Decides the exit code for the ranks that the launcher started."""
 
     def __init__(self) -> None:
-        self._unstepped: signal.Signals | None = None  # has ended ranks, and no rank had taken a step
+        self._unstepped: signal.Signals | None = None  # the signal that terminated ranks before any step
 
     def ending(self, end: End) -> bool:
         self._unstepped = _find_unstepped(end)
@@ -35,15 +35,15 @@ class PreemptionLauncher(LaunchExtension):
 
 
 class PreemptionRank(RankExtension):
-    """Ends a process that the launcher has not started, and reports the first step of a rank to the launcher."""
+    """Exits a process that the launcher did not start, and reports the first step of a rank to the launcher."""
 
     def began(self) -> None:
-        if LAUNCHER not in os.environ:  # else the launcher decides
+        if LAUNCHER not in os.environ:  # otherwise the launcher decides
             exit_before_first_step()
 
     def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
         def report() -> None:
-            with contextlib.suppress(RuntimeError):  # of the store, which is gone
+            with contextlib.suppress(RuntimeError):  # raised by the store if its machine has failed
                 rank.store.set(STEPPED, True)
 
         if rank.launched:
@@ -52,14 +52,14 @@ class PreemptionRank(RankExtension):
 
 
 def _find_unstepped(end: End) -> signal.Signals | None:
-    """Return the signal that has ended ranks, if nothing else has ended one, and no rank had taken a step.
+    """Return the signal that terminated the ranks, if no rank exited for another reason and no rank had taken a step.
 
-    A rank that exits with 75 does not name the signal; ``end.forwarded`` is the one that the launcher got.
+    Exit code 75 does not identify the signal, so ``end.forwarded`` is used, the signal that the launcher received.
     """
     if not end.codes or not {*end.codes.values()} <= {RESUME_CODE, *(-each for each in SIGNALS)}:
         return None
     received = next((each for each in SIGNALS if -each in end.codes.values()), end.forwarded or signal.SIGTERM)
-    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+    with contextlib.suppress(RuntimeError):  # raised by the store if its machine has failed
         return None if end.attempt.store.get(STEPPED) else received
     return None
 

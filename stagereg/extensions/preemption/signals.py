@@ -1,11 +1,11 @@
-"""Preemption: SIGTERM and SIGUSR1 ask a run to save and exit, and to be started again.
+"""Preemption: SIGTERM and SIGUSR1 request a run to save and exit, so that a scheduler can start it again.
 
-A :class:`PreemptionHandler` records the signal at once: Python runs signal handlers on the main thread only, which may
-wait in a collective, so a thread reads the byte that the interpreter writes (``signal.set_wakeup_fd``). From then on
-the process has a bounded time to exit; after that the thread ends the process. The ranks agree on the step to exit at
+A :class:`PreemptionHandler` records the signal immediately. Python runs signal handlers only on the main thread, which
+may block in a collective, so a thread reads the byte that the interpreter writes (``signal.set_wakeup_fd``). Then the
+grace period begins; when it is over, the thread terminates the process. The ranks agree on the step at which they exit
 in :mod:`stagereg.extensions.preemption.consensus`.
 
-Before there is a handler, the thread exits at once with 75 if no step would be lost (:func:`exit_before_first_step`).
+Without a handler, the thread exits with code 75 at once if no step would be lost (:func:`exit_before_first_step`).
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from stagereg.base.signals import SAME_SIGNAL_S, SIGNALS
 from stagereg.errors import RESUME_CODE
 from stagereg.launch.rank import LAUNCHER
 
-_REPORT_S = 1.0  # seconds that finding the newest checkpoint may take, once the time is up
+_REPORT_S = 1.0  # seconds for finding the newest checkpoint after the grace period
 
 
 class PreemptionHandler:
-    """Whether this process was signalled to save and exit, which it has ``grace_s`` seconds for.
+    """Records a signal to save and exit, and terminates the process ``grace_s`` seconds later.
 
-    ``describe_newest`` returns what there is to go on from, for a message; on a thread of its own, may fail or hang.
+    ``describe_newest`` returns a sentence on the newest checkpoint. It runs on its own thread, and may fail or hang.
     """
 
     def __init__(self, grace_s: float, describe_newest: Callable[[], str]) -> None:
         self.grace_s = grace_s
         self.describe_newest = describe_newest
-        self.reports = True  # prints why the process was ended; of ranks that all know of the signal, one does
+        self.reports = True  # whether this process prints why it was terminated; after an exchange, only rank 0 does
 
     @property
     def received(self) -> signal.Signals | None:
-        """The signal, once it has come."""
+        """The received signal; ``None`` before a signal."""
         return _listener.received if self in _listener.handlers else None
 
     def listen(self) -> bool:
-        """Begin to handle those signals that are neither handled nor ignored, and return whether any is handled."""
+        """Begin to handle the signals that are neither handled nor ignored; return whether any signal is handled."""
         if not install_signal_handlers() or not _listener.drop_foreign():
             return False
         _listener.handlers = (*_listener.handlers, self)
         return True
 
     def start_grace(self, received: signal.Signals) -> None:
-        """Have the time begin here too, unless it has: another process that exits with this one was signalled."""
+        """Begin the grace period, since another rank received the signal. Idempotent."""
         if self in _listener.handlers:
             _listener.start_grace(received)
 
     def set_saved(self) -> None:
-        """All is saved, and the process is about to end: ignore what still comes. The end of the time is no failure."""
+        """Ignore further signals, since the state is saved and the process is about to exit with code 75."""
         _listener.set_saved()
 
     def close(self) -> None:
-        """Handle signals no more; the last one of a process restores the handlers. Twice is harmless.
+        """Stop handling signals; the last handler of a process restores the signal handlers. Idempotent.
 
-        If a signal has come and nothing has been saved for it, its time goes on: its sender wants the process gone.
+        After a signal without a save, the grace period continues, since the sender expects the process to exit.
         """
         last = _listener.handlers == (self,)
         if last and _listener.received is not None and not _listener.saved:
@@ -76,17 +76,17 @@ class PreemptionHandler:
 
 
 class SignalListener:
-    """The process's signal handlers, the thread that reads which signal has come, and the handlers that wait for one.
+    """The process's signal handlers, the thread that reads the received signals, and the preemption handlers.
 
-    ``received`` and ``_until`` are written by the thread or the main thread; each is one assignment.
+    The thread or the main thread sets ``received`` and ``_until``, each in one assignment.
     """
 
     def __init__(self) -> None:
         self.handlers: tuple[PreemptionHandler, ...] = ()
         self.received: signal.Signals | None = None
         self.saved = False
-        self.unstepped = False  # exits at once with 75 as long as there is no handler
-        self._until = 0.0  # on the monotonic clock: when the time is up
+        self.unstepped = False  # whether a signal exits with code 75 at once, as long as no handler exists
+        self._until = 0.0  # end of the grace period on the monotonic clock
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
 
@@ -95,7 +95,7 @@ class SignalListener:
         return self._pipe is not None
 
     def open(self) -> bool:
-        """Begin to handle the signals; return whether any is handled."""
+        """Begin to handle the signals; return whether any signal is handled."""
         self._taken = [*self._own(), *filter(_is_free, SIGNALS)]
         if not self._taken:
             return False
@@ -104,33 +104,33 @@ class SignalListener:
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._read, args=(self._pipe[0],), name="stagereg-preemption", daemon=True).start()
         before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if before != -1:  # of an event loop, or whatever else the program runs
+        if before != -1:  # set by the program, for example for an event loop
             signal.set_wakeup_fd(before)
         for number in self._taken:
             signal.signal(number, self._handle)
         return True
 
     def close(self) -> None:
-        """Undo what :meth:`open` has done; on another thread than the main one that is left to the next signal."""
+        """Undo :meth:`open`. On a thread other than the main thread, the next signal does so."""
         if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
         (_, write), self._pipe = self._pipe, None
         current = signal.set_wakeup_fd(-1)
         if current != write:
             signal.set_wakeup_fd(current)
-        os.close(write)  # which ends the thread, and that closes the other end
+        os.close(write)  # ends the thread, which closes the other end
         if not self.saved:
             for number in self._own():
                 signal.signal(number, signal.SIG_DFL)
             self._taken = []
 
     def drop_foreign(self) -> bool:
-        """Leave alone what the program handles by now, unless there is a handler; return whether any signal is left."""
+        """Without a handler, release signals that the program handles by now; return whether any signal remains."""
         self._taken = self._taken if self.handlers else self._own()
         return bool(self._taken)
 
     def take_first_step(self) -> None:
-        """Exit by a signal without a handler from now on, as this process did before."""
+        """Restore the default behaviour on signals, unless a handler exists."""
         self.unstepped = False
         if not self.handlers:
             self.close()
@@ -139,29 +139,29 @@ class SignalListener:
         if self._pipe is not None and self.received is None:
             self._begin(received)
             with contextlib.suppress(OSError):
-                os.write(self._pipe[1], b"\0")  # no signal: only wakes the thread
+                os.write(self._pipe[1], b"\0")  # not a signal: only wakes the thread
 
     def set_saved(self) -> None:
         self.saved = True
         if threading.current_thread() is threading.main_thread():
-            # For good: Python's own handlers are gone before a process has ended, and its exit status is at stake.
+            # Permanent: Python removes its handlers before the process exits, and a signal would change the exit code.
             for number in self._own():
                 signal.signal(number, signal.SIG_IGN)
 
     def stop_in_child(self) -> None:
-        """In a forked child, which takes no part: SIGTERM does to it what it did before.
+        """Restore the default action of SIGTERM in a forked child, which does not take part.
 
-        It ignores SIGUSR1, which Slurm sends to every process of a step, so that the workers of a loader go on for the
-        steps that are still to come.
+        The child ignores SIGUSR1, which Slurm sends to every process of a job step, so that the workers of a data
+        loader continue for the remaining steps.
         """
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             for descriptor in self._pipe:
                 os.close(descriptor)
             self._pipe = None
-        takes_part = bool(self.handlers) or not self.unstepped  # else nothing is to be saved
+        takes_part = bool(self.handlers) or not self.unstepped  # otherwise the process saves nothing
         if takes_part and self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
-            # An agent signals the whole group of a rank, which it has given a session of its own.
+            # torchrun's agent signals the whole process group of a rank, which has its own session.
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
         for number in self._own():
@@ -169,29 +169,29 @@ class SignalListener:
             signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
-        """The signals that are handled here still: the program may have set a handler since."""
+        """Return the signals that are still handled here: the program may have set its own handler."""
         return [number for number in self._taken if signal.getsignal(number) in (self._handle, signal.SIG_IGN)]
 
     def _handle(self, number: int, frame: Any) -> None:
-        # The thread may know already, unless an event loop reads the interpreter's bytes.
+        # The thread may have read the signal already, unless an event loop reads the interpreter's bytes.
         if self.handlers or self.saved:
             self.start_grace(signal.Signals(number))
         elif self.unstepped and self._pipe is not None:
             os.write(self._pipe[1], bytes([number]))
-        else:  # the last one has closed on another thread
+        else:  # the last handler was closed on another thread
             self.close()
             signal.signal(number, signal.SIG_DFL)  # a library may have restored this handler after the close
             os.kill(os.getpid(), number)
 
     def _read(self, read: int) -> None:
-        """What the thread does: until the pipe is closed, or the time is up."""
+        """Run the thread: read signals until the pipe is closed or the grace period is over."""
         first: float | None = None
         try:
             while True:
                 left = None if self.received is None else max(0.0, self._until - time.monotonic())
                 if not select.select([read], [], [], left)[0]:
                     grace = option("checkpoint.preemption.grace_period")
-                    self._end(f"{{grace_s:g}} s were too few to save and exit ({grace})")
+                    self._end(f"the save did not finish within the grace period of {{grace_s:g}} s ({grace})")
                     return
                 numbers = os.read(read, 64)
                 if not numbers:
@@ -206,7 +206,7 @@ class SignalListener:
                     if first is None:
                         first = time.monotonic()
                     elif number == self.received and time.monotonic() > first + SAME_SIGNAL_S:
-                        self._end("it came twice, so nothing more is saved")
+                        self._end("the signal arrived twice, so the save was aborted")
                         return
                 if self.received is not None:
                     rank_failures.response().shorten_timeout()
@@ -214,7 +214,7 @@ class SignalListener:
             os.close(read)
 
     def _begin(self, received: signal.Signals) -> None:
-        """Have the time begin. The thread reads ``received``, so that is set last."""
+        """Begin the grace period. The thread reads ``received``, so ``received`` is set last."""
         self._until = time.monotonic() + min((each.grace_s for each in self.handlers), default=0.0)
         self.received = received
 
@@ -227,7 +227,7 @@ class SignalListener:
         texts = []
         for each in handlers:
             if each.reports:
-                text = "preempted: all is saved, but the process did not end in time"
+                text = "preempted: the state is saved, but the process did not exit within the grace period"
                 if not self.saved:
                     newest = _try(each.describe_newest) or "The newest checkpoint is unknown."
                     text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}. {newest}"
@@ -248,27 +248,27 @@ class SignalListener:
 
 
 def install_signal_handlers() -> bool:
-    """Handle the signals from now on, for handlers of any thread; return whether that is so. On the main thread first.
+    """Install the signal handlers unless installed; return whether they are. The first call must be on the main thread.
 
-    Python lets no other thread set a handler.
+    Python allows only the main thread to set signal handlers.
     """
     return _listener.is_open or (threading.current_thread() is threading.main_thread() and _listener.open())
 
 
 def exit_before_first_step() -> None:
-    """Have a signal end this process with 75 until its first step, or until there is a handler. On the main thread."""
+    """Make a signal exit this process with code 75 until its first step or its first handler. Main thread."""
     if not _listener.unstepped and install_signal_handlers():
         _listener.unstepped = True
         first_step.call_at_first_step(_listener.take_first_step)
 
 
 def describe_unstepped(received: signal.Signals) -> str:
-    """Return the message of a run that exits with 75 since a signal came before its first step."""
-    return f"preempted by {received.name} before the first step: no step is lost. Start the run again."
+    """Return the message of a run that exits with code 75 after a signal before its first step."""
+    return f"preempted by {received.name} before the first step: no step is lost. To continue, run the same command."
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has no handler: none in Python, and as far as can be seen none in C (``faulthandler``)."""
+    """Return whether a signal has no handler in Python and, as far as /proc shows, none in C (``faulthandler``)."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         return False
     with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as status:
@@ -278,7 +278,7 @@ def _is_free(number: signal.Signals) -> bool:
 
 
 def _try(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns; ``None`` if it fails, or takes longer than a second."""
+    """Return the result of ``call``; ``None`` if it fails or takes longer than a second."""
     returned: list[Any] = [None]
 
     def run() -> None:

@@ -1,13 +1,13 @@
-"""Ranks that the others wait for: found by what each has computed in a step, named in the log and in the record.
+"""Detect slow ranks by the computing time of each rank in a step, and report them in the log and in the record.
 
-Ranks that train in step take the same time for each step, whichever of them is slow. What differs is what their
-training threads do meanwhile: a slow one computes, or waits for a processor that others use, and the rest sleep in a
-collective until it comes. The kernel counts that for each thread. So nothing is measured in a step: the difference is
-read once in an exchange that the ranks make anyway (:mod:`.preemption_consensus`), about once a second.
+Ranks that train in lockstep all take the time of the slowest rank for each step. Their training threads differ: the
+thread of a slow rank computes, or waits for a busy processor, while the others sleep in a collective. The kernel counts
+this time for each thread. So steps need no measurement: the ranks read the counter about once a second and add it to an
+exchange that they make anyway (:mod:`.consensus`).
 
-It shows slow and overloaded processors, and programs that do more on one rank. It does not show a rank that sleeps for
-something of its own, such as its data loader or its disk, and nothing of accelerators, where the host does not compute.
-Whoever is named is left as it is.
+This detects slow and overloaded processors, and programs that do more work on one rank. It does not detect a rank that
+sleeps, for example for its data loader or its disk, nor slow accelerators, since the host does not compute for them.
+The project takes no action on slow ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import torch
 import stagereg.base.record as record
 from stagereg.errors import name_ranks
 
-_EVERY_S = 0.5  # exchanges that come faster, as those of short steps do, are put together to one
-_WINDOW = 20  # such samples that are looked at
+_EVERY_S = 0.5  # seconds of a sample, at least; faster exchanges of short steps are merged
+_WINDOW = 20  # samples in the window
 _MOST, _FEW = 15, 5
-"""In so many of them a rank that is named has been slow, and one that is so no more."""
-_OF_STEP = 0.1  # what a slow rank computes longer than others, as a share of the step, at least
-_ABOVE_NOISE = 1.5  # ... and in units of its standard deviation over the window.
+"""Samples in the window in which a rank must be slow to be reported, and may be slow to count as recovered."""
+_OF_STEP = 0.1  # minimum excess of a slow rank's computing time, as a fraction of the step
+_ABOVE_NOISE = 1.5  # minimum mean excess, in units of its standard deviation over the window
 
 _log = logging.getLogger(__name__)
 
 
 class BusyClock:
-    """Counts the seconds in which the thread that makes it computes, or waits for nothing but a processor."""
+    """Counts the seconds in which the constructing thread computes or waits for a processor."""
 
     def __init__(self) -> None:
         self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
@@ -47,12 +47,12 @@ class BusyClock:
         self.lap()
 
     def lap(self) -> float:
-        """Return the seconds since the last call, 0 where they are not known. Any thread."""
+        """Return the computing seconds since the last call, 0 if unknown. Any thread."""
         if not self._counts:
             return 0.0
         try:
             runs, waits, _ = map(int, self._file.read_text().split())
-        except (OSError, ValueError):  # no Linux, or a kernel without it
+        except (OSError, ValueError):  # not Linux, or a kernel without this file
             self._counts = False
             return 0.0
         now, last = (runs + waits) / 1e9, self._last
@@ -61,32 +61,32 @@ class BusyClock:
 
 
 class _Sample(NamedTuple):
-    step: int  # the training step before it
-    step_s: float  # what a step took
-    excess_s: Sequence[float]  # what each rank has computed longer than most, in a step
+    step: int  # the last training step before the sample
+    step_s: float  # seconds per step
+    excess_s: Sequence[float]  # seconds per step that each rank computes longer than the median rank
 
     def is_slow(self, rank: int) -> bool:
         return self.excess_s[rank] > _OF_STEP * self.step_s
 
 
 class Stragglers:
-    """Those of one run, as rank 0 finds them.
+    """The slow ranks of one run. On rank 0.
 
     Args:
-        machine_of: returns the name of the machine of a rank; called where one is named.
+        machine_of: returns the machine name of a rank; called only for reported ranks.
     """
 
     def __init__(self, machine_of: Callable[[int], str]) -> None:
-        self.named: set[int] = set()  # the ranks that are slow now
+        self.named: set[int] = set()  # the ranks that are reported as slow
         self._machine_of = machine_of
         self._window: deque[_Sample] = deque(maxlen=_WINDOW)
-        self._taken: list[Sequence[float]] = []  # in exchanges since the last sample
+        self._taken: list[Sequence[float]] = []  # times of the exchanges since the last sample
         self._since = -math.inf
 
     def add(self, step: int, now: float, step_s: float, busy_s: Sequence[float]) -> None:
-        """Take an exchange up to ``step``, at the time ``now``; log and record who is slow, or slow no more.
+        """Add an exchange up to ``step`` at time ``now``; log and record ranks that became slow or recovered.
 
-        ``step_s`` is what a step took, ``busy_s`` what each rank has computed in one; 0 where that is not known.
+        ``step_s`` is the time per step, ``busy_s`` the computing time of each rank per step, 0 if unknown. Seconds.
         """
         if step_s > 0:
             self._taken.append((step_s, *busy_s))
@@ -117,7 +117,7 @@ class Stragglers:
         return is_clear and len(self._slow(rank)) >= _MOST
 
     def _tell(self, ranks: Sequence[int], slow: bool) -> None:
-        """Say of these ranks that they are slow, or no more: a line for each machine, and an event for each rank."""
+        """Report ranks that became slow or recovered: a log line for each machine, and an event for each rank."""
         last, step_s = self._window[-1].step, statistics.median(each.step_s for each in self._window)
         for machine, those in itertools.groupby(sorted(ranks, key=self._machine_of), self._machine_of):
             here = [*those]
@@ -131,7 +131,7 @@ class Stragglers:
                     *(who, 1e3 * max(waits), 1e3 * step_s, it, since),
                 )
             else:
-                _log.warning("stagereg: %s no more, at step %d", who, last)
+                _log.warning("stagereg: %s no longer, at step %d", who, last)
             for rank, wait_s in zip(here, waits, strict=True):
                 known = {"rank": rank, "machine": machine, "slow": slow, "wait": wait_s, "of": step_s}
                 record.emit("straggler", step=since, **known)

@@ -1,9 +1,9 @@
-"""How ranks find what several of them hold identically: each sends checksums, and rank 0 answers who has the same.
+"""Find replicated tensors: each rank sends checksums, and rank 0 replies with the groups of identical ranks.
 
-Nothing declares what is a replica, under DDP, HSDP or tensor parallelism, so the ranks compare. Values that have one
-name and differ are refused: of two values one would be lost without a word. Ranks that have the same parts of the
-tensors of an entry, or the same whole tensors, are a group of replicas. Buffers are left out, since replicas may drift
-there (running statistics): the checkpoint has those of the lowest rank.
+DDP, HSDP and tensor parallelism do not declare replicas, so the ranks compare. Different values with the same name are
+rejected, since a checkpoint could silently lose one of them. Ranks with the same parts of the tensors of an entry, or
+the same whole tensors, are a group of replicas. Buffers are excluded, since replicas may differ in them (running
+statistics): the checkpoint has the buffers of the lowest rank.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _OBJECTS = "stagereg.objects"
 
 
 Kind: TypeAlias = tuple[str, bool]
-"""Of tensors: those of one entry that are whole on the ranks that have them, or those that are split."""
+"""A set of tensors of one entry: the name of the entry, and whether the tensors are whole (True) or split (False)."""
 
 
 class HeldTensor(NamedTuple):
-    """What a rank has of one tensor, but for its bytes."""
+    """A rank's part of one tensor, without its bytes."""
 
     path: tuple[str | int, ...]
     part: Part
     shape: torch.Size
     dtype: torch.dtype
-    nbytes: int  # that ranks have of it on the average; the same on all of them
-    tied: int  # to the piece with that number; its own number if to none
+    nbytes: int  # average bytes per rank, the same number on all ranks
+    tied: int  # number of the tensor with the same memory; its own number if there is none
 
     @property
     def name(self) -> str:
@@ -54,22 +54,22 @@ class HeldTensor(NamedTuple):
 
 
 class EntryContents(NamedTuple):
-    """What a rank has of one kind of tensors of an entry."""
+    """A rank's tensors of one kind of an entry."""
 
-    pieces: list[HeldTensor]  # of its tensors
-    checksums: list[int]  # of their bytes, in the same order
+    pieces: list[HeldTensor]  # one item for each tensor
+    checksums: list[int]  # checksums of the tensors' bytes, in the same order
 
 
 def contents(
     copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str], known: Collection[str] = ()
 ) -> dict[Kind, EntryContents]:
-    """Return what this rank has of the entries of a staged copy, without ``buffers`` and what is no dense tensor.
+    """Return this rank's tensors of the entries of a staged copy, without ``buffers`` and tensors that are not dense.
 
-    Values whose dotted names are in ``known`` are left out.
+    Values whose dotted names are in ``known`` are excluded.
 
-    A tensor whose name ends like a buffer's, as in a moving average of the module's state, counts as a buffer. What is
-    never shared out is compared under a name of its own, as pieces without bytes: ``objects`` that JSON cannot carry,
-    tensors of subclasses, and parts of tensors that declare themselves to be such (:mod:`.split_tensors`).
+    A tensor whose name ends like a buffer's name, for example in a moving average of the module's state, counts as a
+    buffer. Values that are never sharded are compared under a separate name, without bytes: ``objects`` that JSON
+    cannot represent, tensors of subclasses, and declared parts of tensors (:mod:`.split_tensors`).
     """
     found: dict[Kind, EntryContents] = {}
     first: dict[tuple[Kind, int, torch.Size], int] = {}
@@ -117,7 +117,7 @@ def _ends_like_one(dotted: str, buffers: Collection[str]) -> bool:
 
 
 def _checksum_of_object(value: Any) -> int:
-    """Return the checksum of a tuple and the like; 0 for what does not show its value as text."""
+    """Return the checksum of an object such as a tuple; 0 if its text does not show its value."""
     leaves, structure = pytree.tree_flatten(value)
     text = repr((structure, list(map(_text, leaves))))
     return 0 if " at 0x" in text else crc32(text.encode())
@@ -138,18 +138,18 @@ def _checksum(x: torch.Tensor) -> int:
 
 
 def _part(x: torch.Tensor, name: str) -> Part | None:
-    """Return where in the whole this rank's part of a tensor lies; ``None`` if it is not one part with bytes."""
+    """Return the position of this rank's part in the whole tensor; ``None`` unless it is a single part with bytes."""
     if isinstance(x, DTensor):
         chunks = chunks_of(x, name)
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
-    if isinstance(x, ShardedTensor):  # which answers nothing else
+    if isinstance(x, ShardedTensor):  # does not support the calls below
         return None
     plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 
 def _parts_of(x: torch.Tensor) -> int:
-    """Return into how many parts a tensor is split; 1 if each rank that has it has all of it."""
+    """Return the number of parts of a tensor; 1 if each rank with the tensor has the whole tensor."""
     if not isinstance(x, DTensor):
         return 1
     split = [not each.is_replicate() for each in x.placements]
@@ -157,7 +157,7 @@ def _parts_of(x: torch.Tensor) -> int:
 
 
 def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
-    """Raise ``CheckpointError`` if ranks, by what each of them or some have sent, have different values of one name."""
+    """Raise ``RankMismatchError`` if ranks have sent different values for the same name."""
     seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
     wrong: list[str] = []
     for rank, of_rank in tables.items():
@@ -165,19 +165,19 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
             what = (piece.part.whole, TensorKind(piece.dtype, piece.shape), checksum)
             other, there = seen.setdefault((piece.name, piece.part.offset), (rank, what))
             if there != what:
-                kind = "other values" if there[:2] == what[:2] else f"{what[1]}, not {there[1]}"
+                kind = "the values differ" if there[:2] == what[:2] else f"{what[1]}, not {there[1]}"
                 wrong.append(f"{piece.name!r} is not the same on {name_ranks([other, rank])} ({kind})")
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise RankMismatchError(
-            f"{'; '.join(wrong[:_SHOWN])}{more}. Of values with one name a checkpoint has one. If they are replicas "
-            "of a model, they have drifted apart; parts of one tensor have to be a DTensor; and what each rank has for "
-            "itself is marked stagereg.per_rank(value), or has a name of its own."
+            f"{'; '.join(wrong[:_SHOWN])}{more}. A checkpoint has one value per name. Replicas of a model must be "
+            "identical: find out why they diverged. Parts of one tensor must be a DTensor. For a value that differs "
+            "per rank, use stagereg.per_rank(value), or a different name on each rank."
         )
 
 
 class BufferNames:
-    """The names of the buffers in a state, in which replicas may differ. For the training thread."""
+    """The names of the buffers in a state, in which replicas may differ. Training thread."""
 
     def __init__(self) -> None:
         self._found: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
@@ -191,31 +191,31 @@ class BufferNames:
 
 
 class Place(NamedTuple):
-    """Of a rank among those that have the same of a kind: their first, how many there are, and its number."""
+    """The place of a rank in a group of replicas of one kind."""
 
-    first: int
-    ranks: int
-    number: int
+    first: int  # the lowest rank of the group
+    ranks: int  # the size of the group
+    number: int  # the number of the rank within the group
 
 
 class Compared(NamedTuple):
-    """What rank 0 tells a rank of what they have compared."""
+    """Rank 0's reply to a rank after a comparison."""
 
-    # the kinds of which others have something else, for the rank to send all that it knows of them
+    # the kinds in which ranks differ, for which the rank must send all its checksums
     differing: list[Kind]
-    places: dict[Kind, Place]  # of the rank, among those that have the same of a kind
-    mixed: set[str]  # the names that are not shared, since ranks have them that have other things beside
+    places: dict[Kind, Place]  # the rank's place in its group of replicas, by kind
+    mixed: set[str]  # the names that are not sharded, since they occur on ranks of different groups
 
 
 def content_digests(contents: Mapping[Kind, EntryContents]) -> dict[tuple[str, bytes], bytes]:
-    """Return the digests in which replicas must agree, by the name of the entry and, of split tensors, the layout."""
+    """Return the digests that must match on replicas, by the name of the entry and, for split tensors, the layout."""
     return {(name, b"" if whole else digest(each.pieces)): digest(each) for (name, whole), each in contents.items()}
 
 
 def compare(
     digests: Sequence[Mapping[tuple[str, bytes], bytes]], names: Sequence[Mapping[Kind, Sequence[str]]]
 ) -> list[Compared]:
-    """Return what to tell each rank, by digests and names of what each has; of alike ``names`` it is one object."""
+    """Return the reply to each rank for the ranks' digests and names. Equal ``names`` must be the same object."""
     lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
     each_once = {item for one in lists.values() for item in one.items()}
     counts = Counter(name for _, found in each_once for name in found)

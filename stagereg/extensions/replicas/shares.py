@@ -1,10 +1,10 @@
-"""What ranks have alike each writes a share of, and stages no more than that.
+"""Shard replicated tensors: each rank stages and writes only its shard.
 
-In the first save and every ``replicas.verify_every``-th one ranks stage all that they have, and compare
-(:mod:`.comparing`). From the next save on each stages its share alone: the bytes in order, cut at rows into as many
-parts as there are ranks; small tensors stay whole. Every save carries which comparison its shares are of, so ranks
-never put together shares of different ones; and a few elements of what is shared, which find out at once where ranks
-have begun to train apart.
+In the first save and in every ``replicas.verify_every``-th save, ranks stage all their tensors and compare them
+(:mod:`.comparing`). From the next save on, each rank stages only its shard: the bytes in order, split at rows into one
+part per rank; small tensors stay whole. Each save includes the number of the comparison, so that shards of different
+comparisons are never merged. Each save also includes a few elements of the replicated tensors, which detect at once
+that replicas have diverged.
 """
 
 from __future__ import annotations
@@ -37,46 +37,46 @@ from stagereg.extensions.replicas.comparing import (
 )
 from stagereg.kernel.memory import view_of
 
-_COMPARING = -1  # in place of the number of a save in which ranks have compared
-_LEAST_BYTES = 1 << 16  # a tensor of fewer is not cut
-_SAMPLED = 16  # tensors, and elements of each
+_COMPARING = -1  # marks a save in which ranks compare, instead of the number of an earlier comparison
+_LEAST_BYTES = 1 << 16  # smaller tensors are not split
+_SAMPLED = 16  # number of sampled tensors, and of sampled elements of each tensor
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 SAMPLES = "stagereg.samples"
-"""The entry of a staged copy that goes into no checkpoint: elements of what ranks share, to be compared each time."""
+"""The entry of a staged copy with samples of replicated tensors, which each save compares and does not write."""
 
 
 class RowSlice(NamedTuple):
     """The slice that one rank stages of a replicated tensor."""
 
     holder: tuple[str | int, ...]  # the keys that lead to the mapping or list with the tensor, in its entry
-    key: str | int  # of the tensor, there
-    shape: torch.Size  # of the whole tensor
-    dtype: torch.dtype  # of the tensor
-    # the dimension, the first row and how many; ``None`` if it stages all of it, or nothing
+    key: str | int  # the key of the tensor in its holder
+    shape: torch.Size  # the shape of the whole tensor
+    dtype: torch.dtype
+    # the dimension, the first row and the number of rows; ``None`` if the rank stages the whole tensor, or nothing
     rows: tuple[int, int, int] | None
-    part: Part | None  # where that lies in the whole; ``None`` if it stages nothing
+    part: Part | None  # the position of the slice in the whole tensor; ``None`` if the rank stages nothing
 
 
 class Shares(NamedTuple):
     """The slices of replicated tensors that one rank stages and writes."""
 
-    found_in: int  # the number of the save in which ranks have compared that
-    cuts: dict[Kind, list[RowSlice]]  # by kind
-    parts: dict[str, Part | None]  # where it lies in the whole by dotted name; ``None`` for what others write
-    first: dict[Kind, int]  # of the ranks that share a kind, the lowest
-    names: frozenset[str] = frozenset()  # dotted names of all values of this rank that were compared, shared or not
+    found_in: int  # the number of the save in which the ranks compared
+    cuts: dict[Kind, list[RowSlice]]  # slices by kind
+    parts: dict[str, Part | None]  # position in the whole tensor by dotted name; ``None`` if other ranks write it
+    first: dict[Kind, int]  # the lowest rank of the group of replicas, by kind
+    names: frozenset[str] = frozenset()  # dotted names of all compared values of this rank, sharded or not
 
 
 class ReplicaShards(ReplicaSharding):
-    """Decides in which saves ranks compare, and which shares of theirs they write in the others.
+    """Decides in which saves ranks compare, and which shards they write in the other saves.
 
-    That follows from how the two saves before have ended, which each rank knows when it writes, so all decide alike.
-    The training thread may not know it yet when it stages: then it stages everything, and the copy is cut when it is
-    written. One that knows stages its share.
+    The decision depends on the results of the two previous saves, which each rank has when it writes, so all ranks
+    decide identically. If the training thread does not have these results when it stages, it stages everything, and the
+    copy is sliced when it is written. Otherwise it stages only its shard.
 
     Args:
-        every: they compare in every that many saves; 0 for the first alone.
-        share: whether what is alike is shared.
+        every: the ranks compare in every ``every``-th save; 0 for only the first save.
+        share: whether replicated tensors are sharded.
     """
 
     def __init__(self, every: int, share: bool) -> None:
@@ -84,48 +84,48 @@ class ReplicaShards(ReplicaSharding):
         self._every = every
         self._numbers = itertools.count()
         self.buffers = BufferNames()
-        self._known: dict[int, Shares | None] = {-2: None, -1: None}  # what goes after the last saves that have ended
-        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # a save, and names of values compared in it
+        self._known: dict[int, Shares | None] = {-2: None, -1: None}  # shards that apply after the last completed saves
+        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # a save, and names compared in it
 
     def begin_save(self) -> ShardedSave:
         return ShardedSave(self, next(self._numbers))
 
     def note_compared(self, number: int, names: Iterable[str]) -> None:
-        """Note the dotted names of the values of all ranks that are compared in a save. On rank 0."""
+        """Record the dotted names of the values of all ranks that a save compares. On rank 0."""
         self._compared = number, frozenset(names)
 
     def expect_not_compared(self, found_in: int, names: Iterable[tuple[int, str]]) -> None:
-        """Raise ``RankMismatchError`` if a value that is new on a rank was compared among other ranks. On rank 0.
+        """Raise ``RankMismatchError`` if a new value of a rank was already compared among other ranks. On rank 0.
 
         Args:
             found_in: the number of the save in which the ranks compared.
-            names: ranks, and the dotted names of values that are new there.
+            names: pairs of a rank and the dotted name of a value that is new on the rank.
         """
         number, compared = self._compared
         for rank, name in names:
             if number == found_in and name in compared:
                 raise RankMismatchError(
-                    f"{name!r} is new on {name_ranks([rank])}, and other ranks have compared their values of that name "
-                    "before. Nothing was written. Save again: one of the next two saves compares all values."
+                    f"{name!r} is new on {name_ranks([rank])}, but other ranks compared their values of that name in "
+                    "an earlier save. Nothing was written. Save again: one of the next two saves compares all values."
                 )
 
     def end_save(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
-        """Note how a save has ended, once all ranks know it, and the shares found in it. On the background thread.
+        """Record the result of a save when all ranks have it, and the shards found in it. Background thread.
 
-        After one that has failed nothing is shared that was found before.
+        After a failed save, earlier shards are no longer used.
         """
         after = None if failed else found or self._known.get(number - 1)
         self._known = {number - 1: self._known.get(number - 1), number: after}
 
     def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
-        """Return the slices of entries that this rank writes in a save, and its shares.
+        """Return the slices of entries that this rank writes in a save, and its shards.
 
-        Returns ``None`` if it is all of it: ranks compare in this save, or, on the training thread, that is not known.
+        Returns ``None`` if ranks compare in this save, or if the training thread lacks the results of earlier saves.
         """
         known = self._known
         if self._every > 0 and number % self._every == 0:
             return None
-        # What went before the save before this one goes first: a rank may have staged when it knew no more.
+        # The older result applies first, since a rank may have staged when it had only that result.
         for before in (number - 2, number - 1):
             if before not in known:
                 return None
@@ -136,24 +136,24 @@ class ReplicaShards(ReplicaSharding):
 
 
 class _Post(NamedTuple):
-    """What a rank sends to rank 0 of what it has."""
+    """The message of a rank to rank 0 about its tensors."""
 
-    found_in: int  # the number of the save in which ranks have compared what it writes
+    found_in: int  # the number of the save in which ranks compared the tensors
     samples: Mapping[str, int] = {}
-    differing: Sequence[EntryContents] = ()  # what is new, or differs between ranks
-    digests: Mapping[tuple[str, bytes], bytes] = {}  # of all that it has, if ranks compare
+    differing: Sequence[EntryContents] = ()  # tensors that are new, or differ between ranks
+    digests: Mapping[tuple[str, bytes], bytes] = {}  # digests of all tensors, if ranks compare in this save
 
 
 class ShardedSave(ReplicaSave):
-    """One save: this rank's shards of what the ranks have compared, or the comparison."""
+    """One save: the comparison, or this rank's shards according to an earlier comparison."""
 
     def __init__(self, book: ReplicaShards, number: int) -> None:
         super().__init__()
         self.number, self._book = number, book
         # Written by the training thread.
         self._buffers: Collection[str] | None = None  # tensors in which ranks may differ; ``None``: values are stale
-        self._replicated: Collection[str] = ()  # entries of which ranks may have a share
-        # Written by the training thread if it knows them when it stages, otherwise by the thread of the first target.
+        self._replicated: Collection[str] = ()  # entries that may be sharded
+        # Written by the training thread if it has them when it stages, otherwise by the thread of the first target.
         self._shares: Shares | None = None
         # Written by the thread of the first target.
         self._compares = False
@@ -179,7 +179,7 @@ class ShardedSave(ReplicaSave):
         return self._entries
 
     def post(self, objects: Collection[str]) -> WrittenShards | Question:
-        # Values that are new since the ranks compared are compared in each save, and not shared.
+        # Values that are new since the comparison are compared in each save, and not sharded.
         known = () if self._shares is None else self._shares.names
         if self._buffers is not None:
             self._contents = contents(self._entries, self._buffers, objects, known)
@@ -195,7 +195,7 @@ class ShardedSave(ReplicaSave):
 
     def take(self, answer: Compared) -> WrittenShards:
         self._shares = shares(self.number, self._contents, answer, self._replicated)
-        if (found := cut(self._entries, self._shares)) is None:  # a container has other keys than texts
+        if (found := cut(self._entries, self._shares)) is None:  # a container has keys that are not strings
             self._shares, found = self._shares._replace(cuts={}, parts={}, first={}), self._entries
         self._entries = {name: value for name, value in found.items() if name != SAMPLES}
         post = _Post(self.number, differing=[self._contents[kind] for kind in answer.differing])
@@ -204,8 +204,8 @@ class ShardedSave(ReplicaSave):
     def check(self, posts: Sequence[_Post], order: Sequence[int]) -> None:
         if len({each.found_in for each in posts}) > 1:
             raise RankMismatchError(
-                "The ranks disagree on which of them writes which part of the shared state. Nothing was written. Save "
-                "again: one of the next two saves compares all values."
+                "The ranks disagree on which rank writes which shard of the replicated state. Nothing was written. "
+                "Save again: one of the next two saves compares all values."
             )
         if not self._compares:
             new = ((rank, piece.name) for rank in order for x in posts[rank].differing for piece in x.pieces)
@@ -219,9 +219,9 @@ class ShardedSave(ReplicaSave):
 
 
 def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
-    """Return entries with shares instead of replicated tensors, and with samples of these tensors.
+    """Return entries with shards instead of replicated tensors, and with samples of these tensors.
 
-    Returns ``None`` if a tensor is not there any more, or is another one.
+    Returns ``None`` if a tensor is missing, or has another shape or dtype.
     """
     found = dict(entries)
     for (name, _), cuts in shares.cuts.items():
@@ -241,12 +241,12 @@ def _name(kind: Kind, cut: RowSlice) -> str:
 
 
 def _local(value: Any, cut: RowSlice) -> torch.Tensor:
-    """Return what this rank has of a tensor, out of its entry."""
+    """Return this rank's local part of a tensor in its entry."""
     return local_part(functools.reduce(lambda at, step: at[step], (*cut.holder, cut.key), value)).detach()
 
 
 def _sample(value: Any, cuts: Sequence[RowSlice]) -> list[torch.Tensor]:
-    """Return some elements of some tensors, the same on all ranks and in each save."""
+    """Return some elements of some tensors; the selection is the same on all ranks and in each save."""
     found = []
     for each in cuts[:: max(1, len(cuts) // _SAMPLED)]:
         x = _local(value, each)
@@ -256,7 +256,7 @@ def _sample(value: Any, cuts: Sequence[RowSlice]) -> list[torch.Tensor]:
 
 
 def _staged(value: Any, cuts: Sequence[RowSlice]) -> Any:
-    """Return an entry with shares in it; ``None`` if a tensor is not there, or is another one."""
+    """Return an entry with shards; ``None`` if a tensor is missing, or has another shape or dtype."""
     copies: dict[tuple[str | int, ...], Any] = {(): copy.copy(value)}
     try:
         for holder, key, shape, dtype, rows, part in cuts:
@@ -283,7 +283,7 @@ def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...
 
 
 def sampled(copied: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum of what was sampled of each entry, by a name that only ranks that share it have."""
+    """Return a checksum of the samples of each entry, by a name that is unique to its group of replicas."""
     return {
         name: functools.reduce(lambda crc, x: crc32(view_of(x.cpu().contiguous()), crc), each, 0)
         for name, each in copied.get(SAMPLES, {}).items()
@@ -291,21 +291,21 @@ def sampled(copied: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
-    """Raise ``CheckpointError`` if ranks that share an entry do not have the same of it any more."""
+    """Raise ``RankMismatchError`` if the samples of a replicated entry differ between ranks."""
     seen: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(ranks):
         for name, crc in each.items():
             other, expected = seen.setdefault(name, (rank, crc))
             if crc != expected:
                 raise RankMismatchError(
-                    f"{name.split('.', 2)[2]!r} was the same on {name_ranks([other, rank])}, so each staged a share, "
-                    "and is not any more. Replicas of one model have drifted apart; or, if each rank trains a model of "
-                    "its own, mark it so: stagereg.per_rank(value)."
+                    f"{name.split('.', 2)[2]!r} was identical on {name_ranks([other, rank])}, so each rank staged a "
+                    "shard, but now differs. Replicas of one model must be identical: find out why they diverged. If "
+                    "each rank trains its own model, use stagereg.per_rank(value)."
                 )
 
 
 def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
-    """Return this rank's shares of the entries ``of`` which others have as well, as found in the save ``number``."""
+    """Return this rank's shards of the replicated entries in ``of``, after the comparison in the save ``number``."""
     names = frozenset(piece.name for each in own.values() for piece in each.pieces)
     found = Shares(number, {}, {}, {}, names)
     for kind, (first, ranks, at) in compared.places.items():
@@ -321,12 +321,12 @@ def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, o
 
 
 def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[RowSlice]:
-    """Return the share of one of ``count`` ranks.
+    """Return the slices of rank ``index`` of ``count`` ranks.
 
-    It depends on the averages of sizes, so ranks that have other parts of some tensors cut the rest at the same rows.
+    Uses average sizes, so that ranks with different parts of some tensors split the other tensors at the same rows.
     """
     sizes = [piece.nbytes if piece.tied == i else 0 for i, piece in enumerate(pieces)]
-    # The last rank has what is at the end, also if that is empty.
+    # The last rank gets the tensors at the end, also if they are empty.
     begin, end = (sum(sizes) * each // count + (each == count) for each in (index, index + 1))
     rows: list[tuple[int, int, int] | None] = []
     cuts: list[RowSlice] = []
@@ -347,7 +347,7 @@ def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[RowSlice
 
 
 def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
-    """Return the rows of a tensor between two bytes of it, the nearest ones; of a small one all, if it begins there."""
+    """Return the rows nearest to the bytes ``begin`` to ``end``; all rows of a small tensor that begins in there."""
     dim = next((i for i, size in enumerate(shape) if size > 1), None)
     if dim is None or nbytes < _LEAST_BYTES or not shape.numel():
         return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None

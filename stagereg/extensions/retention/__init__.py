@@ -1,1 +1,1 @@
-"""Retention by metric: which checkpoints stay, by what was logged about them."""
+"""Retention by metric: select the checkpoints to retain by their logged metrics."""

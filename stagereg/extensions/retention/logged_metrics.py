@@ -1,9 +1,9 @@
-"""The metrics that rank 0 logs (:func:`stagereg.log`) about the steps that are saved.
+"""The metrics that rank 0 logs (:func:`stagereg.log`) for saved steps.
 
 A checkpoint has the metrics that were logged for its step before ``save`` was called. A value that is logged later is
 not part of that checkpoint, and a warning names it. If the step is saved again, the new checkpoint has the value.
 
-Memory is bounded: metrics are held of the newest steps and the newest saves, at most 256 of each.
+Memory is bounded: holds at most 256 metrics for each of the newest steps and newest saves.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LATE = (
 
 
 class LoggedMetrics(CheckpointExtension):
-    """The metrics of the steps of one checkpointer, on rank 0. Methods may be called on any thread."""
+    """The metrics of the steps of one checkpointer, on rank 0. Thread-safe."""
 
     name = "logged metrics"
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant, since a signal handler that logs may interrupt a log
-        self._logged: dict[int, dict[str, float]] = {}  # by step, the step logged last at the end
-        self._saved: dict[int, dict[str, float]] = {}  # by step, the step saved last at the end
+        self._logged: dict[int, dict[str, float]] = {}  # metrics of logged steps, in the order of logging
+        self._saved: dict[int, dict[str, float]] = {}  # metrics of saved steps, in the order of saving
         self._late: set[str] = set()  # names that a warning has named
         self._warned = False
 
@@ -47,7 +47,7 @@ class LoggedMetrics(CheckpointExtension):
             record.listen(self)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of a step; a later value of one name replaces the earlier one."""
+        """Add the values of a step; a later value replaces an earlier value of the same name."""
         with self._lock:
             known = self._logged.pop(step, {})
             _hold(self._logged, step, known)
@@ -56,7 +56,7 @@ class LoggedMetrics(CheckpointExtension):
                     known[name] = value
                 elif not self._warned:
                     self._warned = True
-                    _log.warning("stagereg: checkpoints are without the metric %.60r: %d names a step", name, _NAMES)
+                    _log.warning("stagereg: The metric %.60r is not saved: a step has at most %d names.", name, _NAMES)
             late: set[str] = set()
             if (saved := self._saved.get(step)) is not None and len(self._late) < _NAMES:
                 changed = {name for name in known.keys() & values if repr(saved.get(name)) != repr(known[name])}
@@ -66,7 +66,7 @@ class LoggedMetrics(CheckpointExtension):
             _log.warning(_LATE, ", ".join(sorted(late)), step, option("checkpoint.keep"))
 
     def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
-        """Fix the metrics of a step, since the step is being saved in a checkpoint directory."""
+        """Freeze the metrics of a step, since its save to a checkpoint directory begins."""
         if not any(isinstance(each, StoreTarget) for each in targets):
             return
         with self._lock:
@@ -84,7 +84,7 @@ class LoggedMetrics(CheckpointExtension):
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """Forget all steps: a restore goes back, and the steps that follow are others."""
+        """Delete the metrics of all steps, since a restore rolls back and the next steps differ."""
         with self._lock:
             self._logged.clear()
             self._saved.clear()

@@ -1,4 +1,4 @@
-"""Rates checkpoints by a metric for ``stagereg.Keep(best=...)``."""
+"""Rate checkpoints by a metric for ``stagereg.Keep(best=...)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagereg.errors import nearest
 
 
 def rate(keep: Keep, newest_first: Sequence[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Return the paths of the best checkpoints, the best first, and why each of them stays."""
+    """Return the paths of the best checkpoints, the best first, with the reason why each is retained."""
     name, sign = keep.metric or "", 1 if keep.direction == "min" else -1
     known = {each.path: metrics.get(each.path, {}).get(name, math.nan) for each in newest_first}
     values = {path: value for path, value in known.items() if not math.isnan(value)}

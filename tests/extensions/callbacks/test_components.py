@@ -48,7 +48,7 @@ def test_a_command_gets_step_path_and_metrics(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_or_hangs_is_reported(tmp_path: Path, caplog: Any) -> None:
     save(tmp_path / "a", stagereg.build("on_commit", "command", command="exit 3"))
-    assert caplog.text.count("CheckpointError: 'exit 3' ended with exit code 3") == 2
+    assert caplog.text.count("CheckpointError: 'exit 3' exited with code 3") == 2
     limit = datetime.timedelta(seconds=0.5)
     hangs = f"sleep 100 & echo $! >> {tmp_path}/pids; wait"
     save(tmp_path / "b", stagereg.build("on_commit", "command", command=hangs, timeout=limit))

@@ -170,7 +170,7 @@ def test_what_is_damaged_here_is_not_copied_and_others_are(tmp_path: Path) -> No
     save(source, 1, 2)
     path = tmp_path / "run/step-00000001/__0_0.distcp"
     path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(CheckpointError, match=r"step-00000001/__0_0\.distcp is not what its manifest says"):
+    with pytest.raises(CheckpointError, match=r"step-00000001/__0_0\.distcp does not match its manifest: expected"):
         CopyTo(target).committed(newest(source))
     assert steps(target) == [2]
     CopyTo(target).committed(newest(source))
@@ -183,7 +183,7 @@ def test_what_lies_there_is_compared_and_copied_again(stores: tuple[str, str], m
     store = type(open_store(target))
     with monkeypatch.context() as patch:
         patch.setattr(store, "mark", lambda *_: FileDigest(1, 2))
-        with pytest.raises(CheckpointError, match=r"copies/.*is not what its manifest says"):
+        with pytest.raises(CheckpointError, match=r"copies/.*does not match its manifest: expected"):
             CopyTo(target).committed(newest(source))
         assert steps(target) == []
     CopyTo(target).committed(newest(source))
@@ -254,7 +254,7 @@ def test_a_copy_takes_what_a_killed_copy_has_left_and_nothing_else(tmp_path: Pat
     place = Path(copy_to._place(found, open_store(tmp_path / "to")))
     place.mkdir(parents=True)
     (place / "notes").write_text("mine")
-    with pytest.raises(CheckpointError, match=f"{place} has notes, which is no part of a copy: move {place} away"):
+    with pytest.raises(CheckpointError, match=f"{place} has notes, which is not part of a copy. Move {place} away"):
         CopyTo(str(tmp_path / "to")).committed(one)
     assert [each.name for each in place.iterdir()] == ["notes"]
     place.rename(tmp_path / "away")

@@ -87,9 +87,10 @@ def test_what_the_launcher_saw_counts_from_the_last_step(tmp_path: Path, caplog:
     assert [*found["phases"].values()] == [1, 1, 3, 3, 4, 3, 0]
     assert (found["source"], found["origin"], found["again"]) == ("/x/step-10", "tier", 2)
     assert found["since"] + sum(found["phases"].values()) == NOW
-    assert "restart 4, 15.00 s from the last step to the first one after it. rank 1: killed by SIGKILL" in caplog.text
+    text = "Restart 4 took 15.00 s from the last step before it to the first step after it. rank 1: killed by SIGKILL"
+    assert text in caplog.text
     assert "\n  restored       3.00 s  from /x/step-10\n" in caplog.text
-    assert "\n  first step     0.00 s  step 11; 2 done again" in caplog.text
+    assert "\n  first step     0.00 s  step 11; 2 repeated" in caplog.text
     assert len(caplog.text.splitlines()) <= 1 + len(phases.PHASES)
 
 

@@ -59,4 +59,4 @@ def test_huggingface_uploads_only_where_asked(tmp_path: Path, monkeypatch: pytes
 
 def test_an_entry_that_is_not_there_is_reported(tmp_path: Path, caplog: Any) -> None:
     save(tmp_path / "c", stagereg.build("on_commit", "huggingface", dir=str(tmp_path / "out")))
-    assert caplog.text.count("on_commit it has failed: stagereg.errors.CheckpointError") == 2
+    assert caplog.text.count("on_commit it failed: stagereg.errors.CheckpointError") == 2

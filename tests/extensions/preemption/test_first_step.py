@@ -64,7 +64,7 @@ moment: none
 answers: ???
 checkpoint: {every: 1, preemption: {grace_period: 0.2s}}
 """
-LINE = "preempted by SIGTERM before the first step: no step is lost. Start the run again.\n"
+LINE = "preempted by SIGTERM before the first step: no step is lost. To continue, run the same command.\n"
 
 
 @pytest.fixture

@@ -124,13 +124,16 @@ def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> N
     assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]
 
 
+LATE = "preempted: the state is saved, but the process did not exit within the grace period"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("arguments", "code", "last_line"),
     [
         (["what=freeze", "checkpoint.preemption.grace_period=1s"], 143, "stopped by SIGTERM"),
-        (["what=linger", GRACE], 75, "preempted: all is saved, but the process did not end in time"),
+        (["what=linger", GRACE], 75, LATE),
         (["what=fail_at_signal"], 143, "stopped by SIGTERM"),
         (["checkpoint.preemption.grace_period=null"], 143, "stopped by SIGTERM"),
         (["checkpoint.preemption.grace_period=null", "signal=SIGUSR1"], 128 + signal.SIGUSR1, "stopped by SIGUSR1"),

@@ -57,7 +57,7 @@ ZEROS = torch.zeros(4)
     [
         (ZEROS.int(), r"int32 \[4\], not float32 \[4\]"),
         (torch.zeros(2), r"float32 \[2\], not float32 \[4\]"),
-        (ZEROS + 1, "other values"),
+        (ZEROS + 1, "the values differ"),
     ],
 )
 def test_what_differs_in_dtype_shape_or_bytes_is_refused(other: torch.Tensor, kind: str) -> None:

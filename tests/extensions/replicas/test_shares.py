@@ -167,19 +167,20 @@ def test_what_is_not_alike_under_one_name_is_refused(tmp_path: Path) -> None:
     ranks = run_ranks(refused, 3, args=(str(tmp_path),))
     assert ranks[0] == ranks[1] == ranks[2]
     found = ranks[0]
-    assert "'x.a' is not the same on ranks 0, 1 (other values); 'x.a' is not the same on ranks 0, 2" in found["values"]
+    text = "'x.a' is not the same on ranks 0, 1 (the values differ); 'x.a' is not the same on ranks 0, 2"
+    assert text in found["values"]
     assert found["values"].count("'x.a' is not the same on ranks 0, 1 ") == 1
     assert "'x' is not the same on ranks 0, 1 (float32 [3], not float32 [2])" in found["shapes"]
     assert "stagereg.per_rank(value)" in found["values"]
     assert found["alike"] == found["buffers"] == ""
-    assert "'model.weight' is not the same on ranks 0, 1 (other values)" in found["weight"]
-    assert "'x' is not the same on ranks 0, 1 (other values)" in found["objects"]
-    assert "'size' is not the same on ranks 0, 1 (other values)" in found["objects"]
+    assert "'model.weight' is not the same on ranks 0, 1 (the values differ)" in found["weight"]
+    assert "'x' is not the same on ranks 0, 1 (the values differ)" in found["objects"]
+    assert "'size' is not the same on ranks 0, 1 (the values differ)" in found["objects"]
     assert "Step 3 was not saved" in found["drift"]
-    assert "'model.bias' is not the same on ranks 0, 1 (other values)" in found["drift"]
+    assert "'model.bias' is not the same on ranks 0, 1 (the values differ)" in found["drift"]
     assert "Step 2 was not saved" in found["apart"]
-    assert "'model' was the same on ranks 0, 1, so each staged a share, and is not any more." in found["apart"]
-    assert "Step 2 was not saved: The ranks disagree on which of them writes which part" in found["changed"]
+    assert "'model' was identical on ranks 0, 1, so each rank staged a shard, but now differs." in found["apart"]
+    assert "Step 2 was not saved: The ranks disagree on which rank writes which shard" in found["changed"]
     assert "'optimizer.param_groups.weight.lr' is not the same on all ranks" in found["options"]
 
 
