@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not (why := missing(str(error.name))):
             raise
-        output.warn(f"stagereg: `stagereg {given[0]}` cannot do that. {why}")
+        output.warn(f"stagereg: `stagereg {given[0]}` cannot run with these options. {why}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -110,8 +110,8 @@ def _add(commands: Any, name: str, module: str) -> None:
     try:
         importlib.import_module(module).add_to(commands)
     except (Exception, SystemExit) as error:
-        cure = "Install hydra-stagereg again" if module.startswith("stagereg.") else "Install its package again"
+        cure = "Reinstall stagereg" if module.startswith("stagereg.") else "Reinstall its package"
         why = f"it could not be imported from {module} ({reason(error)})"
         if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("stagereg."):
-            why = f"this installation has no {error.name}"
+            why = f"the module {error.name} is missing in this installation"
         raise InstallationError(f"`stagereg {name}` cannot run: {why}. {cure}.") from error
