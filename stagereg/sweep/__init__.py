@@ -1,7 +1,7 @@
-"""Sweeps that end in an answer: reads what runs have recorded, computes figures, compares them and shows them.
+"""Sweeps with a result: reads the records of runs, computes metrics, compares combinations and reports the best.
 
-Everything here works on files, so it does not matter who started the runs, or when. ``run`` reads what ranks recorded,
-``figures`` computes what ``metric`` names, ``result`` is what a job leaves; ``comparison`` judges which differences are
-real, ``answer`` says so. ``callback`` is called by Hydra, ``render`` makes tables, pictures and pages; ``interleaved``
-chooses jobs. Reading imports no torch.
+All modules work on files, independent of the process that started the runs. ``run`` reads the records of ranks,
+``figures`` computes the metrics of ``metric``, ``result`` is the result file of a job, ``comparison`` tests which
+differences are significant, ``answer`` states the result. Hydra calls ``callback``, ``render`` makes tables, plots and
+HTML reports, ``interleaved`` chooses jobs. Reading imports no torch.
 """

@@ -1,4 +1,4 @@
-"""The answer that a sweep ends in: a headline of at most ten words, and the evidence for it in a few sentences."""
+"""The result of a sweep: a headline of at most ten words and its evidence in a few sentences."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from stagereg.sweep.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import FEWEST
 
 _CLAIMS = {
-    "stall_ms": "holds training least: {} per checkpoint",
+    "stall_ms": "stalls training least: {} per checkpoint",
     "lost_percent": "loses least training time: {}",
     "samples_per_s": "trains fastest: {}",
     "staged_gib_per_s": "stages fastest: {}",
     "write_gib_per_s": "writes fastest: {}",
     "peak_host_gib": "needs least host memory: {}",
 }
-_WORDS = 3  # of a label in a headline, at most
-_ENOUGH = 10  # runs that are proposed first where fewer do not decide
+_WORDS = 3  # most parameters of a label in a headline
+_ENOUGH = 10  # runs to suggest first if fewer runs do not decide
 _WORD = re.compile(r"(?!(?:true|false|null|none|nan|inf|on|off|yes|no)$)[a-z][\w.:/-]*", re.IGNORECASE)
-"""A value that is clear without the name of its option."""
+"""A value that is clear without its option's name."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sweep has shown."""
+    """The result of a sweep."""
 
     headline: str  # one sentence of at most ten words
     evidence: tuple[str, ...] = ()  # sentences
-    command: str = ""  # the command line that runs the best combination again; empty if there is none
+    command: str = ""  # command line that runs the best combination again, or empty
 
     @property
     def text(self) -> str:
@@ -41,7 +41,7 @@ class Answer:
 
 
 def answer(comparison: Comparison) -> Answer:
-    """Return which combination is best, if the runs show it, and how far that can be trusted."""
+    """Return the best combination, if the runs decide it, with the evidence."""
     name, best = comparison.ranking.name, comparison.best
     if best is None:
         return _none(comparison)
@@ -49,7 +49,7 @@ def answer(comparison: Comparison) -> Answer:
     command = next((job.command for job in best.jobs if job.command), "")
     if not rivals:
         alone = not any(row is not best and not row.again for row in comparison.rows)
-        why = "There is no other combination" if alone else "No other combination completed all its runs with a number"
+        why = "There is no other combination" if alone else "No other combination completed all runs with a number"
         headline = f"Nothing to compare: {_value(comparison, best)}."
         return Answer(headline, (f"{why}.", *_unranked(comparison, best)), command)
     if tied := comparison.ties:
@@ -71,7 +71,7 @@ def _proof(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) ->
     runs = _runs(len(one.values), len(other.values))
     apart = max(one.values) < min(other.values) if low else min(one.values) > max(other.values)
     all_of = f", all {'lower' if low else 'higher'}" if apart else ""
-    chance = f"chance 1 in {math.floor(1 / other.chance):,}" if other.chance > 1e-9 else "no chance"
+    chance = f"chance 1 in {math.floor(1 / other.chance):,}" if other.chance > 1e-9 else "chance below 1 in 1e9"
     return f"{_difference(comparison, best, rival)}; {runs}{all_of} ({chance})."
 
 
@@ -87,9 +87,9 @@ def _undecided(comparison: Comparison, best: ComparisonRow, tied: Sequence[Compa
         return headline, [f"They are equal: {_value(comparison, best)}."]
     hint = f"More runs may decide: sweep.repeats={max(_ENOUGH, 2 * runs)}."
     if any(cell.reason == FEW for cell in cells):
-        hint = f"From sweep.repeats={FEWEST} on, the runs can show whether the difference is real."
+        hint = f"At least sweep.repeats={FEWEST} is needed to decide whether the difference is significant."
     elif all(cell.differs_by(cells[0]) <= comparison.matters for cell in cells[1:]):
-        hint = f"No difference is above {percent(comparison.matters)} (sweep.matters)."
+        hint = f"No difference exceeds {percent(comparison.matters)} (sweep.matters)."
     if cells[1].reason == FEW:
         headline = f"Not decided: {_label(best, first)} leads with {_value(comparison, best)}."
     if cells[1].reason in (FEW, EQUAL):
@@ -120,7 +120,7 @@ def _value(comparison: Comparison, row: ComparisonRow) -> str:
 
 
 def _label(row: ComparisonRow, other: ComparisonRow) -> str:
-    """What ``row`` differs by from ``other``, in few words."""
+    """Return the parameters of ``row`` that differ from ``other``, shortened."""
     differ = {key: value for key, value in row.parameters.items() if other.parameters.get(key) != value}
     if not differ:
         return row.versions or row.label
@@ -131,7 +131,7 @@ def _label(row: ComparisonRow, other: ComparisonRow) -> str:
 
 
 def _noise(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> list[str]:
-    """By how much the combination that is run twice differs from itself."""
+    """Return how much the A/A row differs from the row it repeats."""
     name = comparison.ranking.name
     for row in comparison.rows:
         same = (each for each in comparison.rows if not each.again and each.parameters == row.parameters)
@@ -154,13 +154,13 @@ def _none(comparison: Comparison) -> Answer:
         return Answer(ended, (f"{counted(left, 'job')} did not finish.",) if left else ())
     if not any(name in row.cells for row in comparison.rows):
         names = [*(one.name for one in comparison.metrics), *comparison.equal]
-        return Answer(f"No answer: no job has {name}.", (f"Figures there are: {', '.join(names) or 'none'}.",))
-    why = f"Every combination failed, or has no finite {name}, in at least one of its runs."
+        return Answer(f"No answer: no job has {name}.", (f"Available metrics: {', '.join(names) or 'none'}.",))
+    why = f"Every combination has at least one run that failed or has no finite {name}."
     return Answer("No answer: no combination completed all its runs.", (why,))
 
 
 def _unranked(comparison: Comparison, best: ComparisonRow) -> list[str]:
-    """Combinations that look better still, but cannot be ranked."""
+    """Return a sentence about the best combination that cannot be ranked, if it looks better."""
     name, sign = comparison.ranking.name, comparison.ranking.sign
     rows = [row for row in comparison.rows if not row.again and name in row.cells]
     better = [row for row in rows if sign * row.cells[name].median < sign * best.cells[name].median]

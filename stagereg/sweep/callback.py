@@ -1,7 +1,7 @@
-"""``hydra/callbacks=compare``: each job leaves a ``result.json``, and a sweep ends with the comparison of all of them.
+"""``hydra/callbacks=compare``: each job writes a ``result.json``, and a sweep ends with the comparison of its jobs.
 
-Hydra calls this around every job, in the job's process, and at the start and the end of a sweep, in the program. An
-error such as an unknown metric stops the sweep before the first job; a later error costs no job its result.
+Hydra calls the callback around every job, in the job's process, and at the start and end of a sweep, in the program.
+An error such as an unknown metric stops the sweep before the first job; a later error does not affect job results.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ from stagereg.sweep.selection import Source, compared
 log = logging.getLogger(__name__)
 
 _SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")
-_in_use = contextlib.ExitStack()  # has the lock of the directory of a sweep, until the process ends
-_CLOCKS_S = 1.0  # seconds by which a job's ranks may seem to begin before the job
+_in_use = contextlib.ExitStack()  # holds the lock of the sweep's directory until the process terminates
+_CLOCKS_S = 1.0  # seconds by which the clocks of a job and its ranks may differ
 
 
 class Compare(Callback):
-    """Hydra's callback of a comparison.
+    """The Hydra callback that compares the jobs of a sweep.
 
     Args:
-        metric: what combinations are ranked by, and what a sweeper that searches is given; ``None`` ranks by the stall
-            of a checkpoint where that is known, else by the loss, and gives the sweeper what the task returned.
-        direction: ``"minimize"``, ``"maximize"``, or ``None`` for what makes sense for the metric.
-        matters: as :func:`~stagereg.sweep.comparison.compare` takes it.
+        metric: metric that ranks combinations, and the value for a sweeper that searches; ``None`` ranks by the stall
+            of a checkpoint if known, otherwise by the loss, and gives the sweeper the return value of the task.
+        direction: ``"minimize"``, ``"maximize"``, or ``None`` for the metric's own direction.
+        matters: see :func:`~stagereg.sweep.comparison.compare`.
     """
 
     def __init__(
         self, metric: str | None = None, direction: str | None = None, matters: float | str | None = None
     ) -> None:
         self._metric, self._direction, self._matters = metric, direction, matters
-        # The start of the user's command line, up to the overrides. Workers of a launcher get a copy of this and know
-        # nothing of the command line; a rank of torchrun's has none.
+        # The user's command line up to the overrides. Launcher workers get a copy, since they cannot read the command
+        # line; a rank of torchrun has none.
         command = CommandLine.of_this_process()
         self._start = [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
-        self._sweeps_by_config = not parsed(sys.argv[1:]).multirun  # used of a sweep: hydra.mode=MULTIRUN in a config
+        self._sweeps_by_config = not parsed(sys.argv[1:]).multirun  # for a sweep: a config sets hydra.mode=MULTIRUN
         self._config = ""
         self._begin()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse what would make the sweep worthless. Leaves by ``SystemExit``: Hydra only warns of anything else."""
+        """Reject invalid settings. Raises ``SystemExit``, because Hydra only warns about other exceptions."""
         try:
             self._check(config)
         except StageregError as error:
@@ -89,8 +89,8 @@ class Compare(Callback):
         self._load = os.getloadavg()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Write the job's ``result.json``; in a sweep, let it go on and give the sweeper its number."""
-        if SchedulerTask.current().index > 0:  # of several tasks that are one run, the first has what the run returned
+        """Write the job's ``result.json``; in a sweep, continue after a failure and set the value for the sweeper."""
+        if SchedulerTask.current().index > 0:  # if several tasks are one run, only the first has the return value
             return
         failed = job_return.status != JobStatus.COMPLETED
         value = job_return._return_value  # the public property would raise the job's error
@@ -99,20 +99,20 @@ class Compare(Callback):
             result = self._result(config, None if failed else value, value if failed else None)
             failed, found = result.status == "failed", result.figures
             if config.hydra.mode == RunMode.MULTIRUN and is_completed(result.directory):
-                raise ConfigError(f"another process has completed it, in {result.directory}, and that result is kept")
+                raise ConfigError(f"another process completed this job in {result.directory}; its result is retained")
             result.write()
         except Exception as error:
-            log.error("The result of this job could not be written: %s", _one_text(error))
+            log.error("Cannot write the result of this job: %s", _one_text(error))
         if config.hydra.mode != RunMode.MULTIRUN:
             return
         if failed:
             text = _one_text(value) if isinstance(value, Exception) else str(result.error)
-            log.error("This job failed, the sweep goes on:%s%s", "\n" if "\n" in text else " ", text)
+            log.error("This job failed, the sweep continues:%s%s", "\n" if "\n" in text else " ", text)
         job_return.status = JobStatus.COMPLETED
         job_return.return_value = self._for_sweeper(failed, value, found)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the comparison and write the report. Leaves by ``SystemExit`` with code 1 when a job has failed."""
+        """Print the comparison and write the report. Raises ``SystemExit`` with code 1 if a job failed."""
         import stagereg.sweep.render as render
         from stagereg.sweep.render.tables import terminal
 
@@ -124,7 +124,7 @@ class Compare(Callback):
             written = render.write(comparison, directory)
             echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
-            _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
+            _stop(error, f"Run `stagereg report {shlex.quote(str(directory))}` to create the report.")
         incomplete = source.progress is not None and source.progress.completed < source.progress.planned
         if incomplete or any(job.status != "completed" for row in comparison.rows for job in row.jobs):
             sys.exit(1)
@@ -138,18 +138,18 @@ class Compare(Callback):
         repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
         if repeats != 1:
             raise ConfigError(
-                f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_} chooses its jobs by "
-                "itself, so leave sweep.repeats at 1 with it"
+                f"sweep.repeats={repeats} requires hydra/sweeper=interleaved: {sweeper._target_} cannot repeat jobs. "
+                "Choose that sweeper, or set sweep.repeats=1."
             )
         _in_use.close()
         _in_use.enter_context(held(directory))
         if used := jobs_in(directory):
             raise ConfigError(
-                f"{directory} holds {counted(len(used), 'job')} of an earlier sweep, and {sweeper._target_} numbers "
-                "its jobs from 0: they would resume from other jobs, and overwrite their results. Take another "
-                "hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved."
+                f"{directory} contains {counted(len(used), 'job')} of an earlier sweep, but {sweeper._target_} numbers "
+                "its jobs from 0: they would resume from these jobs and overwrite their results. Choose another "
+                "hydra.sweep.dir, delete this directory, or use hydra/sweeper=interleaved."
             )
-        if Plan.read(directory) is not None:  # of a sweep whose jobs were deleted
+        if Plan.read(directory) is not None:  # the jobs of that sweep were deleted
             (directory / PLAN).unlink()
 
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
@@ -160,7 +160,7 @@ class Compare(Callback):
         resumed, stepped, checkpoints = _resumed(run, self._began)
         text = None if error is None else _error_text(error)
         if idle := error is None and resumed is not None and not stepped:
-            text = f"no step was taken: it resumed from step {resumed}, and none was left. To run it again, delete "
+            text = f"no step was trained: the job resumed from its last step, {resumed}. To run it again, delete "
             text += f"{directory if Path(checkpoints).is_relative_to(directory) else checkpoints}."
         return JobResult(
             directory=directory,
@@ -186,9 +186,9 @@ class Compare(Callback):
         name = self._metric or usual(found)
         figure = found.get(name, math.nan)
         if self._metric is not None and name not in found:
-            log.warning(lacking("This job cannot be ranked, since it has no", name, found))
+            log.warning(lacking("This job cannot be ranked, because it has no", name, found))
         elif name in found and not math.isfinite(figure):
-            log.warning("%s is %g, so this job cannot be ranked", name, figure)
+            log.warning("This job cannot be ranked, because %s is %g", name, figure)
         if self._metric is None:
             return value
         return figure if math.isfinite(figure) else math.nan
@@ -214,7 +214,7 @@ def _stop(error: Exception, advice: str = "") -> NoReturn:
 
 
 def _one_text(error: BaseException) -> str:
-    # `format_error` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
+    # `format_error` depends on a switch of Hydra that stagereg.main sets while callbacks run.
     return str(error) if isinstance(error, StageregError) else format_error(error)
 
 
@@ -222,12 +222,12 @@ def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
     try:
         return ask()
     except Exception as error:
-        log.error("The %s of this job are not known: %s", what, _one_text(error))
+        log.error("Cannot determine the %s of this job: %s", what, _one_text(error))
         return otherwise
 
 
 def _run(directory: Path, began: float) -> Run | None:
-    """What the ranks have recorded, if they have: not what an earlier run has left in the same directory."""
+    """Return the records of the ranks, but not those of an earlier run in the same directory."""
     with contextlib.suppress(ConfigError):
         if (run := Run.read(directory)).began >= began - _CLOCKS_S:
             return run
@@ -235,13 +235,13 @@ def _run(directory: Path, began: float) -> Run | None:
 
 
 def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
-    """The step that a job resumed from, whether it took a step since it began, and its directory of checkpoints."""
-    if run is None:  # a job without records is one of this process
+    """Return the step a job resumed from, whether it trained a step since its start, and its checkpoint directory."""
+    if run is None:  # a job without records ran in this process
         found = record.latest.get("resumed", {})
         return found.get("step"), bool(record.latest.keys() - {"resumed"}), found.get("dir", "")
     attempts = [each.ranks[0] for each in run.attempts if each.ranks[0].first >= began - _CLOCKS_S]
     step, checkpoints, _ = next((each.resumed for each in reversed(attempts) if each.resumed), (None, "", 0.0))
-    last = max((at for each in attempts for at, _ in each.steps), default=0)  # of stagereg.log, if there are no others
+    last = max((at for each in attempts for at, _ in each.steps), default=0)  # or from stagereg.log
     stepped = last > (step or 0) or any(each.started or each.stalls for each in attempts)
     return step, stepped, checkpoints
 
@@ -259,7 +259,7 @@ def _environment(run: Run | None) -> dict[str, Any]:
 
 
 def _error_text(error: Exception) -> str:
-    """An error with what matters of it in the first line, whose traceback, if there is one, comes below."""
+    """Return an error with its cause in the first line and a traceback, if any, below."""
     text = _one_text(error)
     head, found, _ = text.partition("Traceback (most recent call last):\n")
     if not found or "\n" in head:

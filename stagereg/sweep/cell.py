@@ -1,4 +1,4 @@
-"""One figure of one combination, and whether the runs of two combinations tell them apart."""
+"""A metric of one combination, and the test whether two combinations differ."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from stagereg.sweep.number_text import percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, least_p_value, p_value
 
-EQUAL, FEW = "the figures are equal", "there are fewer than 4 runs"  # reasons why rows tie without a test
-_RANGE = 5  # values up to which a range holds them all; of more it is the range between the quartiles
-_FAR_OFF = 14.826  # median absolute deviations beyond which a run is far off, as hyperfine has it
-_ROUNDING = 1e-6  # relative difference of figures that may come from the order in which numbers were added
+EQUAL, FEW = "the values are equal", "there are fewer than 4 runs"  # reasons for ties without a test
+_RANGE = 5  # most values whose range is minimum to maximum; with more it is the interquartile range
+_FAR_OFF = 14.826  # median absolute deviations beyond which a run is an outlier, as in hyperfine
+_ROUNDING = 1e-6  # relative difference that may come from the order of additions
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of one combination."""
+    """A metric of one combination."""
 
-    median: float  # of the values; NaN if one of them is
-    values: tuple[float, ...]  # of the completed jobs, in their order; may hold NaN and infinity
-    low: float  # the least value, or the first quartile of more than five
-    high: float  # the greatest value, or the third quartile of more than five
-    outliers: tuple[str, ...] = ()  # names of jobs whose value is far off
+    median: float  # NaN if a value is NaN
+    values: tuple[float, ...]  # one per completed job, in order; may include NaN and infinity
+    low: float  # minimum, or first quartile if there are more than five values
+    high: float  # maximum, or third quartile if there are more than five values
+    outliers: tuple[str, ...] = ()  # names of jobs whose value is an outlier
     verdict: str = ""  # `"best"` of its column, `"tie"` with the best, or empty
-    reason: str = ""  # why it ties
-    chance: float = 1.0  # how often chance alone makes it and the best differ by as much
+    reason: str = ""  # reason for the tie
+    chance: float = 1.0  # p-value of the difference from the best
 
     @classmethod
     def of(cls, values: Sequence[float], jobs: Sequence[str] = ()) -> Cell:
-        """Sum up ``values``, in the order of ``jobs``, the names of what they are of."""
+        """Summarize ``values``, one for each name in ``jobs``."""
         if any(map(math.isnan, values)):
             return cls(math.nan, tuple(values), math.nan, math.nan)
         low, high = min(values), max(values)
@@ -45,19 +45,19 @@ class Cell:
         return all(map(math.isfinite, self.values))
 
     def differs_by(self, other: Cell) -> float:
-        """By what part of the larger one the medians differ, from 0 to 2."""
+        """Return the difference of the medians relative to the larger one, from 0 to 2."""
         if math.isclose(self.median, other.median, rel_tol=_ROUNDING):
             return 0.0
         return abs(self.median - other.median) / max(abs(self.median), abs(other.median))
 
 
 def ties(best: Cell, rivals: Sequence[Cell], matters: float = 0.0, unsteady: float = 0.0) -> list[str]:
-    """Return for each rival why it ties with the best; an empty text for one that the runs tell apart.
+    """Return for each rival the reason for its tie with the best; empty if the difference is significant.
 
-    All rivals are told apart if each is by its own test: chance does that to equal rows in at most 5 % of sweeps.
-    Otherwise Holm's correction (Scandinavian Journal of Statistics 6(2), 1979) makes the tests of several rivals
-    stricter, so that of many equal rows few lose their tie; but complete separation is always enough. ``unsteady`` is
-    the relative difference by which a combination has been told apart from itself; 0 if it has not.
+    If the test of each rival alone is significant, no rival ties: for equal rows this happens in at most 5 % of sweeps.
+    Otherwise Holm's correction (Scandinavian Journal of Statistics 6(2), 1979) makes the tests stricter, so that few of
+    many equal rows lose their tie; complete separation is always significant. ``unsteady`` is the relative difference
+    of an A/A pair that the test found significant, otherwise 0.
     """
     reasons = [_no_test(best, rival, matters, unsteady) for rival in rivals]
     chances = {at: p_value(best.values, rivals[at].values) for at, why in enumerate(reasons) if not why}
@@ -67,13 +67,13 @@ def ties(best: Cell, rivals: Sequence[Cell], matters: float = 0.0, unsteady: flo
         complete = least_p_value(len(best.values), len(rivals[at].values)) * (1 + _ROUNDING)
         level = max(LEVEL / left, complete) if strict else LEVEL
         if not (open_ := open_ and chance <= level):
-            reasons[at] = "chance may make such a difference"
+            reasons[at] = "the difference may be due to chance"
         left -= 1
     return reasons
 
 
 def _no_test(best: Cell, rival: Cell, matters: float, unsteady: float) -> str:
-    """Why two cells tie whatever a test finds; empty if the test decides."""
+    """Return why two cells tie without a test; empty if the test decides."""
     difference = best.differs_by(rival)
     if difference == 0:
         return EQUAL
@@ -82,7 +82,7 @@ def _no_test(best: Cell, rival: Cell, matters: float, unsteady: float) -> str:
     if min(len(best.values), len(rival.values)) < FEWEST:
         return FEW
     if difference <= unsteady:
-        return "one combination differs from itself by as much"
+        return "the A/A pair differs by as much"
     return ""
 
 

@@ -1,8 +1,8 @@
-"""Jobs side by side: one row for each combination of what was swept, and which rows the runs tell apart.
+"""Compares the jobs of a sweep: one row for each combination of parameters, and the rows that differ from the best.
 
-A row ties with the best unless the runs tell the two apart: at least four runs each, medians that differ by more than
-matters, and a rank-sum test. Only completed jobs count. A combination that failed in any of its runs, or has no finite
-figure in one of them, is never best.
+A row ties with the best unless both have at least four runs, their medians differ by more than ``matters``, and a
+rank-sum test is significant. Only completed jobs count. A combination with a failed run, or with a run without a finite
+value, is never best.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from stagereg.sweep.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import JobResult
 
-_OVERLAP_S = 1.0  # seconds that two jobs may run beside each other: one is ending while the next begins
+_OVERLAP_S = 1.0  # seconds that consecutive jobs may overlap
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One combination: its jobs, all of the same versions."""
+    """One combination with its jobs, all of the same versions."""
 
-    parameters: dict[str, str]  # those of its overrides that differ between jobs, by key
-    jobs: tuple[JobResult, ...]  # its runs, in their order, also those that were not completed
-    cells: dict[str, Cell] = field(default_factory=dict)  # by name of the metric; of the completed jobs
-    again: bool = False  # whether it is the A/A row: the first combination, measured as if it were another one
-    error: str = ""  # of the first job that failed, or else of the first unfinished one; empty if all were completed
-    note: str = ""  # what else a reader of the row should know
-    versions: str = ""  # of stagereg and torch, where jobs differ in them
-    vs_best: float | None = None  # its median by the ranking metric, divided by the best row's; `None` if unknown
+    parameters: dict[str, str]  # overrides that differ between jobs, by key
+    jobs: tuple[JobResult, ...]  # all runs in order, including failed and unfinished ones
+    cells: dict[str, Cell] = field(default_factory=dict)  # by metric; only completed jobs
+    again: bool = False  # whether this is the A/A row: the first combination, measured as if it were another one
+    error: str = ""  # error of the first failed job, otherwise of the first unfinished job, otherwise empty
+    note: str = ""  # remarks
+    versions: str = ""  # stagereg and torch versions, if jobs differ in them
+    vs_best: float | None = None  # median of the ranking metric divided by the best row's; `None` if unknown
 
     @property
     def status(self) -> str:
@@ -50,12 +50,12 @@ class ComparisonRow:
 
     @property
     def label(self) -> str:
-        """The combination as one would type it, and the versions where rows differ in them."""
+        """The combination in Hydra's syntax, and the versions if rows differ in them."""
         typed = [f"{name}={parameter_text(value)}" for name, value in self.parameters.items()] or ["as configured"]
         return " ".join([*typed, f"({self.versions})"] if self.versions else typed)
 
     def verdict(self, name: str) -> str:
-        """``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty, by a metric."""
+        """Return ``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or an empty string, by a metric."""
         if not self.cells and self.status != "completed":
             return "unfinished" if self.status == "unfinished" else "failed"
         if self.again:
@@ -63,7 +63,7 @@ class ComparisonRow:
         return self.cells[name].verdict if name in self.cells else ""
 
     def is_candidate(self, name: str) -> bool:
-        """Whether it may be the best by a metric: no job failed, and each completed one has the figure, and finite."""
+        """Return whether the row may be best by a metric: no failed job, and a finite value of each completed job."""
         statuses, cell = [job.status for job in self.jobs], self.cells.get(name)
         if cell is None or self.again or "failed" in statuses:
             return False
@@ -72,23 +72,23 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows to be shown, in the order in which the combinations were planned; the A/A row follows the one it repeats."""
+    """Rows in the order in which the combinations were planned; the A/A row follows the row it repeats."""
 
-    directory: Path  # of the sweep
-    parameters: tuple[str, ...]  # the keys that were swept
-    constant: tuple[str, ...]  # the overrides that all jobs share, without those of the sweep itself
-    metrics: tuple[Metric, ...]  # the columns: those that any row has, and that are not equal in all
+    directory: Path  # directory of the sweep
+    parameters: tuple[str, ...]  # swept keys
+    constant: tuple[str, ...]  # overrides common to all jobs, without the sweep's own options
+    metrics: tuple[Metric, ...]  # columns: metrics that any row has and that are not equal in all rows
     rows: tuple[ComparisonRow, ...]  # one for each combination
-    repeats: int  # how often each combination was to run
-    ranking: Metric  # what rows are ranked by, and in which direction
-    matters: float  # relative difference of medians, by the ranking metric, up to which rows tie
-    equal: dict[str, float]  # figures that are the same in all runs, by the name of the metric
+    repeats: int  # planned runs per combination
+    ranking: Metric  # metric that ranks rows, with its direction
+    matters: float  # relative difference of the ranking metric's medians up to which rows tie
+    equal: dict[str, float]  # metrics with the same value in all runs, by name
     undecided: frozenset[str]  # names of metrics by which all rows tie
-    warnings: tuple[str, ...] = ()  # what a reader should know before trusting the figures
+    warnings: tuple[str, ...] = ()  # reasons to doubt the values
 
     @property
     def ranked(self) -> list[ComparisonRow]:
-        """The rows as they are shown: best first, those without a number last; an A/A row below its twin."""
+        """The rows in display order: best first, rows without a number last; an A/A row below its twin."""
         name, sign = self.ranking.name, self.ranking.sign
 
         def position(row: ComparisonRow) -> tuple[int, float]:
@@ -103,7 +103,7 @@ class Comparison:
 
     @property
     def best(self) -> ComparisonRow | None:
-        """The row that is best by the ranking metric; ``None`` where no row may be."""
+        """The row that is best by the ranking metric, or ``None``."""
         return next((row for row in self.rows if row.verdict(self.ranking.name) == "best"), None)
 
     @property
@@ -121,17 +121,17 @@ def compare(
 
     Args:
         results: the jobs.
-        metric: what to rank by.
-        direction: ``"minimize"`` or ``"maximize"``; ``None`` for the metric's own.
-        matters: relative difference up to which rows tie, such as ``"5%"``; ``None`` for 5 % of what stagereg
-            measures, and 0 of the loss and of what the task returns.
+        metric: metric that ranks the rows.
+        direction: ``"minimize"`` or ``"maximize"``; ``None`` for the metric's own direction.
+        matters: relative difference up to which rows tie, such as ``"5%"``; ``None`` for 5 % of metrics that stagereg
+            measures, and 0 for the loss and for values that the task returns.
 
     Raises:
-        ConfigError: if there are no jobs, or an argument is invalid.
+        ConfigError: There are no jobs, or an argument is invalid.
     """
     ranking, least = directed(metric, direction), least_difference(metric, matters)
     if not results:
-        raise ConfigError("There are no jobs to compare.")
+        raise ConfigError("no jobs to compare")
     jobs = sorted(results, key=lambda job: job.order)
     parameters = _swept(jobs)
     known = {name for job in jobs if job.status == "completed" for name in job.figures}
@@ -157,19 +157,19 @@ def compare(
 
 
 def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
-    """The keys in which jobs differ, as they were first named; of jobs whose overrides are known."""
+    """Return the keys in which jobs differ, in order, among jobs whose overrides are known."""
     known = [keys for job in jobs if (keys := by_key(job.overrides)) or job.status == "completed"]
     names = dict.fromkeys(key for keys in known for key in keys)
     return tuple(name for name in names if len({keys.get(name) for keys in known}) > 1)
 
 
 def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
-    """Versions, as far as jobs differ in them, with the jobs of one combination; an A/A group after what it repeats."""
+    """Yield the versions in which jobs differ and the jobs of a combination; an A/A group after its twin."""
     known = [job.versions for job in jobs if "stagereg" in job.versions] or [{}]
     differ = [name for name in ("stagereg", "torch") if len({versions.get(name) for versions in known}) > 1]
     groups: defaultdict[tuple[frozenset[tuple[str, str]], str], list[JobResult]] = defaultdict(list)
     for job in jobs:
-        # A job that was killed before it could record its versions is taken to have those of the others.
+        # A job that was killed before it recorded its versions gets the versions of the first job.
         versions = job.versions if "stagereg" in job.versions else known[0]
         text = ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in differ)
         groups[frozenset(by_key(job.overrides).items()), text].append(job)
@@ -201,14 +201,14 @@ def _row(
 
 
 def _equal(rows: Sequence[ComparisonRow], name: str) -> float | None:
-    """The value that a figure has in all completed runs of several rows; ``None`` if they differ."""
+    """Return the value of a metric if it is equal in all completed runs of several rows, otherwise ``None``."""
     cells = [row.cells.get(name) for row in rows if row.cells]
     values = {value for cell in cells for value in (cell.values if cell else (math.nan,))}
     return values.pop() if len(cells) > 1 and len(values) == 1 else None
 
 
 def _judge(rows: Sequence[ComparisonRow], column: Metric, matters: float) -> bool:
-    """Mark the best of a column and what ties with it; return whether all tie."""
+    """Mark the best cell of a column and its ties; return whether all cells tie."""
     name = column.name
     candidates = [row.cells for row in rows if row.is_candidate(name)]
     if not column.better or not candidates:
@@ -224,14 +224,14 @@ def _judge(rows: Sequence[ComparisonRow], column: Metric, matters: float) -> boo
 
 
 def _twins(rows: Sequence[ComparisonRow]) -> Iterator[tuple[ComparisonRow, ComparisonRow]]:
-    """The A/A rows, each behind the row that it repeats."""
+    """Yield each pair of a row and the A/A row that repeats it."""
     for twin, row in itertools.pairwise(rows):
         if row.again and (twin.parameters, twin.versions) == (row.parameters, row.versions):
             yield twin, row
 
 
 def _unsteady(rows: Sequence[ComparisonRow], name: str, matters: float) -> float:
-    """By what part a combination differs from itself, if the runs tell its A/A pair apart; else 0."""
+    """Return the relative difference of the A/A pair if it is significant, otherwise 0."""
     pairs = [(twin.cells.get(name), row.cells.get(name)) for twin, row in _twins(rows)]
     finite = [(one, other) for one, other in pairs if one and other and one.is_finite and other.is_finite]
     return max((one.differs_by(other) for one, other in finite if not any(ties(one, [other], matters))), default=0.0)
@@ -250,7 +250,7 @@ def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
     known = (job.figures.get("lost_checkpoints", 0.0) for job in completed)
     if lost := sum(filter(math.isfinite, known)):
-        yield f"{counted(lost, 'checkpoint')} could not be saved"
+        yield f"{counted(lost, 'failed save')}"
     resumed = (job for job in completed if job.resumed is not None)
     yield from (f"job {job.directory.name} resumed from step {job.resumed}" for job in resumed)
 
@@ -259,22 +259,22 @@ def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking:
     if unsteady := _unsteady(rows, ranking.name, 0.0):
         again = next(row for row in rows if row.again)
         yield (
-            f"{again.label} differs from itself by {percent(unsteady)}, more than chance explains: the machine was not "
-            "steady. Smaller differences count as ties."
+            f"{again.label} and its repetition (A/A) differ significantly, by {percent(unsteady)}: the machine's speed "
+            "was not stable. Smaller differences count as ties."
         )
     if mixed := sorted({row.versions for row in rows if row.versions}):
         yield (
-            f"Results of different versions are mixed ({few_of(mixed, _NAMED, '; ')}). Each has rows of its own: "
-            "what differs between them may come from the version."
+            f"The results are of different versions ({few_of(mixed, _NAMED, '; ')}). Each version has its own rows: "
+            "differences between these rows may come from the version."
         )
     machines = sorted({_machine(job) for job in jobs if job.status == "completed" and "cpu" in job.environment})
     if len(machines) > 1:
         named = few_of(machines, _NAMED, "; ")
-        yield f"The jobs ran on different machines ({named}): what differs may come from the machine."
+        yield f"The jobs ran on different machines ({named}): differences may come from the machine."
     if (beside := _beside(jobs)) > 1:
-        yield f"Up to {beside} jobs ran at the same time on one machine, so they may have slowed each other down."
+        yield f"Up to {beside} jobs ran at the same time on one machine and may have slowed each other down."
     if unfinished := sum(job.status == "unfinished" for job in jobs):
-        yield f"Killed half-way or still running: {counted(unfinished, 'job')}, whose figures do not count."
+        yield f"{counted(unfinished, 'job')} killed or still running: their metrics do not count."
 
 
 def _machine(job: JobResult) -> str:
@@ -285,7 +285,7 @@ def _machine(job: JobResult) -> str:
 def _beside(jobs: Sequence[JobResult]) -> int:
     long = [job for job in jobs if job.seconds > 2 * _OVERLAP_S and job.environment.get("host")]
     most = 0
-    for one in long:  # most run at a time when one of them begins
+    for one in long:  # the number of concurrent jobs is greatest when a job starts
         others = [job for job in long if job.environment["host"] == one.environment["host"]]
         most = max(most, sum(job.started <= one.started < job.started + job.seconds - _OVERLAP_S for job in others))
     return most

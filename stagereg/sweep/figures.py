@@ -1,7 +1,7 @@
-"""The figures of one run and its checkpoints, from what its ranks have recorded.
+"""Computes the metrics of a run and its checkpoints from the records of its ranks.
 
-:mod:`stagereg.sweep.metric` defines the metrics among them. All attempts of a run count. A checkpoint takes as long as
-its slowest rank. Times of different ranks are compared only where they are of one machine, and so of one clock.
+:mod:`stagereg.sweep.metric` defines the named metrics. All attempts of a run count. A checkpoint takes as long as on
+its slowest rank. Times of different ranks are compared only if the ranks share a machine and thus a clock.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 _GIB = 2**30
-_LEAST_UNDISTURBED = 3  # undisturbed steps whose median is taken as the time of a step, at least
-_TOUCHED_S = 1e-4  # seconds of work in the background that a step may have beside it and still counts as undisturbed
+_LEAST_UNDISTURBED = 3  # fewest undisturbed steps whose median is the time of a step
+_TOUCHED_S = 1e-4  # most seconds of background work during an undisturbed step
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint of all ranks."""
+    """A checkpoint, over all ranks."""
 
-    step: int  # the training step it was saved at
-    start: float  # when the first rank began to save it, seconds since the start of the run
-    end: float  # the last moment of it that is known, likewise
-    stall_s: float | None  # how long the slowest rank's training stood still, seconds; `None` where no rank recorded it
-    stage_s: float | None  # how long the slowest rank's copy took, seconds
-    write_s: float | None  # how long the slowest rank's writing took, seconds
-    nbytes: int  # staged by all ranks
-    written: int  # bytes of its files
-    state: Literal["complete", "lost", "not complete"]  # lost with `error`; not complete: the attempt ended before
+    step: int  # training step
+    start: float  # when the first rank started to save, seconds since the start of the run
+    end: float  # last recorded time, seconds since the start of the run
+    stall_s: float | None  # stall of the training loop on the slowest rank, seconds; `None` if not recorded
+    stage_s: float | None  # staging time of the slowest rank, seconds
+    write_s: float | None  # write time of the slowest rank, seconds
+    nbytes: int  # bytes staged by all ranks
+    written: int  # bytes of the files
+    state: Literal["complete", "lost", "not complete"]  # lost: with `error`; not complete: the attempt ended before
     error: str = ""
-    restart: int = 0  # the attempt that saved it, 0 for the first one
+    restart: int = 0  # number of the attempt, from 0
 
 
 def saved(run: Run) -> list[Saved]:
-    """Return the checkpoints of ``run`` in the store, by when they were begun; a step that is saved twice is two."""
+    """Return the checkpoints of ``run`` in checkpoint storage by start time; a step saved twice appears twice."""
     began = run.attempts[0].began
     return [one for number, each in enumerate(run.attempts) for one in _saved(each, number, began)]
 
@@ -73,7 +73,7 @@ def _saved(run: Run, number: int, began: float) -> list[Saved]:
 
 
 def _by_checkpoint(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int], list[Span]]:
-    """The spans of all ranks by step, and by whether it is the first of that step on its rank, the second …"""
+    """Return the spans of all ranks by step and by how often the step was saved before on the rank."""
     groups: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
     for spans in ranks:
         seen: Counter[int] = Counter()
@@ -88,13 +88,13 @@ def _longest(spans: list[Span]) -> float | None:
 
 
 def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
-    """Compute what is known of a run, which may have recorded nothing, and of what its task returned.
+    """Compute the metrics of a run, which may have no records, and of the return value of its task.
 
-    The metrics have the names of :data:`stagereg.sweep.metric.METRICS`; besides, in seconds and bytes: ``steps``;
+    Named metrics are those of :data:`stagereg.sweep.metric.METRICS`. Others, in seconds and bytes: ``steps``;
     ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
-    last with its stall, summed over the attempts, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of
-    the rank that has most; ``state_bytes``, of one checkpoint on all ranks; ``write_s``, the median. ``returned`` is a
-    loss, or a dict of numbers, which become ``returned.KEY``; these may be NaN or infinite.
+    last step with its stall, summed over attempts; ``lost_s``, the part lost to checkpoints; ``step_s``, the median
+    undisturbed step (all three: maximum over ranks); ``state_bytes`` of a checkpoint over all ranks; ``write_s``, the
+    median. ``returned`` is a loss or a dict of numbers, which become ``returned.KEY`` and may be NaN or infinite.
     """
     found = _returned(run, returned)
     if run is not None:
@@ -103,17 +103,17 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
 
 
 def _real(value: Any) -> float | None:
-    """Return ``value`` as a float, also of a tensor of one element; ``None`` if it is not a real number."""
+    """Return a number or a one-element tensor as a float; ``None`` if ``value`` is not a real number."""
     if value is None or isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
         return float(value)
-    except Exception:  # whatever a type of somebody else raises
+    except Exception:  # types of other packages may raise any exception
         return None
 
 
 def _returned(run: Run | None, returned: Any) -> dict[str, float]:
-    """What the task has returned, or if that has no loss, the loss that rank 0 has logged last: NaN if not finite."""
+    """Return the task's values; without a loss, the last loss that rank 0 logged (NaN if not finite)."""
     by_name = returned if isinstance(returned, Mapping) else {"loss": returned}
     first = [record for each in (run.attempts if run else ()) for record in each.ranks if record.rank == 0]
     logged = [values["loss"] for record in first for _, _, values in record.logs if "loss" in values]
@@ -163,7 +163,7 @@ def _of_training(run: Run) -> dict[str, float]:
 
 
 def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
-    """A rank's time from the first to the last step of each attempt: all, lost to checkpoints, an undisturbed step."""
+    """Return a rank's training time over all attempts, its time lost to checkpoints, and an undisturbed step's time."""
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     stalls_s = 0.0
@@ -185,13 +185,13 @@ def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
     found = {"train_s": sum(_trained_s(record) for _, record in parts)}
     if len(undisturbed) >= _LEAST_UNDISTURBED:
         usual = found["step_s"] = statistics.median(undisturbed)
-        # Steps vary: the sum lets the quick ones make up for the slow ones, so that chance alone adds little.
+        # Steps vary: in the sum, fast and slow steps cancel out, so that chance alone adds little.
         found["lost_s"] = stalls_s + max(0.0, sum(took - count * usual for took, count in disturbed))
     return found
 
 
 def _trained_s(record: RankRecord) -> float:
-    """Seconds of an attempt from the first step to the last one, with the save of the last, which comes after it."""
+    """Return seconds of an attempt from its first to its last step, with the stalls after the last step."""
     if len(record.steps) < 2:
         return 0.0
     first, last = record.steps[0][1], record.steps[-1][1]
@@ -199,7 +199,7 @@ def _trained_s(record: RankRecord) -> float:
 
 
 class Covered:
-    """Spans of time laid over one another."""
+    """The union of spans of time."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._starts: list[float] = []
@@ -214,7 +214,7 @@ class Covered:
         self._before = list(itertools.accumulate(lengths, initial=0.0))
 
     def within(self, began: float, ended: float) -> float:
-        """Seconds of the time from ``began`` to ``ended`` that are covered."""
+        """Return the covered seconds between ``began`` and ``ended``."""
         return self._until(ended) - self._until(began)
 
     def _until(self, moment: float) -> float:
@@ -223,9 +223,9 @@ class Covered:
 
 
 def _samples(run: Run) -> dict[str, float]:
-    """Samples that all ranks saw in a second of the steps after the first one of each attempt."""
+    """Return samples per second over all ranks, without the first step of each attempt."""
     logged = [each for each in run.attempts if any("samples" in log for one in each.ranks for _, _, log in one.logs)]
-    # A join counts its samples when it ends, so the joins of attempts that failed are incomplete: only the last counts.
+    # A join records its samples when it ends, so failed attempts are incomplete: only the last attempt counts.
     seconds = sum(max(map(_trained_s, each.ranks)) for each in logged or [run])
     joins = [record.join for record in run.ranks if record.join is not None and "samples" in record.join]
     if seconds <= 0 or not (logged or joins):
@@ -234,7 +234,7 @@ def _samples(run: Run) -> dict[str, float]:
         trained = [record for each in logged for record in each.ranks if record.steps]
         values = [log for record in trained for step, _, log in record.logs if step > record.steps[0][0]]
         return {"samples_per_s": sum(each.get("samples") or 0.0 for each in values) / seconds}
-    # All batches are taken to be of one size, to leave out the first.
+    # Assumes batches of equal size, to exclude the first step.
     samples = sum(join["samples"] * (1 - 1 / join["steps"]) for join in joins if join.get("steps"))
     return {"samples_per_s": samples / seconds}
 

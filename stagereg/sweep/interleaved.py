@@ -1,7 +1,7 @@
-"""``hydra/sweeper=interleaved``: all combinations like Hydra's basic sweeper, and each of them ``sweep.repeats`` times.
+"""``hydra/sweeper=interleaved``: Hydra's basic sweeper with each combination repeated ``sweep.repeats`` times.
 
-Repeats run in rounds that each start with another combination, so a machine that becomes slower is slower for all. The
-A/A jobs run the first combination again as if it were another one, which shows the noise. Jobs that an earlier sweep
+Repeats run in rounds that each start with another combination, so that a slowdown of the machine affects all. The A/A
+jobs run the first combination again as if it were another one, which measures the noise. Jobs that an earlier sweep
 completed do not run again (:mod:`stagereg.sweep.reuse`). Imports nothing heavy: Hydra scans this module at every start.
 """
 
@@ -40,29 +40,29 @@ log = logging.getLogger(__name__)
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
 _COMPARE = "stagereg.sweep.callback.Compare"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
-_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}  # exit codes of a program that a signal stopped
+_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}  # exit codes of a program stopped by a signal
 _SHARED = {
-    "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, and one overwrite the result of the other. Leave "
-    "out hydra.sweep.subdir: then each job has a directory of its own.",
-    "checkpoint.dir": "jobs {} and {} would both have checkpoint.dir={dir}, and one resume from the other. Leave out "
-    "checkpoint.dir: then each job has its own, below hydra.sweep.dir=PATH. If that is meant, add "
+    "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, so that one overwrites the other's result. Omit "
+    "hydra.sweep.subdir to give each job its own directory.",
+    "checkpoint.dir": "jobs {} and {} both have checkpoint.dir={dir}, so that one would resume from the other. Omit "
+    "checkpoint.dir to give each job its own directory under hydra.sweep.dir=PATH. If this is intended, add "
     "checkpoint.resume=auto to the command.",
 }
-_KEPT = "Job %d was completed before, its result is kept; to run it again, delete %s"
-_CHANGED = "The config or the program has changed since %s in %s ran, such as %s. They run again as new jobs."
+_KEPT = "Job %d was completed before; its result is reused. To run the job again, delete %s"
+_CHANGED = "The config or the program changed since %s in %s ran, for example %s. These jobs run again as new jobs."
 
 
 class SweepSearchPath(SearchPathPlugin):
-    """Append the options of sweeps to every app's search path."""
+    """Append the sweep options to the config search path of every app."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("stagereg", "pkg://stagereg.sweep.conf")
 
 
 class InterleavedSweeper(BasicSweeper):
-    """Hydra's basic sweeper, with its arguments, that runs each combination ``repeats`` times."""
+    """Hydra's basic sweeper, with the same arguments, that runs each combination ``repeats`` times."""
 
-    __module__ = "hydra_plugins.stagereg_plugin"  # a file that imports this; Hydra 1.3 takes no sweeper from elsewhere
+    __module__ = "hydra_plugins.stagereg_plugin"  # imports this class; Hydra 1.3 requires sweepers in that package
 
     def __init__(
         self, max_batch_size: int | None = None, params: dict[str, str] | None = None, repeats: Any = 1
@@ -77,25 +77,25 @@ class InterleavedSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> Any:
         repeats = self._repeats
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise SweepError(f"sweep.repeats={repeats} is no number of repeats: use 1 or more, such as sweep.repeats=3")
+            raise SweepError(f"sweep.repeats={repeats} is invalid: use an integer of at least 1, such as 3")
         assert self.config is not None
         with held(Path(str(self.config.hydra.sweep.dir))):
             try:
                 return super().sweep(arguments)
-            except BaseException as error:  # Hydra calls no callback then
+            except BaseException as error:  # Hydra then calls no callback
                 with contextlib.suppress(OSError):
                     self._print_progress()
-                if self._plan is not None and isinstance(error, KeyboardInterrupt):  # whose traceback would hide that
+                if self._plan is not None and isinstance(error, KeyboardInterrupt):  # a traceback would hide the text
                     raise SystemExit(128 + signal.SIGINT) from None
                 raise
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """The jobs to launch in batches, each of consecutive numbers; the basic sweeper asks for them."""
+        """Return the jobs to launch, in batches of consecutive numbers; called by the basic sweeper."""
         for each in overrides:
             if each.is_sweep_override() and each.key_or_group in SWEEP_KEYS:
-                raise SweepError(f"{each.input_line}: {each.key_or_group} goes for the whole sweep and takes one value")
+                raise SweepError(f"{each.input_line}: {each.key_or_group} applies to the whole sweep; give one value")
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         jobs = interleaved(combinations, self._repeats)
         if self.config is None:
@@ -113,15 +113,15 @@ class InterleavedSweeper(BasicSweeper):
         return [[job for _, job in batch] for batch in batches]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Do nothing: all jobs are composed before the first one is launched."""
+        """Do nothing: all jobs are composed before the first launch."""
 
     def _planned(self, jobs: Sequence[list[str]]) -> Plan:
-        """Give each job its number, and write the plan; refuse jobs that would share a directory."""
+        """Number the jobs and write the plan; reject jobs that share a directory."""
         config: Any = self.config
         context: Any = self.hydra_context
         root = Path(str(config.hydra.sweep.dir))
         try:
-            Plan.read(root)  # a file of this name that is not a plan is the user's
+            Plan.read(root)  # raises for a user's file of this name
         except ConfigError as error:
             raise SweepError(str(error)) from error
         reuse, before = Reuse(root), HydraConfig.instance().cfg
@@ -159,23 +159,23 @@ class InterleavedSweeper(BasicSweeper):
         return plan
 
     def _print_progress(self) -> None:
-        """Print how many jobs are completed, and the command that runs the others."""
+        """Print the number of completed jobs and the command that runs the other jobs."""
         if self._plan is None or not _comparison(self.config):
             return
         done = self._plan.progress(found := jobs_in(self._plan.root))
-        shown = f"`stagereg report {shlex.quote(os.path.relpath(self._plan.root))}` shows them; t" if found else "T"
-        text = f"{done.completed} of {done.planned} jobs are completed. {shown}his command runs the others:"
+        report = f" Report them: stagereg report {shlex.quote(os.path.relpath(self._plan.root))}." if found else ""
+        text = f"{done.completed} of {done.planned} jobs are completed.{report} Run the others:"
         warn(f"{text} {self._plan.command}")
 
 
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
-    """Return the overrides of the jobs that run each of ``combinations`` ``repeats`` times, in their order.
+    """Return the overrides of the jobs, in order, that run each of ``combinations`` ``repeats`` times.
 
-    Round r starts with combination r. With more than one round, each has an A/A job; from three combinations on, it is
-    never next to the job that it is compared with. A combination that is listed twice has twice as many repeats.
+    Round r starts with combination r. If there are several rounds, each has an A/A job; with at least three
+    combinations, it is never next to its twin. A combination that is listed twice has twice as many repeats.
     """
     entries = [(list(combination), False) for combination in combinations]
-    if repeats > 1:  # else there is nothing to compare
+    if repeats > 1:
         entries.insert((len(entries) + 2) // 2, (list(combinations[0]), True))
     jobs, seen = [], Counter[tuple[Any, bool]]()
     for round_ in range(repeats):
@@ -189,7 +189,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
 
 class ContainedTask:
-    """A task whose ``sys.exit`` ends it alone; logs how far its sweep has come."""
+    """A task whose ``sys.exit`` does not end the sweep; logs the progress of the sweep."""
 
     __wrapped__: Callable[[Any], Any]
 
@@ -200,8 +200,8 @@ class ContainedTask:
         hydra = HydraConfig.get()
         with contextlib.suppress(ConfigError, OSError):
             if JobResult.read(output := hydra.runtime.output_dir).status != "completed":
-                Path(output, RESULT).unlink()  # an earlier failure, which is not that of this run
-        with contextlib.suppress(Exception):  # a file system that is slow to show the plan stops no job
+                Path(output, RESULT).unlink()  # of an earlier, failed run
+        with contextlib.suppress(Exception):  # the plan may not be visible yet on a slow file system
             if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
                 log.info(plan.position(hydra.job.num))
         before = os.getcwd()
@@ -214,11 +214,11 @@ class ContainedTask:
                 raise LaunchError(f"called sys.exit({left.code!r})") from None
             return None
         finally:
-            os.chdir(before)  # Hydra finds the directory of the next job from here
+            os.chdir(before)  # Hydra resolves the next job's directory from the working directory
 
 
 class _Numbered:
-    """A launcher that gives jobs the numbers they have in the plan."""
+    """A launcher that numbers jobs as in the plan."""
 
     def __init__(self, launcher: Any, firsts: Sequence[int]) -> None:
         self._launcher, self._firsts = launcher, iter(firsts)
@@ -235,7 +235,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
         output = Path(job.hydra.sweep.dir, str(job.hydra.sweep.subdir)).absolute()
     with read_write(job.hydra):
         OmegaConf.update(job, "hydra.runtime.output_dir", str(output), force_add=True)
-    HydraConfig.instance().set_config(job)  # it has a copy
+    HydraConfig.instance().set_config(job)  # stores a copy
     found = {"hydra.sweep.subdir": str(output)}
 
     def option(key: str, default: Any) -> Any:
@@ -248,33 +248,33 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
 
 
 def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> None:
-    """Refuse a job whose config would compare the sweep in another way, as an option of a config group may."""
+    """Reject a job whose config changes the sweep's comparison, as an option of a config group may do."""
     for key in ("sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeats"):
         own, its = (OmegaConf.select(each, key, throw_on_resolution_failure=False) for each in (config, job))
         if own != its:
             raise SweepError(
-                f"{' '.join(overrides)} sets {key}={its}, and the sweep has {key}={own}: one value goes for the whole "
-                f"sweep. Give it on the command line: {key}={its}."
+                f"{' '.join(overrides)} sets {key}={its}, but the sweep has {key}={own}. One value applies to the "
+                f"whole sweep: set it on the command line, as in {key}={its}."
             )
 
 
 def _expect_found(root: Path, directory: str, others: Sequence[str]) -> None:
-    """Refuse an output directory in which no report would find the job."""
+    """Reject an output directory in which a report does not find the job."""
     parts = Path(directory).parts
     if not parts or any(part.startswith(".") for part in parts):
         raise SweepError(
-            f"hydra.sweep.subdir puts a job into {root / directory}, where `stagereg report` does not find it. Choose "
-            f"a folder below {root} whose name does not begin with a dot."
+            f"hydra.sweep.subdir puts a job into {root / directory}, where `stagereg report` does not search. Choose "
+            f"a folder under {root} whose name does not begin with a dot."
         )
     for other in others:
         if directory != other and parts[: len(Path(other).parts)] in (parts, Path(other).parts)[1:]:
             raise SweepError(
-                f"hydra.sweep.subdir puts one job into {root / other} and one below it, into {root / directory}, where "
-                "`stagereg report` does not find it. Choose folders of which none is in another."
+                f"hydra.sweep.subdir puts a job into {root / other} and another one under it, into {root / directory}, "
+                "where `stagereg report` does not search. Choose folders that do not contain each other."
             )
 
 
 def _comparison(config: Any) -> Any:
-    """The node of :class:`stagereg.sweep.callback.Compare` in a config, empty if a sweep is not compared."""
+    """Return the node of :class:`stagereg.sweep.callback.Compare` in a config, empty without a comparison."""
     nodes = (OmegaConf.select(config, "hydra.callbacks") or {}).values()
     return next((node for node in nodes if node and node.get("_target_") == _COMPARE), {})

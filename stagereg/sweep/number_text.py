@@ -1,4 +1,4 @@
-"""Numbers as people read them: few digits, but enough to tell numbers apart, and the units and nouns behind them."""
+"""Formats numbers for display: few digits, but enough to distinguish values, with units and nouns."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import math
 from collections.abc import Sequence
 
 _FEWEST, _MOST = 3, 8  # digits of the numbers in a column
-_LONG = 9  # digits before the point from which on a number has an exponent
+_LONG = 9  # fewest digits before the point of a number with an exponent
 _ROUNDING = 1e-6  # relative difference of numbers that may have the same text
-_DIGITS = 12  # of a swept value; more are rounding, as in 0.30000000000000004
-_FINEST = 6  # digits behind the point, at most
+_DIGITS = 12  # digits of a swept value; more are rounding errors, as in 0.30000000000000004
+_FINEST = 6  # most digits after the point
 
 
 def counted(number: float, noun: str) -> str:
-    """Return such as ``1 run`` and ``2,000 runs``."""
+    """Format a count: ``1 run``, ``2,000 runs``."""
     return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def quantity(value: float, unit: str) -> str:
-    """Return the number with its unit behind it."""
+    """Format a number with its unit."""
     return f"{shown(value)}{unit}" if unit == "%" else f"{shown(value)} {unit}".rstrip()
 
 
 def percent(part: float) -> str:
-    """Return a part of 1 in percent, in two digits: ``9 %``, ``0.4 %``, ``140 %``."""
+    """Format a fraction as a percentage with two digits: ``9 %``, ``0.4 %``, ``140 %``."""
     return f"{float(f'{100 * part:.2g}'):,.6g} %"
 
 
 def shown(value: float) -> str:
-    """A number in three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``.
+    """Format a number with three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``.
 
-    A number that is not whole has enough digits, up to six, to show that: ``0.9999``.
+    A number that is not an integer has enough digits, up to six, not to look like one: ``0.9999``.
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
@@ -47,7 +47,7 @@ def shown(value: float) -> str:
 
 
 def column_texts(values: Sequence[float]) -> list[str]:
-    """Return the numbers of a column in three or four digits, and those that look equal but are not in more."""
+    """Format the numbers of a column with three or four digits; numbers that would look equal get more digits."""
     finite = sorted({value for value in values if math.isfinite(value)})
     whole = all(value == round(value) and _size(value) < _LONG for value in finite)
     digits = dict.fromkeys(finite, _LONG if whole else _FEWEST)
@@ -62,12 +62,12 @@ def column_texts(values: Sequence[float]) -> list[str]:
 
 
 def _grown(value: float, digits: int) -> bool:
-    """Whether rounding makes a number as large as the next power of ten: 0.9999 is not 1."""
+    """Return whether rounding gives the next power of ten: 0.9999 is not 1."""
     return _size(float(_text(value, digits).replace(",", ""))) > _size(value)
 
 
 def _size(value: float) -> int:
-    """The power of ten of the first digit."""
+    """Return the power of ten of the first digit."""
     return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
 
 
@@ -78,14 +78,14 @@ def _text(value: float, digits: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return such as ``45 s``, ``1 min 10 s`` and ``2 h 5 min``."""
+    """Format a duration: ``45 s``, ``1 min 10 s``, ``2 h 5 min``."""
     minutes, rest = divmod(max(1, round(seconds)), 60)
     parts = (minutes // 60, "h"), (minutes % 60, "min"), (rest, "s")
     return " ".join(f"{number} {unit}" for number, unit in parts if number)
 
 
 def parameter_text(value: str) -> str:
-    """Return the value of an override as people write it: ``0.3`` for ``0.30000000000000004``."""
+    """Format the value of an override without rounding errors: ``0.3`` for ``0.30000000000000004``."""
     with contextlib.suppress(ValueError):
         text = f"{float(value):.{_DIGITS}g}"
         return text if "." in value and len(text) < len(value) > _DIGITS else value

@@ -1,6 +1,6 @@
-"""The plan of a sweep: ``sweep.json`` in the directory of the sweep, with the jobs of the newest sweep there.
+"""The plan of a sweep: ``sweep.json`` in the sweep's directory, with the jobs of the newest sweep.
 
-``hydra/sweeper=interleaved`` writes it before the first job. Only the jobs of the plan are compared, not those of
+``hydra/sweeper=interleaved`` writes the plan before the first job. Only the jobs of the plan are compared, not jobs of
 earlier sweeps in the directory. While the sweep runs, its process holds a lock.
 """
 
@@ -33,12 +33,12 @@ DIR = "hydra.sweep.dir"
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One job of a sweep."""
+    """A job of a sweep."""
 
-    num: int  # the number that Hydra gives it
-    directory: str  # its output directory; relative to the directory of the sweep if it is below it
-    overrides: tuple[str, ...]  # of the task, with those that only distinguish repeats
-    kept: bool = False  # an earlier sweep completed it, so this sweep does not launch it
+    num: int  # Hydra's job number
+    directory: str  # output directory, relative to the sweep's directory if under it
+    overrides: tuple[str, ...]  # overrides of the task, including those that only distinguish repeats
+    kept: bool = False  # completed by an earlier sweep, so not launched
 
     @property
     def identity(self) -> Identity:
@@ -47,13 +47,13 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Progress:
-    """How many jobs of a sweep have come how far."""
+    """The numbers of jobs of a sweep by state."""
 
     planned: int
     completed: int
     failed: int
-    begun: int  # neither completed nor failed: running, or stopped
-    runs: bool  # whether the sweep runs at this moment
+    begun: int  # running or stopped
+    runs: bool  # whether the sweep is running
 
     @property
     def not_started(self) -> int:
@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def text(self) -> str:
-        """Such as ``2 of 7 completed, 1 running, 4 not started``."""
+        """The progress as text, such as ``2 of 7 completed, 1 running, 4 not started``."""
         begun = self.begun, "running" if self.runs else "stopped"
         counts = (self.failed, "failed"), begun, (self.not_started, "not started")
         return ", ".join([f"{self.completed} of {self.planned} completed", *(f"{n} {what}" for n, what in counts if n)])
@@ -71,24 +71,24 @@ class Progress:
 class Plan:
     """The newest sweep in a directory."""
 
-    root: Path  # the directory of the sweep
-    jobs: tuple[PlannedJob, ...]  # in the order in which they are launched
-    command: str = ""  # the command line that runs the jobs that are not completed
+    root: Path  # directory of the sweep
+    jobs: tuple[PlannedJob, ...]  # in launch order
+    command: str = ""  # command line that runs the remaining jobs
     began: float = field(default_factory=time.time)  # seconds since the epoch
-    metric: str | None = None  # what the sweep ranks by, as given
+    metric: str | None = None  # ranking metric, as configured
     direction: str | None = None
     matters: float | str | None = None
 
     @classmethod
     def read(cls, directory: Path | str) -> Plan | None:
-        """Return the plan of the newest sweep in a directory, ``None`` if no sweeper has left one.
+        """Read the plan of the newest sweep in a directory; ``None`` if there is no plan.
 
-        Raises: ``ConfigError`` if it cannot be read, as ranking would mix sweeps, or is not a plan.
+        Raises: ``ConfigError`` if the file cannot be read or is not a plan: ranking would mix sweeps.
         """
         path = Path(directory, PLAN)
         try:
             if (content := json_of(path)).pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+                raise ValueError(f"unsupported format, expected {FORMAT}")
             jobs = (PlannedJob(**{**job, "overrides": tuple(job["overrides"])}) for job in content.pop("jobs"))
             found = cls(path.parent, tuple(jobs), **content)
             found._expect_right()
@@ -97,8 +97,8 @@ class Plan:
             return None
         except (OSError, *MALFORMED) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}. It should list the jobs of the newest sweep. Move it away, or delete "
-                "it, to compare all jobs in the directory."
+                f"cannot read the plan of the newest sweep, {path}: {error}. Move or delete this file to compare all "
+                "jobs in the directory."
             ) from error
 
     def _expect_right(self) -> None:
@@ -106,36 +106,36 @@ class Plan:
         texts = [self.command, *filter(None, (self.metric, self.direction))]
         texts += [text for job in self.jobs for text in (job.directory, *job.overrides)]
         if not all(isinstance(text, str) for text in texts) or not all(is_whole(job.num) for job in self.jobs):
-            raise ValueError("a text or a number in it is something else")
+            raise ValueError("a string or number has another type")
         if not isinstance(self.began, (int, float)) or not isinstance(self.matters, (int, float, str, type(None))):
-            raise ValueError("a time or a limit in it is something else")
+            raise ValueError("a time or limit has another type")
         if any("\0" in os.fsdecode(os.fsencode(job.directory)) for job in self.jobs):
-            raise ValueError("a directory in it is no path")
+            raise ValueError("a directory is not a path")
 
     def write(self) -> None:
-        """Write it into the directory of the sweep. Raises: ``OSError``."""
+        """Write the plan to the sweep's directory. Raises: ``OSError``."""
         fields = {name: value for name, value in asdict(self).items() if name != "root"}
         write_whole(self.root / PLAN, f"{json.dumps({'format': FORMAT, **plain(fields)}, indent=1)}\n".encode())
 
     def select(self, jobs: Iterable[JobResult]) -> list[JobResult]:
-        """Return the jobs of this sweep among those found in its directory."""
+        """Return the jobs of this sweep among the jobs in its directory."""
         planned = {os.path.realpath(self.root / job.directory): job.identity for job in self.jobs}
 
         def has(job: JobResult) -> bool:
             identity = planned.get(os.path.realpath(job.directory))
-            unknown = not job.overrides and job.status != "completed"  # killed before Hydra wrote the overrides
+            unknown = not job.overrides and job.status != "completed"  # killed before Hydra wrote overrides
             return identity is not None and (unknown or identity == job.identity)
 
         return [job for job in jobs if has(job)]
 
     def progress(self, jobs: Sequence[JobResult]) -> Progress:
-        """Count the jobs of this sweep among those found in its directory."""
+        """Count the jobs of this sweep by state."""
         own, runs = self.select(jobs), self.runs
         states = Counter(job.status for job in own if not runs or job.status != "unfinished" or self._launched(job))
         return Progress(len(self.jobs), states["completed"], states["failed"], states["unfinished"], runs)
 
     def position(self, num: int) -> str:
-        """Return such as ``Job 4 of 9, about 1 min 10 s left.``, for a job of this sweep that begins now."""
+        """Return the position of a job that starts now, such as ``Job 4 of 9, about 1 min 10 s left.``"""
         launched = [job for job in self.jobs if not job.kept]
         place = len(self.jobs) - len(launched) + [job.num for job in launched].index(num) + 1
         done = sum(self._wrote(self.root / job.directory / RESULT) for job in launched)
@@ -144,13 +144,13 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether the sweep runs at this moment, by its lock."""
+        """Whether the sweep is running and holds its lock."""
         from stagereg.checkpoint.store.lock import holder
 
         return holder(self.root / LOCKED) is not None
 
     def _launched(self, job: JobResult) -> bool:
-        """Whether this sweep has launched the job, and not only an earlier one: Hydra then writes the overrides."""
+        """Return whether this sweep, not only an earlier one, launched the job: Hydra then writes the overrides."""
         return self._wrote(job.directory / OVERRIDES) or not (job.directory / OVERRIDES).exists()
 
     def _wrote(self, file: Path) -> bool:
@@ -158,7 +158,7 @@ class Plan:
 
 
 def command_to_continue(sweep_dir: str) -> str:
-    """Return this process's command line, so that it works as printed and uses the same directory again."""
+    """Return this process's command line in a form that works as printed and uses the same directory."""
     command, own = CommandLine.of_this_process(), sys.argv[1:]
     given = [each.partition("=")[2] for each in own if each.lstrip("+").startswith(f"{DIR}=")]
     if given[-1:] not in ([sweep_dir], [quoted(sweep_dir)]):

@@ -1,8 +1,8 @@
-"""The rank-sum test: how often chance alone makes two sets of runs differ as much as these do.
+"""The rank-sum test: the probability that two sets of equal runs differ as much as observed.
 
 Wilcoxon, "Individual comparisons by ranking methods" (Biometrics Bulletin 1(6), 1945), two-sided, with midranks for
-equal values. The distribution is exact for up to 100 values in all: every way to deal the ranks is counted. For more
-values it is the normal approximation with corrections for ties and for continuity.
+equal values. The distribution is exact for up to 100 values in total: all assignments of ranks are counted. For more
+values the normal approximation is used, with corrections for ties and for continuity.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
 
-LEVEL = 0.05  # chance up to which two combinations are told apart
+LEVEL = 0.05  # significance level
 FEWEST = 4
-"""Runs of each combination below which nothing is claimed: 3 against 3 differ completely by chance 1 time in 10."""
-_EXACT = 100  # values in all up to which the distribution is counted
+"""Fewest runs of each combination for a test: 3 and 3 runs separate completely by chance 1 time in 10."""
+_EXACT = 100  # most values for the exact distribution
 
 
 def p_value(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the chance, from 0 to 1, that equal combinations differ by as much as ``one`` and ``other`` or more."""
+    """Return the probability that equal combinations differ at least as much as ``one`` and ``other``."""
     if not one or not other:
         return 1.0
     ranks = _doubled_ranks([*one, *other])
     number, few = len(ranks), len(one)
-    off = abs(sum(ranks[:few]) - few * (number + 1))  # from the expected sum, in halves of a rank
+    off = abs(sum(ranks[:few]) - few * (number + 1))  # deviation from the expected sum, in halves of a rank
     if number <= _EXACT:
         ways = _ways(tuple(sorted(ranks)), few)
         far = sum(count for total, count in ways.items() if abs(total - few * (number + 1)) >= off)
@@ -38,21 +38,21 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def least_p_value(one: int, other: int) -> float:
-    """Return the chance that all of ``one`` runs are better than all of ``other`` runs, or all worse."""
+    """Return the probability that all of ``one`` equal runs are better than all of ``other`` runs, or all worse."""
     return min(1.0, 2 / math.comb(one + other, one))
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the midrank of each value."""
+    """Return twice the midrank of each value."""
     ordered = sorted(values)
     return [bisect_left(ordered, value) + bisect_right(ordered, value) + 1 for value in values]
 
 
 @lru_cache(maxsize=64)
 def _ways(ranks: tuple[int, ...], few: int) -> dict[int, int]:
-    """For each sum of doubled ranks, in how many ways ``few`` of the values have that sum."""
-    width = len(ranks)  # bits of a count, which is below two to the number of values
-    # One large integer for each number of chosen values: the counts for all sums, `width` bits each.
+    """Return, for each sum of doubled ranks, the number of subsets of ``few`` values with that sum."""
+    width = len(ranks)  # bits per count, which is below 2 ** len(ranks)
+    # One large integer per number of chosen values holds the counts for all sums, `width` bits each.
     chosen = [1] + [0] * few
     for rank in ranks:
         for at in range(few, 0, -1):

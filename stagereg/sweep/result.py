@@ -1,7 +1,7 @@
-"""What one job of a sweep leaves behind, ``result.json`` in its output directory, and how jobs are found.
+"""The result of a job, ``result.json`` in its output directory, and the search for jobs in directories.
 
-A job without the file was killed, or no comparison ran; what can be known of it is taken from what Hydra and the ranks
-have left. A directory is a run, a sweep, or neither. Reading never changes anything.
+A job without the file was killed, or ran without the comparison; its result is then derived from the files of Hydra and
+the ranks. A directory is a run, a sweep, or neither. Reading never changes a file.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from stagereg.sweep.run import Run
 
 RESULT = "result.json"
 FORMAT = 1
-CONFIG = Path(".hydra", "config.yaml")  # what a job was configured with, as Hydra leaves it in the job's directory
+CONFIG = Path(".hydra", "config.yaml")  # a job's config, written by Hydra
 OVERRIDES = Path(".hydra", "overrides.yaml")
-_SWEEP = "multirun.yaml"  # Hydra's sweepers leave it in the directory of a sweep
-_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # files that make a folder a job's
-_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # no faults of the job
+_SWEEP = "multirun.yaml"  # written by Hydra's sweepers in a sweep's directory
+_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # files that identify the directory of a job
+_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # not failures of the job
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How one job went."""
+    """The result of a job."""
 
-    directory: Path  # its output directory
-    status: str = "completed"  # or `"failed"`, or `"unfinished"`: killed half-way, preempted, or still running
-    error: str | None = None  # why it failed, or `None`
-    overrides: tuple[str, ...] = ()  # of the task, as they were given; without those that only distinguish repeats
-    # Hydra's `num` (`None` outside of a sweep), `id` and `name`; as `config` the fingerprint of its config
+    directory: Path  # output directory
+    status: str = "completed"  # or `"failed"`, or `"unfinished"`: killed, preempted, or still running
+    error: str | None = None  # the failure, or `None`
+    overrides: tuple[str, ...] = ()  # overrides of the task, without those that only distinguish repeats
+    # Hydra's `num` (`None` outside a sweep), `id` and `name`; `config` is the fingerprint of the config
     job: dict[str, Any] = field(default_factory=dict)
-    repeat: int = 0  # which run of its combination this is, from 0 on
-    again: bool = False  # whether it runs the first combination once more, as if it were another one
+    repeat: int = 0  # number of the run of its combination, from 0
+    again: bool = False  # whether this is an A/A job
     started: float = 0.0  # seconds since the epoch
-    seconds: float = 0.0  # how long it took
-    returned: Any = None  # what the task returned, as JSON has it
-    figures: dict[str, float] = field(default_factory=dict)  # by name, see `stagereg.sweep.figures.figures`
-    versions: dict[str, str] = field(default_factory=dict)  # of stagereg, torch, hydra-core and python
-    environment: dict[str, Any] = field(default_factory=dict)  # what it ran on, see `stagereg.bench.environment`
-    command: str = ""  # the command line that runs this job alone; empty if unknown
-    resumed: int | None = None  # the step that it resumed from; `None` if it began at the beginning
+    seconds: float = 0.0  # duration
+    returned: Any = None  # return value of the task, in JSON
+    figures: dict[str, float] = field(default_factory=dict)  # metrics, see `stagereg.sweep.figures.figures`
+    versions: dict[str, str] = field(default_factory=dict)  # stagereg, torch, hydra-core and python
+    environment: dict[str, Any] = field(default_factory=dict)  # machine, see `stagereg.bench.environment`
+    command: str = ""  # command line that runs this job alone; empty if unknown
+    resumed: int | None = None  # step from which the job resumed; `None` if it started from scratch
 
     def write(self) -> Path:
-        """Write it into its directory, completely or not at all. Raises: ``OSError``."""
+        """Write the result to its directory atomically. Raises: ``OSError``."""
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
         fields["figures"] = json_numbers(self.figures)
         text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
@@ -68,7 +68,7 @@ class JobResult:
         path = Path(directory, RESULT)
         try:
             if (content := json_of(path)).pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+                raise ValueError(f"unsupported format, expected {FORMAT}")
             content["figures"] = {name: _figure(value) for name, value in content["figures"].items()}
             content["overrides"] = tuple(content["overrides"])
             found = cls(path.parent, **content)
@@ -77,13 +77,13 @@ class JobResult:
                     raise ValueError(f"{name} is {value!r:.100}")
             return found
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from error
         except MALFORMED as error:
-            raise ConfigError(f"{path} is damaged, or of another version of stagereg: {error}.") from error
+            raise ConfigError(f"{path} is corrupt or of another version of stagereg: {error}.") from error
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
-        """What is known of the job that ran in ``directory``: by its result, or else by the records of its ranks.
+        """Return the result of the job in ``directory``, from its file or else from the records of its ranks.
 
         A job whose result cannot be read is unfinished; its error has the reason.
         """
@@ -98,26 +98,26 @@ class JobResult:
 
     @property
     def identity(self) -> Identity:
-        """What tells this job from the others of a sweep, whatever its number is."""
+        """The identity of this job in its sweep, independent of the job's number."""
         return Identity(frozenset(by_key(self.overrides).items()), self.repeat, self.again)
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts jobs as they were planned: by number, then by directory, ``9`` before ``10``."""
+        """The sort key of the planned order: number, then directory, ``9`` before ``10``."""
         num, parts = self.job.get("num"), re.split(r"([0-9]+)", str(self.directory))
         parts[1::2] = [f"{len(digits):04}{digits}" for digits in (part.lstrip("0") for part in parts[1::2])]
         return math.inf if num is None else num, parts
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
-    """As :func:`jobs_in`. Raises: ``ConfigError`` if there are none."""
+    """Like :func:`jobs_in`. Raises: ``ConfigError`` if there are no jobs."""
     if not (jobs := jobs_in(root := Path(sweep_dir))):
         raise ConfigError(_nothing_in(root))
     return jobs
 
 
 def jobs_in(root: Path) -> list[JobResult]:
-    """Every job in or below a directory, in the order they were planned; other sweeps below it are left out."""
+    """Return every job in or under a directory, in planned order; other sweeps under it are excluded."""
     jobs = []
     for folder, below, _ in os.walk(root):
         path = Path(folder)
@@ -130,33 +130,33 @@ def jobs_in(root: Path) -> list[JobResult]:
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return which of the two ``directory`` is: a sweep has the file of Hydra, or jobs with numbers."""
+    """Return the kind of ``directory``: a sweep has Hydra's file or numbered jobs."""
     if is_job(directory):
         return "run"
     numbered = (one for one in directory.glob("[0-9]*") if decimal(one.name) is not None)
     if (directory / _SWEEP).is_file() or any(map(is_job, numbered)):
         return "sweep"
     if not directory.exists():
-        raise ConfigError(f"There is no directory {directory}.")
+        raise ConfigError(f"the directory {directory} does not exist")
     raise ConfigError(_nothing_in(directory))
 
 
 def is_completed(directory: Path | str) -> bool:
-    """Whether a directory has the result of a completed job."""
+    """Return whether a directory has the result of a completed job."""
     with contextlib.suppress(ConfigError):
         return JobResult.read(directory).status == "completed"
     return False
 
 
 def is_job(path: Path) -> bool:
-    """Whether a folder is that of a job."""
+    """Return whether a folder is the directory of a job."""
     return not (path / _SWEEP).is_file() and any((path / name).is_file() for name in _MARKS)
 
 
 def _nothing_in(path: Path) -> str:
     return (
-        f"{path} holds no job: there is no folder with {RESULT}, {OVERRIDES} or {file_name(0)}, neither it nor any "
-        "below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
+        f"{path} contains no job: neither this directory nor a folder under it has {RESULT}, {OVERRIDES} or "
+        f"{file_name(0)}. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
     )
 
 
@@ -171,25 +171,25 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     try:
         run = Run.read(directory)
     except ConfigError as error:
-        return JobResult(directory, "unfinished", trouble or f"killed, or still running: {error}", **known)
+        return JobResult(directory, "unfinished", trouble or f"killed or still running: {error}", **known)
     interrupted = any(sign in run.error for sign in _INTERRUPTED)
     status = "unfinished" if trouble or interrupted else run.status
-    ending = run.error or (None if status == "completed" else "killed half-way, or still running")
+    ending = run.error or (None if status == "completed" else "killed or still running")
     known |= {"started": run.began, "seconds": run.seconds, "figures": figures(run)}
     return JobResult(directory, status, trouble or ending, versions=run.versions, environment=run.environment, **known)
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file completely or not at all; if several processes write the file at once, the last one wins."""
+    """Write a file atomically; if several processes write at once, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_small(path, content, flush=False)
     return path
 
 
 def _figure(value: Any) -> float:
-    """Return the number of a figure: NaN and infinity are texts."""
+    """Return the number of a metric; NaN and infinity are strings in the file."""
     if not (value in ("nan", "inf", "-inf") or type(value) in (int, float)):
-        raise ValueError(f"a figure is {value!r:.100}")
+        raise ValueError(f"a metric is {value!r:.100}")
     return float(value)
 
 
@@ -219,7 +219,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "command": _is_text,
     "resumed": lambda value: value is None or is_whole(value),
 }
-"""What the fields of a result may have; reading has checked the figures."""
+"""Checks of a result's fields; the metrics are checked during reading."""
 
 
 def _of(kind: type[Any], value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which jobs of a sweep are in its directory already: of the same combination, repeat and config, with any number."""
+"""Finds jobs of a sweep that already exist in its directory: same combination, repeat and config, any job number."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
 
 class SweepError(ConfigError, ConfigCompositionException):
-    """A sweeper cannot do what it was asked for; it has run no job."""
+    """Invalid sweep settings; no job has run."""
 
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Let no other sweep run in a directory meanwhile; a kill releases it. Raises: ``SweepError`` if one does."""
+    """Lock the directory of a sweep; a kill releases the lock. Raises: ``SweepError`` if another sweep holds it."""
     from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
     folder = directory / LOCKED
@@ -41,7 +41,7 @@ def held(directory: Path) -> Iterator[None]:
         lock = StoreLock(folder, patience=0)
     except CheckpointError:
         raise SweepError(
-            f"{directory} is in use: another sweep runs there, {holder(folder) or Owner()}. Wait for its end, or take "
+            f"{directory} is in use by another sweep, {holder(folder) or Owner()}. Wait until it ends, or choose "
             f"another {DIR}."
         ) from None
     with lock:
@@ -49,10 +49,10 @@ def held(directory: Path) -> Iterator[None]:
 
 
 class Reuse:
-    """The jobs in the directory of a sweep, and the numbers that are free.
+    """The jobs in the directory of a sweep, and the free job numbers.
 
     Attributes:
-        changed: for each planned job whose overrides another job has, but with another config, what differs.
+        changed: differences of planned jobs from existing jobs with the same overrides but another config.
     """
 
     def __init__(self, root: Path) -> None:
@@ -66,14 +66,14 @@ class Reuse:
         self._used: set[int] = set()
 
     def find(self, identity: Identity, name: str, config: Mapping[str, str]) -> JobResult | None:
-        """Return the job that ran as this one of the program ``name`` would, if any: the completed one of several."""
+        """Return an existing job equal to this job of the program ``name``, preferably completed, or ``None``."""
         differences = []
         for job in self._found[identity]:
             program = job.job.get("name", name)
             difference = f"of {program}" if program != name else _difference(job, config)
             if not difference and job.status == "unfinished" and (job.directory / RESULT).exists():
-                again = f"Delete {job.directory} to run that job again, or take another hydra.sweep.dir."
-                raise SweepError(f"{job.error} {again}")  # the result cannot be read
+                again = f"Delete {job.directory} to run that job again, or choose another hydra.sweep.dir."
+                raise SweepError(f"{job.error} {again}")  # unreadable result
             if not difference:
                 return job
             differences.append(f"job {_number(job)} {difference}")
@@ -81,7 +81,7 @@ class Reuse:
         return None
 
     def number(self, job: JobResult | None) -> int:
-        """Return the number of a job found, or a free one: for none, and if another job of the plan has the number."""
+        """Return the number of an existing job; a free number if there is no job or the plan uses its number."""
         number = _number(job) if job else -1
         if number < 0 or number in self._used:
             number = next(self._free)
@@ -90,19 +90,19 @@ class Reuse:
 
 
 def expect_own(directory: Path, found: JobResult | None, identity: Identity) -> None:
-    """Raise ``SweepError`` if the output directory of a job that is to be launched holds another job."""
+    """Raise ``SweepError`` if the output directory of a job to launch contains another job."""
     if not is_job(directory) or (found is not None and os.path.samefile(directory, found.directory)):
         return
     other = JobResult.of_directory(directory).identity
     also = " with another config or of another program" if other == identity else ""
     raise SweepError(
-        f"{os.path.relpath(directory)} holds {other}{also}; this sweep would put {identity} there. Take another "
-        "hydra.sweep.dir, or delete it."
+        f"{os.path.relpath(directory)} contains {other}{also}, but this sweep would put {identity} there. Choose "
+        "another hydra.sweep.dir, or delete that directory."
     )
 
 
 def flat(node: Any, key: str = "") -> dict[str, str]:
-    """Return the values of a config by their keys, as text, without the options of the sweep itself."""
+    """Return the values of a config by key, as text, without the sweep's own options."""
     if not node or not isinstance(node, (dict, list)):
         return {} if key in SWEEP_KEYS else {key: repr(node)}
     items = node.items() if isinstance(node, dict) else enumerate(node)
@@ -116,24 +116,24 @@ def as_saved(config: DictConfig) -> Any:
 
 
 def fingerprint(config: Mapping[str, str]) -> str:
-    """Return a short text, the same for flat configs of the same values, with their environment variables."""
+    """Return a hash of a flat config and the environment variables it uses."""
     named = {name: os.environ.get(name) for text in config.values() for name in _VARIABLE.findall(text)}
     return hashlib.sha256(json.dumps([config, named], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _difference(job: JobResult, config: Mapping[str, str]) -> str:
-    """Return one difference between the config that a job ran with and another one; empty if there is none."""
+    """Return one difference between a job's config and another config; empty if they are equal."""
     file = job.directory / CONFIG
     own = job.job.get("config")
     if not file.exists() and not own:
-        return "(its config is not known)"
+        return "(its config is unknown)"
     if file.exists() and (content := yaml_of(file)) is None:
-        return f"(its {file.name} cannot be read)"
+        return f"(cannot read its {file.name})"
     before = flat(content) if file.exists() else config
     for key in (*before, *config):
         if before.get(key) != config.get(key):
-            return f"({key} was {before.get(key, 'absent')}, and is {config.get(key, 'absent')} now)"
-    return "(or an environment variable in it)" if own and own != fingerprint(config) else ""
+            return f"({key} changed from {before.get(key, 'absent')} to {config.get(key, 'absent')})"
+    return "(an environment variable in its config changed)" if own and own != fingerprint(config) else ""
 
 
 def _number(job: JobResult) -> int:

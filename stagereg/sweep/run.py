@@ -1,7 +1,7 @@
-"""One run as its ranks have recorded it: the lines of :mod:`stagereg.base.record`, read back into plain records.
+"""Reads the records of a run's ranks, the lines of :mod:`stagereg.base.record`.
 
-A damaged line is left out and counted; the torn last one of a killed process is not counted. A rank without an ``end``
-was killed or is running. If several programs have recorded in one directory, the run is the one that began last.
+A corrupt line is skipped and counted; a truncated last line of a killed process is not counted. A rank without an
+``end`` was killed or is running. If several programs recorded in one directory, the latest run is read.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from stagereg.sweep.files import LATEST_TIME, lines_of
 
 _NAME = re.compile(r"metrics(?:\.rank([0-9]{1,8}))?\.jsonl")
 _JOINED = ("steps", "shadowed", "samples")
-_MOST = float(1 << 63)  # of bytes, steps and seconds
+_MOST = float(1 << 63)  # limit for bytes, steps and seconds
 _MOST_RANKS = 1 << 24
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on a rank."""
+    """An operation that took time on a rank."""
 
-    step: int  # the training step that it belongs to
-    start: float  # when it began, in seconds as by `stagereg.base.record.now`
-    seconds: float  # how long it took
-    nbytes: int = 0  # bytes that it moved; 0 where none were recorded
-    near: bool = False  # whether it is of a save that went to the tier alone
+    step: int  # training step
+    start: float  # seconds since the epoch, see `stagereg.base.record.now`
+    seconds: float  # duration
+    nbytes: int = 0  # bytes moved; 0 if not recorded
+    near: bool = False  # whether the save went only to the local tier
 
     @property
     def end(self) -> float:
@@ -46,18 +46,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Started:
-    """How an attempt came to its first step, as rank 0 has reported it."""
+    """The start of an attempt up to its first step, as rank 0 reported it."""
 
-    step: int  # the first that was taken
-    since: float  # when the one before it was taken, or the run began
-    phases: dict[str, float]  # seconds from there, by `stagereg.extensions.goodput.phases.PHASES`
-    number: int = 0  # of the restart
-    why: str = ""  # the failure before it; empty if there was none
-    source: str = ""  # the checkpoint that it went on from; empty for none
-    origin: str = ""  # the kind of it: "tier", "store", or "survivors"
-    again: int = 0  # steps that had been taken before
-    restored: int = 0  # the step that it resumed from; 0 for none
-    checkpoints: str = ""  # the directory that the run saves to
+    step: int  # first step of the attempt
+    since: float  # time of the step before it, or of the run's start
+    phases: dict[str, float]  # seconds by phase of `stagereg.extensions.goodput.phases.PHASES`
+    number: int = 0  # number of the restart
+    why: str = ""  # the failure before the attempt, or empty
+    source: str = ""  # checkpoint from which the attempt resumed, or empty
+    origin: str = ""  # kind of the source: "tier", "store", or "survivors"
+    again: int = 0  # repeated steps
+    restored: int = 0  # step from which the attempt resumed, or 0
+    checkpoints: str = ""  # checkpoint directory of the run
 
     @property
     def seconds(self) -> float:
@@ -66,58 +66,58 @@ class Started:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine."""
+    """The records of a rank. All times are seconds since the epoch, on the clock of the rank's machine."""
 
-    rank: int  # the rank
-    start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions, recorded when it began
-    steps: tuple[tuple[int, float], ...] = ()  # (step, when it had ended); of `stagereg.log` if there are no others
-    stalls: tuple[Span, ...] = ()  # how long each save held the training loop
-    stages: tuple[Span, ...] = ()  # of each copy, with this rank's bytes of tensor data
-    writes: tuple[Span, ...] = ()  # from all ranks having staged to the commit, with the bytes of this rank's files
-    lost: tuple[tuple[int, str], ...] = ()  # (step, error) of each save to the store that failed
-    tier_writes: tuple[Span, ...] = ()  # as ``writes``, to the tier
-    transfers: tuple[Span, ...] = ()  # copies of steps of the tier to other machines
-    fallbacks: tuple[tuple[int, int, str], ...] = ()  # (step, steps lost, why) of restores that skipped a checkpoint
-    # ranks that the others waited for, on rank 0: (rank, machine, since or until which step, whether it is slow, how
-    # many seconds of a step they wait, seconds of a step)
+    rank: int
+    start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions
+    steps: tuple[tuple[int, float], ...] = ()  # (step, end time); from `stagereg.log` if nothing else recorded steps
+    stalls: tuple[Span, ...] = ()  # stalls of the training loop by saves
+    stages: tuple[Span, ...] = ()  # staged copies, with this rank's bytes of tensor data
+    writes: tuple[Span, ...] = ()  # from the end of staging on all ranks to the commit, with bytes of this rank's files
+    lost: tuple[tuple[int, str], ...] = ()  # (step, error) of failed saves to checkpoint storage
+    tier_writes: tuple[Span, ...] = ()  # writes to the local tier
+    transfers: tuple[Span, ...] = ()  # copies of steps of the local tier to other machines
+    fallbacks: tuple[tuple[int, int, str], ...] = ()  # (step, repeated steps, reason) of restores that skipped one
+    # slow ranks, recorded on rank 0: (rank, machine, first or last slow step, whether slow, seconds of a step that
+    # the other ranks wait, seconds of a step)
     stragglers: tuple[tuple[int, str, int, bool, float, float], ...] = ()
     logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()  # (step, when, values); `None`: not finite
-    join: dict[str, float] | None = None  # steps with data, steps shadowed, samples seen; summed over the joins left
+    join: dict[str, float] | None = None  # steps with data, shadowed steps, samples; summed over completed joins
     end: dict[str, Any] | None = None  # seconds, status, error, peak memory; `None` if killed or still running
-    started: Started | None = None  # on rank 0, once it took a step
-    resumed: tuple[int, str, float] | None = None  # the step that it resumed from, the directory of checkpoints, when
-    damaged: int = 0  # lines that could not be read, a torn last one aside
-    first: float = 0.0  # when it recorded something first
-    last: float = 0.0  # when it recorded something last
-    attempt: str = ""  # the name of the attempt, as `stagereg.base.record.attempt_of` makes it; empty if there is none
+    started: Started | None = None  # on rank 0, after the first step
+    resumed: tuple[int, str, float] | None = None  # (step, checkpoint directory, time) of the restore
+    damaged: int = 0  # corrupt lines, without a truncated last line
+    first: float = 0.0  # time of the first record
+    last: float = 0.0  # time of the last record
+    attempt: str = ""  # name of the attempt, see `stagereg.base.record.attempt_of`; may be empty
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: the records of its ranks, and their directory. The properties describe its last attempt."""
+    """The records of a run's ranks. The properties describe the last attempt."""
 
-    directory: Path  # the run's output directory
-    ranks: tuple[RankRecord, ...]  # the records there are, sorted by rank
-    earlier: tuple[Run, ...] = ()  # its earlier attempts since one completed
-    others: int = 0  # other runs that have recorded in the directory
+    directory: Path  # output directory of the run
+    ranks: tuple[RankRecord, ...]  # sorted by rank
+    earlier: tuple[Run, ...] = ()  # earlier attempts since the last completed one
+    others: int = 0  # other runs with records in the directory
 
     @classmethod
     def read(cls, directory: Path | str) -> Run:
-        """Read the files of a run, which may still be growing."""
+        """Read the files of a run, which may still be running."""
         directory = Path(directory)
         found = {int(named[1] or 0): path for path in directory.glob(FILES) if (named := _NAME.fullmatch(path.name))}
         if not found:
             raise ConfigError(
-                f"{directory} holds no run: there is no metrics.jsonl in it. Programs under stagereg.main write one "
-                "into their output directory."
+                f"{directory} contains no run: metrics.jsonl is missing. Programs under stagereg.main write this file "
+                "to their output directory."
             )
         try:
             recordings = [_recordings(rank, path) for rank, path in sorted(found.items())]
         except OSError as error:
-            raise ConfigError(f"{directory} cannot be read: {error}") from error
+            raise ConfigError(f"cannot read {directory}: {error}") from error
         every = [each for several in recordings for each in several]
         if not every:
-            raise ConfigError(f"{directory} holds no run: what is in {found[min(found)]} is not of stagereg.")
+            raise ConfigError(f"{directory} contains no run: {found[min(found)]} has no records of stagereg.")
         last = [each for each in every if each.rank == every[0].rank][-1]
         attempts = _of_one_run(recordings[0]) if last.rank == 0 else (last,)
         others = {run_of(each.attempt) for each in every} - {run_of(each.attempt) for each in attempts}
@@ -128,17 +128,17 @@ class Run:
 
     @property
     def attempts(self) -> tuple[Run, ...]:
-        """All attempts, in order; the last one is this."""
+        """All attempts in order, ending with this one."""
         return (*self.earlier, self)
 
     @property
     def world_size(self) -> int:
-        """How many ranks the run had, by its own account or by the files there are."""
+        """The world size, from the records or from the number of files."""
         return max(record.start.get("world_size", record.rank + 1) for record in self.ranks)
 
     @cached_property
     def began(self) -> float:
-        """When the first of its ranks began, in seconds since the epoch."""
+        """The start of the first rank. Seconds since the epoch."""
         return min(record.first for record in self.ranks)
 
     @property
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``"completed"``, ``"failed"`` (some rank has) or ``"unfinished"`` (killed, preempted, or running)."""
+        """``"completed"``, ``"failed"`` (a rank failed) or ``"unfinished"`` (killed, preempted, or running)."""
         ends = {record.end["status"] for record in self.ranks if record.end is not None}
         if ends - {"completed", "preempted"}:
             return "failed"
@@ -156,14 +156,14 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The error of the rank that failed first, with the rank; empty if none has."""
+        """The error of the first failed rank, with the rank; empty if no rank failed."""
         failed = [record for record in self.ranks if record.end and record.end["status"] != "completed"]
         first = min(failed, key=lambda record: record.last, default=None)
-        return f"rank {first.rank}: {first.end.get('error') or 'it failed'}" if first and first.end else ""
+        return f"rank {first.rank}: {first.end.get('error') or 'failed'}" if first and first.end else ""
 
     @property
     def versions(self) -> dict[str, str]:
-        """As far as they were recorded by rank 0, or the first rank there is."""
+        """The versions that rank 0, or the first rank with records, recorded."""
         return self._texts("stagereg", "torch", "hydra-core", "python")
 
     @property
@@ -176,12 +176,12 @@ class Run:
 
     @property
     def damaged(self) -> int:
-        """How many lines of all ranks and attempts could not be read, torn last ones aside."""
+        """The number of corrupt lines of all ranks and attempts, without truncated last lines."""
         return sum(record.damaged for each in self.attempts for record in each.ranks)
 
 
 def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """Return the attempts of the run that the last one belongs to, as ``extensions.goodput.earlier`` finds them."""
+    """Return the attempts of the latest run, like ``extensions.goodput.earlier``."""
     run, saves_to = run_of(recordings[-1].attempt), _saves_to(recordings[-1])
     own = [each for each in recordings if run_of(each.attempt) == run or (saves_to and _saves_to(each) == saves_to)]
     ends = [(record.end or {}).get("status") == "completed" for record in own[:-1]]
@@ -190,9 +190,9 @@ def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
 
 
 def _of_attempt(record: RankRecord, later: int, recordings: Sequence[Sequence[RankRecord]]) -> tuple[RankRecord, ...]:
-    """Return the records of an attempt, one of each rank; ``later`` attempts of the run have the same name."""
+    """Return the records of an attempt, one per rank; ``later`` is the number of later attempts with the same name."""
     named = [[each for each in several if each.attempt == record.attempt] for several in recordings]
-    # Files of ranks beyond its size are of another attempt in the same directory.
+    # Files of ranks beyond the world size are of another attempt in the same directory.
     size = record.start.get("world_size", math.inf) if record.rank == 0 else math.inf
     own = (several[-1 - later] for several in named if len(several) > later)
     return tuple(each for each in own if each.rank < size)
@@ -213,7 +213,7 @@ class _Lines:
 
 
 def _recordings(rank: int, path: Path) -> list[RankRecord]:
-    """Return the attempts in a file, in the order in which they began; none if no line in it is of one."""
+    """Return the attempts in a file by start time; empty if no line belongs to an attempt."""
     found: list[_Lines] = []
     latest: dict[str, _Lines] = {}
     for line in lines_of(path):
@@ -226,9 +226,9 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
             attempt = _text(event, "run")
         except MALFORMED:
             if found:
-                found[-1].damaged += line.endswith(b"\n")  # not a torn last one
+                found[-1].damaged += line.endswith(b"\n")  # not a truncated last line
             continue
-        if value is None:  # an event of an unknown name is of a later version or not ours
+        if value is None:  # an unknown event: of a later version or another program
             continue
         if name == "start":
             _check_format(value, path)
@@ -271,16 +271,16 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
 def _check_format(event: Mapping[str, Any], path: Path) -> None:
     if (wanted := event.get("format", FORMAT)) > FORMAT:
         raise ConfigError(
-            f"{path} was written by a newer stagereg ({event.get('stagereg', 'unknown')}, format {wanted}); this one "
-            f"reads formats up to {FORMAT}. Update stagereg to read it."
+            f"{path} was written by a newer stagereg ({event.get('stagereg', 'unknown')}): format {wanted}, but this "
+            f"version reads formats up to {FORMAT}. Update stagereg."
         )
 
 
-# -- how each event is read: whatever is raised here means a damaged line; more fields are left to later versions
+# -- parsers of events: any exception means a corrupt line; unknown fields are ignored
 
 
 def _number(event: Mapping[str, Any], name: str, most: float = _MOST) -> float:
-    """Return a number of an event; sums and ratios of some with no bound are not numbers."""
+    """Return a bounded number of an event: sums and ratios of unbounded numbers could overflow."""
     value = event[name]
     if isinstance(value, (bool, str)) or not abs(value) <= most:
         raise ValueError(name)
@@ -292,7 +292,7 @@ def _whole(event: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
 
 
 def _text(event: Mapping[str, Any], name: str) -> str:
-    """Return a text of an event; empty if it has none."""
+    """Return a string of an event, or an empty string."""
     if not isinstance(value := event.get(name) or "", str):
         raise TypeError(name)
     return value
@@ -345,7 +345,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "start": _start,
     "step": lambda event: (_step(event), float(event["t"])),
     **dict.fromkeys(("stall", "stage", "write", "tier", "copy"), _span),
-    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # of the tier with a ``dir``
+    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # `dir`: of the local tier
     **dict.fromkeys(("begin", "restart"), _started),
     "resumed": lambda event: (_step(event), _text(event, "dir"), float(event["t"])),
     "straggler": _straggler,

@@ -1,4 +1,4 @@
-"""The jobs in a directory that a report compares, and the metric that ranks them."""
+"""Selects the jobs in a directory that a report compares, and the metric that ranks them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
 
 @dataclass(frozen=True)
 class Source:
-    """A directory with a sweep or a single run: of several sweeps there, the jobs of the newest one."""
+    """A directory with a single run or a sweep; if it has several sweeps, the newest one."""
 
     directory: Path
     jobs: tuple[JobResult, ...]
-    plan: Plan  # with the settings of the sweep; of a sweep that has left no plan, without jobs
-    progress: Progress | None  # of a sweep that has left a plan
-    others: int  # jobs in the directory that are not of its newest sweep
+    plan: Plan  # settings of the sweep; without jobs if there is no plan file
+    progress: Progress | None  # `None` without a plan file
+    others: int  # jobs of earlier sweeps in the directory
 
     @classmethod
     def of(cls, directory: Path) -> Source:
@@ -34,7 +34,7 @@ class Source:
             return cls(directory, tuple(found), Plan(directory, (), **_settings(found)), None, 0)
         jobs, progress = plan.select(found), plan.progress(found)
         if not jobs:
-            raise ConfigError(f"No job of the newest sweep in {directory} has started: {progress.text}.")
+            raise ConfigError(f"no job of the newest sweep in {directory} has started: {progress.text}")
         return cls(directory, tuple(jobs), plan, progress, len(found) - len(jobs))
 
     @property
@@ -45,7 +45,7 @@ class Source:
     def notes(self) -> Iterator[str]:
         """Warnings about a sweep that is not complete, or that shares its directory with earlier sweeps."""
         if self.progress and (self.progress.begun or self.progress.not_started):
-            advice = "" if self.progress.runs else f" This command continues it: {self.plan.command}"
+            advice = "" if self.progress.runs else f" Continue the sweep with: {self.plan.command}"
             yield f"The sweep in {self.directory} is not complete: {self.progress.text}.{advice}"
         if self.others:
             yield f"Not compared: {counted(self.others, 'job')} of earlier sweeps in {self.directory}."
@@ -54,16 +54,16 @@ class Source:
 def compared(
     sources: Sequence[Source], metric: str = "", direction: str | None = None, matters: float | str | None = None
 ) -> Comparison:
-    """Compare the jobs of directories, by default as their sweeps say.
+    """Compare the jobs of directories, by default with the settings of their sweeps.
 
     Args:
         sources: the directories.
-        metric: ranks the jobs; empty for the metric of the sweeps, which is the same in all.
+        metric: metric that ranks the jobs; empty for the metric of the sweeps, which must be the same in all.
         direction: ``None`` for the direction of the sweeps if ``metric`` is their metric, otherwise the metric's own.
-        matters: as :func:`~stagereg.sweep.comparison.compare` takes it; ``None`` for the sweeps', if they agree.
+        matters: see :func:`~stagereg.sweep.comparison.compare`; ``None`` for the value of the sweeps, if they agree.
 
     Raises:
-        ConfigError: if completed jobs cannot be ranked by ``metric``.
+        ConfigError: Completed jobs cannot be ranked by ``metric``.
     """
     ranking = metric or sources[0].metric
     given = [source.plan.direction for source in sources if source.metric == ranking]
@@ -72,7 +72,7 @@ def compared(
     known = {name for job in completed for name in job.figures}
     chosen = metric or any(source.plan.metric for source in sources)
     if completed and chosen and metric_of(ranking).name not in known:
-        advice = " --metric NAME ranks by another one." if columns(known) else ""
+        advice = " Choose another metric with --metric NAME." if columns(known) else ""
         where = " or ".join(str(source.directory) for source in sources)
         raise ConfigError(lacking(f"No completed job in {where} has", ranking, known) + advice)
     own = {source.plan.matters for source in sources} if matters is None else {matters}
@@ -83,7 +83,7 @@ def compared(
 
 
 def _settings(jobs: Sequence[JobResult]) -> dict[str, Any]:
-    """The metric, direction and ``matters`` of a sweep without a plan, by the config of its first job that has them."""
+    """Return metric, direction and ``matters`` of a sweep without a plan, from the first job's config that has them."""
     configs = (yaml_of(job.directory / CONFIG) for job in jobs)
     sweeps = (config.get("sweep") for config in configs if isinstance(config, dict))
     sweep = next((each for each in sweeps if isinstance(each, dict)), {})

@@ -56,7 +56,7 @@ def test_jobs_that_fail_are_rows_and_do_not_stop_the_others(mixed: Any) -> None:
     with (out / "compare.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 8
     assert jobs[6]["figures"]["returned.tokens"] == 5
-    assert ended.stdout.count("since it has no returned.score. Figures there are: returned.tokens.") == 2
+    assert ended.stdout.count("because it has no returned.score. Available metrics: returned.tokens.") == 2
 
 
 @pytest.mark.slow
@@ -165,18 +165,18 @@ def test_a_sweeper_gets_the_number_it_searches_by_or_nan(
 @pytest.mark.parametrize(
     ("returned", "metric", "warning"),
     [
-        (math.nan, "loss", "loss is nan, so this job cannot be ranked"),
-        (-math.inf, None, "loss is -inf, so this job cannot be ranked"),
+        (math.nan, "loss", "This job cannot be ranked, because loss is nan"),
+        (-math.inf, None, "This job cannot be ranked, because loss is -inf"),
         (
             {"accuracy": 3, "loss": 1},
             "returned.acuracy",
-            "This job cannot be ranked, since it has no returned.acuracy. Did you mean 'returned.accuracy'? Figures "
-            "there are: loss, returned.accuracy.",
+            "This job cannot be ranked, because it has no returned.acuracy. Did you mean 'returned.accuracy'? "
+            "Available metrics: loss, returned.accuracy.",
         ),
         (
             {"tokens": 5},
             "returned.score",
-            "This job cannot be ranked, since it has no returned.score. Figures there are: returned.tokens.",
+            "This job cannot be ranked, because it has no returned.score. Available metrics: returned.tokens.",
         ),
         (1.0, "loss", ""),
         ("text", None, ""),
@@ -217,7 +217,7 @@ def test_a_completed_result_of_a_sweep_is_never_replaced(tmp_path: Path, caplog:
     for returned, mode, value in ((1.5, "MULTIRUN", 1.5), (2.5, "MULTIRUN", 1.5), (3.5, "RUN", 3.5)):
         Compare().on_job_end(config(tmp_path, mode=mode), ended(returned))
         assert JobResult.read(tmp_path / "0").returned == value
-    assert "another process has completed it" in caplog.text
+    assert "another process completed this job" in caplog.text
 
 
 def test_of_several_tasks_of_one_run_the_first_has_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,9 +248,9 @@ def test_an_error_of_the_callback_costs_no_job_its_value(
 
 def test_settings_that_make_a_sweep_useless_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for metric, direction, repeats, line in (
-        ("loss", "down", 1, "minimize or maximize, not 'down'"),
+        ("loss", "down", 1, "minimize or maximize, got 'down'"),
         ("shadowed_steps", None, 1, "sweep.direction=minimize"),
-        ("loss", None, 3, "sweep.repeats=3 needs hydra/sweeper=interleaved: "),
+        ("loss", None, 3, "sweep.repeats=3 requires hydra/sweeper=interleaved: "),
     ):
         with pytest.raises(SystemExit, match="1"):
             Compare(metric, direction).on_multirun_start(config(tmp_path, repeats=repeats))
@@ -269,20 +269,20 @@ def test_another_sweeper_is_refused_where_jobs_are_since_it_would_number_its_own
     (tmp_path / "sweep.json").write_text('{"method": "grid"}')  # of another tool
     with pytest.raises(SystemExit, match="1"):
         Compare("loss").on_multirun_start(config(tmp_path))
-    assert "sweep.json cannot be read: 'format'" in capsys.readouterr().err
+    assert "sweep.json: 'format'" in capsys.readouterr().err
     assert (tmp_path / "sweep.json").read_text() == '{"method": "grid"}'
     (tmp_path / "sweep.json").unlink()
     write_hydra(tmp_path / "3", ["a=1"], 3)
     with pytest.raises(SystemExit, match="1"):
         Compare("loss").on_multirun_start(config(tmp_path))
     said = capsys.readouterr().err
-    assert f"holds 1 job of an earlier sweep, and {BASIC} numbers its jobs from 0: " in said
-    assert said.endswith("Take another hydra.sweep.dir, delete that one, or use hydra/sweeper=interleaved.\n")
+    assert f"contains 1 job of an earlier sweep, but {BASIC} numbers its jobs from 0: " in said
+    assert said.endswith("Choose another hydra.sweep.dir, delete this directory, or use hydra/sweeper=interleaved.\n")
     Compare("loss").on_multirun_start(config(tmp_path, {"repeats": 1}))
     shutil.rmtree(tmp_path / "3")
     with held(tmp_path / "other"), pytest.raises(SystemExit, match="1"):
         Compare("loss").on_multirun_start(config(tmp_path / "other"))
-    assert "is in use: another sweep runs there" in capsys.readouterr().err
+    assert "is in use by another sweep" in capsys.readouterr().err
 
 
 def test_a_job_that_resumed_and_recorded_no_step_failed_and_has_no_figures(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_job_that_resumed_and_recorded_no_step_failed_and_has_no_figures(tmp_p
         events = [start, {**resumed, "dir": str(checkpoints)}, end]
         write_events(tmp_path / "0" / "metrics.jsonl", [{**each, "t": began, "run": "a.0"} for each in events])
         callback.on_job_end(config(tmp_path), ended(1.5))
-        advice = f"it resumed from step 20, and none was left. To run it again, delete {named}."
+        advice = f"the job resumed from its last step, 20. To run it again, delete {named}."
         assert (JobResult.read(tmp_path / "0").error or "").endswith(advice)
 
 
@@ -332,8 +332,8 @@ def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(tmp_path: Path, 
     with pytest.raises(SystemExit, match="1"):
         Compare("loss").on_multirun_end(config(tmp_path))
     seen = capsys.readouterr().err
-    assert "holds no job" in seen
-    assert f"`stagereg report {tmp_path}` tries again" in seen
+    assert "contains no job" in seen
+    assert f"Run `stagereg report {tmp_path}` to create the report" in seen
 
 
 def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_results(tmp_path: Path, capsys: Any) -> None:
@@ -342,11 +342,11 @@ def test_a_sweep_of_which_no_job_has_the_metric_ends_with_1_and_keeps_its_result
         Compare("returned.acuracy", "maximize").on_multirun_end(config(tmp_path))
     seen = capsys.readouterr()
     assert f"No completed job in {tmp_path} has returned.acuracy. Did you mean 'returned.accuracy'?" in seen.err
-    assert "--metric NAME ranks by another one." in seen.err
+    assert "Choose another metric with --metric NAME." in seen.err
     assert not (tmp_path / "report.html").exists(), "it would have no answer"
     assert JobResult.read(tmp_path / "0").figures == {"returned.accuracy": 0.5}
     Compare().on_multirun_end(config(tmp_path))
-    assert "No answer: no job has stall_ms.\nFigures there are: returned.accuracy.\n" in capsys.readouterr().out
+    assert "No answer: no job has stall_ms.\nAvailable metrics: returned.accuracy.\n" in capsys.readouterr().out
 
 
 def test_the_command_of_a_job_has_nothing_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class TestRows:
         assert [row.status for row in shown.rows] == ["completed"] * 7 + ["failed", "unfinished"]
         assert [len(row.jobs) for row in shown.rows] == [4] * 8 + [1]
         assert shown.rows[-2].error.startswith("rank 1: RuntimeError: the loss is not finite\n")
-        assert ("killed half-way" in shown.rows[-1].error, shown.rows[-1].cells) == (True, {})
+        assert ("killed or still running" in shown.rows[-1].error, shown.rows[-1].cells) == (True, {})
         assert (shown.directory, shown.repeats, shown.ranking.name) == (tmp_path, 4, "stall_ms")
         assert shown.best is not None
         assert shown.best.label == "stager=pinned_cached join.mode=planned"
@@ -176,7 +176,7 @@ class TestTies:
         shown = {"a": [10.0, 10.1, 10.2, 10.3], "b": [14.0, 14.1, 14.2, 14.3], "c": [30.0, 30.1, 30.2, 30.3]}
         unsteady = compare(stalls(again=[16.0, 16.1, 16.2, 16.3], **shown))
         assert [row.cells["stall_ms"].verdict for row in unsteady.rows] == ["best", "", "tie", ""]
-        assert unsteady.warnings[0].startswith("stager=a differs from itself by 37 %, more than chance explains")
+        assert unsteady.warnings[0].startswith("stager=a and its repetition (A/A) differ significantly, by 37 %")
         steady = compare(stalls(again=[8.0, 10.1, 10.2, 16.3], **shown))
         assert [row.cells["stall_ms"].verdict for row in steady.rows] == ["best", "", "", ""]
         assert not steady.warnings
@@ -221,7 +221,7 @@ class TestJobsThatDidNotComplete:
         comparison = compare(shown)
         assert verdicts(comparison) == ["best", "tie"]
         assert (comparison.rows[0].status, comparison.rows[0].error) == ("1 of 3 unfinished", "killed")
-        assert comparison.warnings == ("Killed half-way or still running: 1 job, whose figures do not count.",)
+        assert comparison.warnings == ("1 job killed or still running: their metrics do not count.",)
         shown.append(failed(Path("sweep/8"), 99, shown[0].overrides))
         assert compare(shown).rows[0].error.startswith("rank 1: RuntimeError"), "that of a failed job first"
 
@@ -235,17 +235,17 @@ class TestJobsThatDidNotComplete:
 FOUR = [1.2, 1.1, 1.3, 1.2]
 ANOTHER = failed(Path("sweep/9"), 9, ("train.steps=40", "nproc=2", "stager=z"))
 SAME = replace(ANOTHER, overrides=("train.steps=40", "nproc=2", "stager=a"))
-FROM_4 = "From sweep.repeats=4 on, the runs can show whether the difference is real."
+FROM_4 = "At least sweep.repeats=4 is needed to decide whether the difference is significant."
 ALONE = "Nothing to compare: 1 ms."
 ANSWERS = [
     (
         stalls(a=FOUR, b=[3.4, 3.5, 3.6, 3.5]),
-        "a holds training least: 1.2 ms per checkpoint. 66 % less than b (3.5 ms); 4 runs each, all lower (chance 1 in "
-        "35).",
+        "a stalls training least: 1.2 ms per checkpoint. 66 % less than b (3.5 ms); 4 runs each, all lower (chance "
+        "1 in 35).",
     ),
     (
         stalls(a=[*FOUR, 3.55], b=[3.4, 3.5, 3.6, 3.5, 3.6, 9.1], again=[1.3]),
-        "a holds training least: 1.2 ms per checkpoint. 66 % less than b (3.55 ms); 5 and 6 runs (chance 1 in 42). a "
+        "a stalls training least: 1.2 ms per checkpoint. 66 % less than b (3.55 ms); 5 and 6 runs (chance 1 in 42). a "
         "differs from itself by 7.7 %.",
     ),
     (stalls(a=[1, 1.1], b=[3, 3.1]), f"a leads with 1.05 ms. 66 % less than b (3.05 ms); 2 runs each. {FROM_4}"),
@@ -261,20 +261,20 @@ ANSWERS = [
     (
         stalls(a=FOUR * 5, b=[each * 1.01 for each in FOUR * 5]),
         "Not decided: a or b. a (1.2 ms) and b (1.21 ms) differ by 0.99 %, runs of one combination by 4.2 %; 20 runs "
-        "each. No difference is above 5 % (sweep.matters).",
+        "each. No difference exceeds 5 % (sweep.matters).",
     ),
     (stalls(**{name: [1] for name in "abcdef"}), "Not decided: a or 5 others. They are equal: 1 ms."),
-    ([*stalls(a=[1.0]), ANOTHER], f"{ALONE} No other combination completed all its runs with a number."),
+    ([*stalls(a=[1.0]), ANOTHER], f"{ALONE} No other combination completed all runs with a number."),
     (stalls(a=[1, 1]), f"{ALONE} There is no other combination."),
-    (jobs({"a=1": [{"loss": 1.0}]}), "No answer: no job has stall_ms. Figures there are: loss."),
+    (jobs({"a=1": [{"loss": 1.0}]}), "No answer: no job has stall_ms. Available metrics: loss."),
     (
         [failed(Path("0"), 0, ()), result(Path("1"), 1, status="unfinished")],
         "No answer: 1 of 2 jobs failed. 1 job did not finish.",
     ),
     (
         [*stalls(a=[1]), SAME],
-        "No answer: no combination completed all its runs. Every combination failed, or has no finite stall_ms, in at "
-        "least one of its runs.",
+        "No answer: no combination completed all its runs. Every combination has at least one "
+        "run that failed or has no finite stall_ms.",
     ),
 ]
 
@@ -317,14 +317,14 @@ class TestWarnings:
         ]
         assert [row.again for row in comparison.rows] == [False, True, False, True, False, False]
         warning = comparison.warnings[0]
-        assert warning.startswith("Results of different versions are mixed (torch 2.12.0; torch 2.13.0).")
+        assert warning.startswith("The results are of different versions (torch 2.12.0; torch 2.13.0).")
         assert "torch 2.13.0 or 3 others. Equal to torch 2.12.0 (1.05 ms)" in answer(comparison).text
 
     def test_other_machines_are_reported(self) -> None:
         shown = stalls(a=[1.0], b=[2.0])
         moved = replace(shown[1], environment=ENVIRONMENT | {"cores": 8, "host": "there"})
         assert compare([shown[0], moved]).warnings == (
-            "The jobs ran on different machines (a processor, 2 cores; a processor, 8 cores): what differs "
+            "The jobs ran on different machines (a processor, 2 cores; a processor, 8 cores): differences "
             "may come from the machine.",
         )
 
@@ -339,7 +339,7 @@ class TestWarnings:
 
     def test_checkpoints_that_could_not_be_saved_are_reported(self) -> None:
         shown = jobs({"a=1": [{"stall_ms": 1.0, "lost_checkpoints": 2.0}]})
-        assert compare(shown).rows[0].note == "2 checkpoints could not be saved"
+        assert compare(shown).rows[0].note == "2 failed saves"
 
 
 FIGURE = st.integers(1, 40).map(float)

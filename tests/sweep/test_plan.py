@@ -38,7 +38,7 @@ def test_a_plan_is_read_as_it_was_written_and_none_is_none(tmp_path: Path) -> No
 def test_a_plan_that_cannot_be_read_is_refused_not_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / PLAN).write_text(text)
     with pytest.raises(
-        ConfigError, match=r"sweep.json cannot be read: .* Move it away, or delete it, to compare all jobs"
+        ConfigError, match=r"cannot read the plan .*sweep.json: .* Move or delete this file to compare all jobs"
     ):
         Plan.read(tmp_path)
 

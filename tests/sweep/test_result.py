@@ -78,7 +78,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
 def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str) -> None:
     write_hydra(tmp_path, ["lr=1"], 4)
     (tmp_path / RESULT).write_text(text, encoding="latin-1")
-    message = f"{RESULT} is damaged, or of another version of stagereg"
+    message = f"{RESULT} is corrupt or of another version of stagereg"
     with pytest.raises(ConfigError, match=message):
         JobResult.read(tmp_path)
     job = JobResult.of_directory(tmp_path)
@@ -98,7 +98,7 @@ class TestWithoutResult:
         job = JobResult.of_directory(tmp_path)
         assert job.environment == {"host": "here", "device": "H200"}
         assert (job.status, job.overrides, job.repeat, job.again) == ("unfinished", ("stager=blocking",), 2, True)
-        assert job.error == "killed half-way, or still running"
+        assert job.error == "killed or still running"
         assert job.job["num"] == 7
         assert (job.started, job.versions) == (BEGAN, VERSIONS)
         assert job.seconds == pytest.approx(0.406, rel=0.1)
@@ -107,7 +107,7 @@ class TestWithoutResult:
     def test_a_job_that_has_recorded_nothing_is_unfinished(self, tmp_path: Path) -> None:
         write_hydra(tmp_path, ["a=1"], 0)
         newer = {"event": "start", "t": 1, "format": 2}
-        for events, error in (([], "there is no metrics.jsonl"), ([newer], "newer stagereg")):
+        for events, error in (([], "metrics.jsonl is missing"), ([newer], "newer stagereg")):
             if events:
                 write_events(tmp_path / "metrics.jsonl", events)
             (job,) = results(tmp_path)
@@ -151,7 +151,9 @@ class TestResults:
     def test_the_error_for_an_empty_folder_names_the_expected_files(self, tmp_path: Path) -> None:
         for read in (JobResult.of_directory, results):
             for directory in (tmp_path, tmp_path / "absent"):
-                with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*metrics\.jsonl.*hydra\.sweep\.dir"):
+                with pytest.raises(
+                    ConfigError, match=r"contains no job.*result\.json.*metrics\.jsonl.*hydra\.sweep\.dir"
+                ):
                     read(directory)
 
 
@@ -171,10 +173,11 @@ def test_runs_and_sweeps_are_recognised_and_nothing_else(tmp_path: Path) -> None
     (run / "checkpoints").mkdir()
     for other in (run / "checkpoints", tmp_path / "outputs"):
         with pytest.raises(
-            ConfigError, match=rf"^{re.escape(str(other))} holds no job: there is no folder with result"
+            ConfigError,
+            match=rf"^{re.escape(str(other))} contains no job: neither this directory nor a folder under it has result",
         ):
             kind_of(other)
-    with pytest.raises(ConfigError, match=r"^There is no directory outptus/x\.$"):
+    with pytest.raises(ConfigError, match=r"^the directory outptus/x does not exist$"):
         kind_of(Path("outptus/x"))
 
 
@@ -188,7 +191,7 @@ def test_files_that_are_no_regular_files_keep_no_reader_waiting(tmp_path: Path, 
     job = JobResult.of_directory(tmp_path)
     assert (job.status == "unfinished") == (name == "result.json")
     if name == "result.json":
-        assert "result.json cannot be read: it is not a regular file" in str(job.error)
+        assert "result.json: it is not a regular file" in str(job.error)
     if name == "sweep.json":
-        with pytest.raises(ConfigError, match=r"sweep\.json cannot be read: .*not a regular file"):
+        with pytest.raises(ConfigError, match=r"cannot read the plan .*sweep\.json: .*not a regular file"):
             Plan.read(tmp_path)

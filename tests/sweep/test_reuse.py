@@ -170,7 +170,7 @@ def check(directory: Directory, sweep: Sweep, code: int, before: dict[Path, byte
             assert job.returned == {"score": alone(cfg)}, job.directory
             assert job.figures["returned.score"] == alone(cfg)
         elif job.status == "failed" and "as planned" not in str(job.error):
-            assert "no step was taken" in str(job.error)
+            assert "no step was trained" in str(job.error)
             assert job.directory in directory.at_the_end
             assert not job.figures
     for file, content in before.items():
@@ -240,7 +240,7 @@ def test_a_job_that_resumes_has_the_step_and_one_without_a_step_has_no_figures(
         job = JobResult.read(directory.out / "0")
         if killed_after == STEPS:
             assert (job.status, job.figures, job.resumed) == ("failed", {}, STEPS)
-            how = f"no step was taken: it resumed from step {STEPS}, and none was left. To run it again, delete "
+            how = f"no step was trained: the job resumed from its last step, {STEPS}. To run it again, delete "
             assert job.error == f"{how}{directory.out / '0'}."
             shutil.rmtree(directory.out / "0")
     assert (job.status, job.resumed, len(job.figures)) == ("completed", STEPS - 1, 1)
@@ -255,13 +255,17 @@ def test_a_result_that_cannot_be_read_and_another_job_in_the_way_are_refused_bef
     whole = result.read_bytes()
     result.write_bytes(whole[:40])
     assert directory.run(Sweep(("2", "1"))) == 1
-    assert f"Delete {result.parent} to run that job again, or take another hydra.sweep.dir." in capsys.readouterr().err
+    assert (
+        f"Delete {result.parent} to run that job again, or choose another hydra.sweep.dir." in capsys.readouterr().err
+    )
     assert result.read_bytes() == whole[:40]
     result.write_bytes(whole)
     for sweep, put in ((Sweep(("2",)), "lr=2"), (Sweep(("1",), scale=2), "lr=1")):
         assert directory.run(sweep, "hydra.sweep.subdir=0") == 1
-        holds = "0 holds lr=1 with another config or of another program" if put == "lr=1" else "0 holds lr=1"
-        said = f"{holds}; this sweep would put {put} there. Take another hydra.sweep.dir, or delete it."
+        holds = "0 contains lr=1 with another config or of another program" if put == "lr=1" else "0 contains lr=1"
+        said = (
+            f"{holds}, but this sweep would put {put} there. Choose another hydra.sweep.dir, or delete that directory."
+        )
         assert said in capsys.readouterr().err
     assert result.read_bytes() == whole
     assert [job.job["num"] for job in jobs_in(directory.out)] == [0]
@@ -277,7 +281,7 @@ def test_a_file_of_the_user_with_the_name_of_the_plan_is_refused_and_stays(
     own = directory.out / "sweep.json"
     own.write_text('{"method": "grid"}')
     assert directory.run(Sweep(("1",))) == 1
-    assert "sweep.json cannot be read: 'format'. It should list the jobs" in capsys.readouterr().err
+    assert "sweep.json: 'format'. Move or delete this file" in capsys.readouterr().err
     assert own.read_text() == '{"method": "grid"}'
     assert not jobs_in(directory.out)
 
@@ -288,7 +292,7 @@ def test_a_second_sweep_in_the_directory_of_a_running_one_is_refused(
     directory = Directory(tmp_path)
     with held(directory.out):
         assert directory.run(Sweep(("1",))) == 1
-    assert "is in use: another sweep runs there, process " in capsys.readouterr().err
+    assert "is in use by another sweep, process " in capsys.readouterr().err
     assert [path.name for path in directory.out.iterdir()] == [".sweep"], "it has written nothing"
     assert directory.run(Sweep(("1",))) == 0
 
@@ -314,9 +318,9 @@ def test_a_job_is_the_same_only_if_its_config_is_known_to_be_the_same(
 @pytest.mark.parametrize(
     ("subdir", "line"),
     [
-        (".job${lr}", "where `stagereg report` does not find it. Choose a folder below "),
-        ("../${lr}", "where `stagereg report` does not find it. Choose a folder below "),
-        ("${lr}", "Choose folders of which none is in another."),
+        (".job${lr}", "where `stagereg report` does not search. Choose a folder under "),
+        ("../${lr}", "where `stagereg report` does not search. Choose a folder under "),
+        ("${lr}", "Choose folders that do not contain each other."),
     ],
 )
 def test_a_directory_in_which_no_report_finds_a_job_is_refused(
@@ -336,7 +340,7 @@ def test_an_option_of_a_group_cannot_compare_the_sweep_in_another_way(
         (tmp_path / "exp" / f"{name}.yaml").write_text(f"# @package _global_\nsweep: {{direction: {way}}}\n")
     assert Directory(tmp_path).run(Sweep(("1",)), "+exp=one,two") == 1
     said = capsys.readouterr().err
-    assert "+exp=one sets sweep.direction=maximize, and the sweep has sweep.direction=" in said
+    assert "+exp=one sets sweep.direction=maximize, but the sweep has sweep.direction=" in said
     assert "Give it on the command line: sweep.direction=maximize." in said
 
 
@@ -368,7 +372,7 @@ def test_a_stopped_sweep_prints_how_many_jobs_are_completed_and_what_runs_the_ot
     for killed, count in ((1, 0), (STEPS + 1, 1)):
         assert directory.run(Sweep(killed_after=killed)) == 130
         line = capsys.readouterr().err.splitlines()[-1]
-        start = f"{count} of 3 jobs are completed. `stagereg report out` shows them; this command runs the others: "
+        start = f"{count} of 3 jobs are completed. Report them: stagereg report out. Run the others: "
         assert line.startswith(start)
         assert shlex.split(line.removeprefix(start))[-1] == f"hydra.sweep.dir={directory.out}"
     plan = Plan.read(directory.out)
@@ -425,7 +429,7 @@ def test_a_stopped_sweep_is_continued_by_the_printed_command_and_by_another_one(
     continued = shlex.join([sys.executable, "app.py", "-m", "b=4,3,2,1", *own])
     if not killed:
         assert sweep.returncode == 130
-        continued = said.splitlines()[-1].partition(" this command runs the others: ")[2]
+        continued = said.splitlines()[-1].partition(" Run the others: ")[2]
     how_to_run["env"]["HANGS_AT"] = "0"
     ended = subprocess.run(continued, shell=True, timeout=100, check=False, **how_to_run)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -99,7 +99,7 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(at: int) -> None:
     with TemporaryDirectory() as folder:
         rank_file(Path(folder), 0).write_bytes(SHORT[:at])
         if not complete:
-            with pytest.raises(ConfigError, match="holds no run"):
+            with pytest.raises(ConfigError, match="contains no run"):
                 Run.read(folder)
             return
         run = Run.read(folder)
@@ -231,21 +231,21 @@ def test_a_run_has_ended_as_its_ranks_have(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl was written by a newer stagereg \(0\.9, format 2\).*Update"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl was written by a newer stagereg \(0\.9\): format 2.*Update"):
         lines(tmp_path, {**START, "format": 2, "stagereg": "0.9"})
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl is missing"):
             Run.read(directory)
     (tmp_path / "metrics_of_mine.jsonl").write_text('{"event": "step", "t": 1, "step": 1}\n')
-    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is missing"):
         Run.read(tmp_path)
     (tmp_path / "taken" / "metrics.jsonl").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"taken cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot read .*taken"):
         Run.read(tmp_path / "taken")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl is not of stagereg"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has no records of stagereg"):
         lines(tmp_path, {"loss": 1.0}, {"event": "mine", "t": 3})
 
 
@@ -265,7 +265,7 @@ def planted(kind: str, path: Path) -> None:
 def test_what_is_no_record_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     write_run(tmp_path)
     planted(kind, rank_file(tmp_path, 0))
-    with pytest.raises(ConfigError, match=r"cannot be read: .* (is no regular file|has a line of more than)"):
+    with pytest.raises(ConfigError, match=r"cannot read .* (is not a regular file|has a line of more than)"):
         Run.read(tmp_path)
     attempt = json.loads(SHORT.splitlines()[0]).get("run", "")
     assert last_event(rank_file(tmp_path, 0), b"step", attempt) is None

@@ -53,7 +53,7 @@ def test_a_combination_listed_twice_has_more_repeats_and_no_two_jobs_are_the_sam
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
 def test_a_wrong_number_of_repeats_is_refused_first(repeats: object) -> None:
     # Not set up, it would fail in another way as soon as it went on.
-    with pytest.raises(SweepError, match=rf"^sweep.repeats={repeats} is no number of repeats: use 1 or more"):
+    with pytest.raises(SweepError, match=rf"^sweep.repeats={repeats} is invalid: use an integer of at least 1"):
         InterleavedSweeper(repeats=repeats).sweep([])
     assert issubclass(SweepError, ConfigError)
 
@@ -61,7 +61,7 @@ def test_a_wrong_number_of_repeats_is_refused_first(repeats: object) -> None:
 def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
     parse = OverridesParser.create().parse_overrides
     for override in ("sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"):
-        with pytest.raises(SweepError, match="goes for the whole sweep and takes one value"):
+        with pytest.raises(SweepError, match="applies to the whole sweep; give one value"):
             InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2", override]), None)
     batches = InterleavedSweeper(repeats=2).split_arguments(parse(["a=1,2,3"]), 3)
     assert [len(batch) for batch in batches] == [3, 3, 2]
@@ -90,14 +90,14 @@ def test_a_job_may_leave_by_itself_but_a_signal_stops_the_sweep(code: int, ran: 
     [
         (
             "checkpoint.dir=one",
-            "jobs 0 and 1 would both have checkpoint.dir=one, and one resume from the other. Leave out checkpoint.dir: "
-            "then each job has its own, below hydra.sweep.dir=PATH. If that is meant, add "
+            "jobs 0 and 1 both have checkpoint.dir=one, so that one would resume from the other. Omit checkpoint.dir "
+            "to give each job its own directory under hydra.sweep.dir=PATH. If this is intended, add "
             "checkpoint.resume=auto to the command.",
         ),
         pytest.param(
             "hydra.sweep.subdir=x",
-            "jobs 0 and 1 would both write to OUT/x, and one overwrite the result of the other. Leave out "
-            "hydra.sweep.subdir: then each job has a directory of its own.",
+            "jobs 0 and 1 would both write to OUT/x, so that one overwrites the other's result. Omit "
+            "hydra.sweep.subdir to give each job its own directory.",
             marks=pytest.mark.slow,
         ),
     ],
@@ -169,7 +169,7 @@ def test_the_same_sweep_once_more_runs_what_is_not_completed(app: App) -> None:
     after = app.results()
     assert [new == old for new, old in zip(after, before, strict=True)] == [True, False, True]
     assert [job["figures"] for job in after] == [job["figures"] for job in before]
-    kept = "was completed before, its result is kept; to run it again, delete out/"
+    kept = "was completed before; its result is reused. To run the job again, delete out/"
     assert [again.stdout.replace(f"{app.folder}/", "").count(f"Job {n} {kept}{n}\n") for n in "012"] == [1, 0, 1]
     assert "b=1 leads" in again.stdout
     assert app.sweep("b=3,2,1", "a=fine").stdout.count(kept) == 3, "in whatever order"

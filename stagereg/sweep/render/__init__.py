@@ -1,7 +1,7 @@
-"""A comparison for people: tables, the picture, and the page, all from the same rows.
+"""Renders a comparison as tables, plots and an HTML report.
 
-``tables`` prints and makes CSV, ``plots`` draws, ``page`` makes the HTML, from a comparison and the configs of its jobs
-alone. Importing this imports neither matplotlib nor Jinja2.
+``tables`` prints tables and writes CSV, ``plots`` draws plots, ``page`` makes the HTML report. All use only the
+comparison and the configs of its jobs. Importing this package imports neither matplotlib nor Jinja2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.result import write_whole
 
 FILES = ("compare.csv", "compare.svg", "compare.png", "report.html")
-"""What :func:`write` leaves in a directory, in this order."""
+"""The files that :func:`write` writes, in this order."""
 
 
 def write(comparison: Comparison, directory: Path | str) -> list[Path]:
@@ -29,7 +29,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
         if figure := plots.compare_figure(comparison):
             documents |= {f"compare.{kind}": plots.document(figure, kind) for kind in ("svg", "png")}
     except ImportError as error:
-        warn(f"no picture ({error}): pip install 'hydra-stagereg[report]'")
+        warn(f"no plots ({error}). Run: pip install './stagereg[report]'")
     documents["report.html"] = page.compare_page(comparison, documents.get("compare.svg", b"")).encode()
     for name in FILES:
         if name not in documents:

@@ -14,15 +14,15 @@ from stagereg.sweep.comparison import Comparison
 class Option:
     """A swept option, and the ranking metric by its values.
 
-    A combination of the other options counts once for each value, by its median, and only if it has finite numbers for
-    every value: otherwise a value that ran with slow combinations alone would look slow itself.
+    A combination of the other options counts once per value, with its median, and only if it has finite numbers for
+    every value: otherwise a value that ran only with slow combinations would look slow itself.
     """
 
     name: str
-    medians: dict[str | None, float]  # of the combinations that count, by value, best first; empty if none counts
+    medians: dict[str | None, float]  # by value, best first; empty if no combination counts
     runs: dict[str | None, int]
     counting: int  # combinations of the other options that count
-    others: int  # all of them
+    others: int  # all combinations of the other options
 
 
 def options_of(comparison: Comparison) -> list[Option]:

@@ -1,7 +1,7 @@
-"""The report on a sweep as one file of HTML: answer, tables, plot, configs and environment.
+"""The HTML report of a sweep in one file: result, tables, plot, configs and environment.
 
-The content policy of the page forbids the network, and every script but the one that sorts and filters the table.
-Without scripts the page is complete. What runs recorded stays text. Jinja2 is imported when a page is made.
+The report's content security policy forbids network access and all scripts but one, which sorts and filters the table.
+The report is complete without scripts. Records of runs are escaped. Jinja2 is imported when a report is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
-    """Return the page of a sweep: the answer, the tables, the SVG, and of each row its config and command."""
+    """Return the HTML report of a sweep: result, tables, SVG plot, and the config and command of each row."""
     import jinja2
     from markupsafe import Markup
 
@@ -49,12 +49,12 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
     )
     environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
     environment.filters |= {"shown": shown, "name": tables_of.row_name}
-    environment.filters["parts"] = re.compile(r"[^_.]*[_.]?").findall  # lines may break between the parts of a name
+    environment.filters["parts"] = re.compile(r"[^_.]*[_.]?").findall  # parts of a name; lines may break between
     table = tables_of.compare_table(comparison)
     script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html").render(
         version=__version__,
-        script=Markup(script),  # a file of this package, not of the user
+        script=Markup(script),  # a trusted file of this package
         script_sha256=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         tables=tables_of,
         title=f"Sweep {comparison.directory.name}",
@@ -71,7 +71,7 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
 
 
 def _details(row: ComparisonRow) -> list[tuple[str, str]]:
-    """Titles and texts of what there is about a row."""
+    """Return the titles and texts of a row's details."""
     runs = [f"{job.directory} {job.status}, repeat {job.repeat}, {shown(job.seconds)} s" for job in row.jobs]
     config = next(filter(None, (_text_of(job.directory / CONFIG) for job in row.jobs)), "")
     command = next((job.command for job in row.jobs if job.command), "")
@@ -79,7 +79,7 @@ def _details(row: ComparisonRow) -> list[tuple[str, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """Return a config as it is; empty if it cannot be read. A link would show a file of the reader."""
+    """Return the text of a config; empty if unreadable. Links are rejected: they could expose the reader's files."""
     with contextlib.suppress(OSError):
         return read_small(path, YAML_BYTES).decode(errors="replace")
     return ""
@@ -90,7 +90,7 @@ def _shown(value: Any) -> Any:
 
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Names and values; where the runs differ, all of them. The load is of the first run: it always differs."""
+    """Return names and values of the environments; all values if runs differ, but only the first run's load."""
     found: dict[str, dict[str, None]] = {}
     for environment in environments:
         for name, value in environment.items():

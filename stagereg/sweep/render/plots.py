@@ -52,17 +52,17 @@ _SHAPES = {
 """Shape, colour and legend of a row's median, by its verdict."""
 _ONE_RUN = "one run"
 _FAILED = "#c4480c"
-_ACROSS = 5  # small panels in a line, at most
-_MANY = 10  # lines from which on they are closer
-_LONGEST = 42  # letters of a row's label
-_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # letters of a panel's title, by how many panels are in its line
+_ACROSS = 5  # most small panels in a line
+_MANY = 10  # fewest lines that are set closer
+_LONGEST = 42  # most characters of a row's label
+_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # most characters of a panel's title, by panels per line
 _LOGARITHMIC = 30.0  # least ratio of the greatest value to the least for a logarithmic scale
 
 
 def compare_figure(comparison: Comparison) -> Figure | None:
-    """Return the plot of ``comparison``, or None if no row has a number to be drawn.
+    """Return the plot of ``comparison``, or None if no row has a number.
 
-    If no row has the ranking metric, the first metric takes its place.
+    If no row has the ranking metric, the main panel shows the first metric.
     """
     rows = comparison.ranked[:MOST_ROWS]
     small = list(comparison.metrics)
@@ -93,7 +93,7 @@ def compare_figure(comparison: Comparison) -> Figure | None:
 
 
 def _legend(figure: Figure) -> None:
-    """Explain each mark that any panel has, in one order."""
+    """Add a legend of all marks in the panels, in a fixed order."""
     marks = [each for axes in figure.axes for each in zip(*axes.get_legend_handles_labels(), strict=True)]
     order = [*(label for *_, label in _SHAPES.values()), _ONE_RUN, *RANGES.values()]
     known = {label: handle for wanted in order for handle, label in marks if label == wanted}
@@ -101,7 +101,7 @@ def _legend(figure: Figure) -> None:
     legend = figure.legend(known.values(), known, ncols=7, loc="outside upper left", **spaces)
     for label, handle in zip(known, legend.get_lines(), strict=True):
         if label not in order[:3]:
-            handle.set_color(_SHAPES[""][1])  # rows of each colour have it
+            handle.set_color(_SHAPES[""][1])  # neutral: rows of every colour have this mark
 
 
 def document(figure: Figure, format: str) -> bytes:
@@ -177,7 +177,7 @@ def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, compari
 
 
 def _label(row: ComparisonRow) -> str:
-    """The name of a row: its values alone, for the names of the options are the same in all rows."""
+    """Return the label of a row: values only, since all rows have the same option names."""
     if row.again:
         return AGAIN
     parts = list(filter(None, (*map(parameter_text, row.parameters.values()), row.versions))) or [row.label]

@@ -24,16 +24,16 @@ from stagereg.sweep.metric import Metric, metric
 from stagereg.sweep.number_text import column_texts, counted, parameter_text, shown
 from stagereg.sweep.render.options import options_of
 
-# Columns of numbers that are not figures of runs.
-RATIO = Metric("vs_best", "vs best", "", "", "Its median by the ranking metric, divided by the best row's.")
-RUNS = Metric("runs", "runs", "", "", "How often it was started; or how many of its runs failed or did not finish.")
+# Columns of numbers that are not metrics of runs.
+RATIO = Metric("vs_best", "vs best", "", "", "The median of the ranking metric, divided by the best row's median.")
+RUNS = Metric("runs", "runs", "", "", "Number of runs, or how many of the runs failed or did not finish.")
 MARKS = {"best": "*", "tie": "~"}  # suffix of the number of a cell with that verdict
 AGAIN = "the same again"  # name of the A/A row
 ALL_TIE = "all tie"  # in the head of a column that does not tell rows apart
 MOST_ROWS = 15  # on the terminal and in the plot
 _LEGEND = {"best": "* best of its column", "tie": "~ ties with the best"}
-RANGES = {False: "least to greatest run", True: "middle half of the runs"}  # by whether there are more than five
-_AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above it. The two differ by noise; it is not ranked."
+RANGES = {False: "minimum to maximum", True: "middle half of the runs"}  # by whether there are more than five
+_AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above. The two rows differ by noise; A/A is not ranked."
 _TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 FOLDED = 24  # characters of a line of a parameter's text, and of the head of a metric
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # and their wide forms
@@ -43,12 +43,12 @@ _INDENT = 2  # columns before a table, and between those of it
 
 @dataclass(frozen=True)
 class Shown:
-    """A cell as people read it."""
+    """A formatted cell."""
 
     cell: Cell
-    text: str  # the median
-    range: str  # low and high end of its runs; empty if these digits show no difference
-    verdict: str  # `"best"`, `"tie"` or empty; always empty in a column that does not tell rows apart
+    text: str  # median
+    range: str  # low and high end of the runs; empty if equal in these digits
+    verdict: str  # `"best"`, `"tie"` or empty; always empty in a column in which all rows tie
 
     @property
     def one_line(self) -> str:
@@ -60,12 +60,12 @@ Value = str | float | int | Shown | None
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whatever shows it."""
+    """A table for the terminal or the HTML report."""
 
     title: str
-    columns: tuple[str | Metric, ...]  # the heads: texts, or metrics, whose column has cells
-    rows: tuple[tuple[Value, ...], ...]  # numbers are shown in few digits; `None` is a gap
-    caption: str = ""  # a line about it
+    columns: tuple[str | Metric, ...]  # heads: texts, or metrics, whose column has cells
+    rows: tuple[tuple[Value, ...], ...]  # numbers are formatted later; `None` is a gap
+    caption: str = ""
 
 
 def compare_table(comparison: Comparison) -> Table:
@@ -90,13 +90,13 @@ def compare_table(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison, row: ComparisonRow) -> str:
-    """Return the verdict on a row by the ranking metric; empty if that does not tell rows apart."""
+    """Return the verdict on a row by the ranking metric; empty if all rows tie."""
     found = row.verdict(comparison.ranking.name)
     return found if found not in MARKS or tells_apart(comparison, comparison.ranking.name) else ""
 
 
 def tells_apart(comparison: Comparison, name: str) -> bool:
-    """Return whether a metric has a best row: one of several candidates, with which not all others tie."""
+    """Return whether a metric has several candidates, not all of which tie with the best."""
     return name not in comparison.undecided and sum(row.is_candidate(name) for row in comparison.rows) > 1
 
 
@@ -112,7 +112,7 @@ def shown_cells(comparison: Comparison, column: Metric) -> list[Shown | None]:
 
 
 def _range(cell: Cell, text: str) -> str:
-    """From where to where the runs lie, as fine as the text of the median."""
+    """Return the range of the runs with as many digits as the median."""
     places = len(text.partition(".")[2])
     low, high = (f"{end:.3g}" if "e" in text else f"{end:,.{places}f}" for end in (cell.low, cell.high))
     return f"{low}{' to ' if '-' in low + high else _TO}{high}" if low != high else ""
@@ -123,7 +123,7 @@ def _ratio_text(ratio: float) -> str:
 
 
 def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
-    """The text of a parameter of a row. The A/A row has the values of the row above it, so its name replaces them."""
+    """Return the text of a row's parameter. In the A/A row its name replaces the values, which equal those above."""
     if row.again:
         return AGAIN if first else ""
     if not row.parameters:
@@ -132,7 +132,7 @@ def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
 
 
 def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the lines below a table of ``rows``: equal columns, a legend of the marks, and remarks on single rows."""
+    """Return the lines below a table of ``rows``: equal columns, a legend of the marks, and notes on single rows."""
     lines = []
     if comparison.equal:
         each = (f"{metric(name).head} {shown(value)}" for name, value in comparison.equal.items())
@@ -145,27 +145,27 @@ def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[str]:
-    """A legend of the marks and the ranges in the cells of ``rows``."""
+    """Yield the legend of the marks and ranges in the cells of ``rows``."""
     cells = [(one.name, row.cells[one.name]) for one in comparison.metrics for row in rows if one.name in row.cells]
     marked = {one.name for one in comparison.metrics if tells_apart(comparison, one.name)}
     verdicts = {cell.verdict for name, cell in cells if name in marked}
     yield from (text for name, text in _LEGEND.items() if name in verdicts)
     sizes = sorted({len(cell.values) > 5 for _, cell in cells if cell.low < cell.high})
     if sizes:
-        more = ", of more than 5 runs the middle half" if len(sizes) > 1 else ""
+        more = " (with more than 5 runs the middle half)" if len(sizes) > 1 else ""
         yield f"a{_TO}b {RANGES[sizes[0]]}{more}"
 
 
 def _far_off(comparison: Comparison, row: ComparisonRow) -> Iterator[str]:
     for one in comparison.metrics:
         if (cell := row.cells.get(one.name)) and (jobs := cell.outliers):
-            are, noun = ("is", "job") if len(jobs) == 1 else ("are", "jobs")
-            far_off = f"{counted(len(jobs), 'run')} of {len(cell.values)} {are} far off in {one.head}"
-            yield f"{far_off}: {noun} {', '.join(jobs)}"
+            noun = "job" if len(jobs) == 1 else "jobs"
+            outliers = f"{counted(len(jobs), 'outlier')} in {one.head} among {len(cell.values)} runs"
+            yield f"{outliers}: {noun} {', '.join(jobs)}"
 
 
 def row_name(row: ComparisonRow) -> str:
-    """Return what the jobs of a row were given, as one would type it, and whether it is the A/A row."""
+    """Return a row's combination in Hydra's syntax, and whether the row is the A/A row."""
     return f"{row.label}, {AGAIN}" if row.again else row.label
 
 
@@ -184,22 +184,22 @@ def first_line(error: str) -> str:
 
 
 def option_table(comparison: Comparison) -> Table | None:
-    """Return the ranking metric by each value of each option of a grid; ``None`` if that shows nothing."""
+    """Return a table of the ranking metric by each value of each option of a grid, or ``None``."""
     options = options_of(comparison)
     texts = iter(column_texts([median for one in options for median in one.medians.values()]))
     rows: list[tuple[Value, ...]] = []
-    notes = ["Medians over all combinations of the other options, without a test of chance."]
+    notes = ["Medians over all combinations of the other options, without a significance test."]
     for one in options:
         for at, (value, median) in enumerate(one.medians.items()):
             best = next(iter(one.medians.values()))
             worse = median / best - 1 if best > 0 else math.nan
             against = "best" if not worse else f"{worse:+.0%}".replace("%", " %") if math.isfinite(worse) else None
-            given = "not given" if value is None else parameter_text(value)
+            given = "not set" if value is None else parameter_text(value)
             rows.append(("" if at else one.name, given, next(texts), against, one.runs[value]))
         if one.counting < one.others or not one.medians:
             notes.append(
-                f"{one.name} is not balanced: of {counted(one.others, 'combination')} of the other options, "
-                f"{one.counting if one.medians else 0} ran with every value of it and count here."
+                f"{one.name} is not balanced: of {counted(one.others, 'combination')} of the other options, only "
+                f"{one.counting if one.medians else 0} ran with every value of {one.name} and count."
             )
     if not rows:
         return None
@@ -208,7 +208,7 @@ def option_table(comparison: Comparison) -> Table | None:
 
 
 def terminal(comparison: Comparison) -> None:
-    """Print the comparison: the tables, errors, warnings, and last the answer."""
+    """Print the comparison: tables, errors, warnings, and the result."""
     table, rows = compare_table(comparison), comparison.ranked[:MOST_ROWS]
     if table.caption:
         output.echo(table.caption)
@@ -226,9 +226,9 @@ def terminal(comparison: Comparison) -> None:
     heads, *lines = zip(*(texts[: MOST_ROWS + 1] for _, texts in columns), strict=True)
     output.table(title, heads, lines, verdict="verdict")
     if more := len(comparison.ranked) - len(rows):
-        _paragraph(f"{counted(more, 'more row')}: compare.csv and report.html have all.")
+        _paragraph(f"{counted(more, 'more row')}: see compare.csv and report.html.")
     if left_out:
-        _paragraph(f"Not shown, for lack of space: {', '.join(left_out)}; compare.csv has all.")
+        _paragraph(f"Not shown for lack of space: {', '.join(left_out)}; see compare.csv.")
     for line in remarks(comparison, rows):
         _paragraph(line)
     if options := option_table(comparison):
@@ -236,21 +236,21 @@ def terminal(comparison: Comparison) -> None:
         output.table(options.title, list(map(str, options.columns)), [list(map(_folded, row)) for row in options.rows])
         _paragraph(options.caption)
     for warning in comparison.warnings:
-        _paragraph(f"Beware: {warning}", "yellow", indent="")
+        _paragraph(f"Warning: {warning}", "yellow", indent="")
     output.echo()
     _paragraph((found := answer(comparison)).headline, "bold", indent="")
     _paragraph(" ".join(found.evidence), indent="")
 
 
 def _paragraph(text: str, style: str = "", indent: str = " " * _INDENT) -> None:
-    """Print a text in lines as wide as the terminal, between words."""
+    """Print a text wrapped at words to the width of the terminal."""
     width = max(output.line_width() - len(indent), 20)
     for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
         output.echo(f"{indent}{line}", style)
 
 
 def _column(comparison: Comparison, head: str | Metric, values: Sequence[Value]) -> list[str]:
-    """The head and the texts of a column: numbers flush right, the ranking metric with its ranges; texts folded."""
+    """Return the head and texts of a column: numbers right-aligned, the ranking metric with ranges, texts folded."""
     if isinstance(head, str):
         return [_folded(text) for text in (head, *values)]
     cells = [
@@ -274,10 +274,10 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return CSV with a head: verdict, parameters, the raw numbers of all metrics, and what is known of the row.
+    """Return CSV with a head: verdict, parameters, the raw numbers of all metrics, status, error, note and directories.
 
     ``NAME.low`` and ``NAME.high`` are the range as in the table; directories are a JSON list; unknown values are empty.
-    A text that a spreadsheet program would take for a formula has a ``'`` in front.
+    A text that a spreadsheet program would evaluate as a formula has a ``'`` in front.
     """
     names = [*(one.name for one in comparison.metrics), *comparison.equal]
     names.sort(key=lambda name: name != comparison.ranking.name)

@@ -44,7 +44,7 @@ def test_every_row_its_numbers_and_its_error_are_there_as_text(document: str) ->
     assert any(text.endswith("failed: CheckpointError: the disk is full") for text in seen)
     assert {"stall ms", "samples/s", "loss"} <= set(seen)
     assert any("lower is better" in text for text in seen)
-    legend = {"best", "ties with the best", "the same again (A/A)", "median", "one run", "least to greatest run"}
+    legend = {"best", "ties with the best", "the same again (A/A)", "median", "one run", "minimum to maximum"}
     assert legend <= set(seen)
 
 
@@ -111,7 +111,7 @@ def test_the_legend_has_every_mark_of_every_panel_and_no_other() -> None:
         "ties with the best",
         "median",
         "one run",
-        "least to greatest run",
+        "minimum to maximum",
         "middle half of the runs",
     }
     assert {line.get_label() for axes in figure.axes for line in axes.lines} == named
@@ -119,7 +119,7 @@ def test_the_legend_has_every_mark_of_every_panel_and_no_other() -> None:
     assert samples.get_xlabel() == "all tie"
     assert [text.get_text() for text in samples.texts] == ["inf"]
     assert samples.get_xscale() == "linear"
-    assert {line.get_label() for line in samples.lines} == {"one run", "median", "least to greatest run"}, (
+    assert {line.get_label() for line in samples.lines} == {"one run", "median", "minimum to maximum"}, (
         "no star where all tie"
     )
 

@@ -81,9 +81,9 @@ def test_the_terminal_shows_marks_ranges_errors_and_the_answer(
     text = " ".join("\n".join(lines).split())
     assert "stager=pinned join.mode=planned failed: CheckpointError: the disk is full" in text
     assert "and more of it" not in text
-    assert f"* best of its column; ~ ties with the best; a{TO}b least to greatest run." in text
+    assert f"* best of its column; ~ ties with the best; a{TO}b minimum to maximum." in text
     assert "The same in all rows: loss 3.47, shadowed steps 0." in text
-    assert "Beware: The machine was busy." in lines
+    assert "Warning: The machine was busy." in lines
     assert lines[0] == "All with train.steps=60"
     found = answer(comparison)
     assert found.headline in lines
@@ -127,7 +127,7 @@ def test_a_table_fits_its_line_or_names_what_it_leaves_out(
     lines = printed(replace(made, ranking=metric("loss"), warnings=("A word " * 30,)), capsys)
     assert max(map(len, lines)) <= 70
     text = " ".join("\n".join(lines).split())
-    note = re.search(r"Not shown, for lack of space: (.*?); compare.csv has all", text)
+    note = re.search(r"Not shown for lack of space: (.*?); see compare.csv", text)
     assert note is not None
     assert note[1].endswith("shadowed_steps")
     assert "loss" not in note[1]
@@ -135,14 +135,14 @@ def test_a_table_fits_its_line_or_names_what_it_leaves_out(
     path = "/a/very/long/path" * 6
     rows = (*made.rows[1:], replace(made.rows[0], error=path))
     assert any(path in line for line in printed(replace(made, rows=rows), capsys)), "a path can be copied"
-    assert f"a{TO}b least to greatest run." in text, "words are whole"
+    assert f"a{TO}b minimum to maximum." in text, "words are whole"
 
 
 def test_of_many_rows_the_terminal_shows_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row_of({"a": f"x{at}"}, {"loss": (at + 1.0,)}, error="boom" if at == 60 else "") for at in range(61)]
     lines = printed(compared(rows, "loss"), capsys)
     assert [at for at in range(61) if any(f"x{at} " in line for line in lines)] == list(range(15))
-    assert "  46 more rows: compare.csv and report.html have all." in lines
+    assert "  46 more rows: see compare.csv and report.html." in lines
     assert not any("boom" in line for line in lines)
     assert tables.csv_text(compared(rows, "loss")).count("\n") == 62
 
@@ -169,15 +169,15 @@ def test_runs_that_are_far_off_are_named(capsys: pytest.CaptureFixture[str]) -> 
     stalls = [5.0, 5.01, 5.02, 9.0, 5.03, 5.0]
     made = compare(jobs({"a=1": [{"stall_ms": stall} for stall in stalls], "a=2": [{"stall_ms": 7.0}] * 6}))
     text = " ".join("\n".join(printed(made, capsys)).split())
-    assert "a=1: 1 run of 6 is far off in stall ms: job 6." in text
+    assert "a=1: 1 outlier in stall ms among 6 runs: job 6." in text
 
 
 @pytest.mark.parametrize(
     ("runs", "legend"),
     [
-        ((3, 4), "least to greatest run"),
+        ((3, 4), "minimum to maximum"),
         ((6, 7), "middle half of the runs"),
-        ((3, 6), "least to greatest run, of more than 5 runs the middle half"),
+        ((3, 6), "minimum to maximum (with more than 5 runs the middle half)"),
     ],
 )
 def test_the_legend_says_what_a_range_is(runs: tuple[int, int], legend: str) -> None:
@@ -288,7 +288,7 @@ class TestByOption:
             ("", "3", "1", "best"),
         ]
         assert (
-            "a is not balanced: of 2 combinations of the other options, 1 ran with every value of it and count here."
+            "a is not balanced: of 2 combinations of the other options, only 1 ran with every value of a and count."
             in table.caption
         )
         assert tables.option_table(grid({"a=1 b=x": [1.0], "a=2 b=y": [2.0]})) is None

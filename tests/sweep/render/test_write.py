@@ -33,7 +33,7 @@ def test_without_matplotlib_a_line_is_printed_and_the_rest_there(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    assert "pip install 'hydra-stagereg[report]'" in printed.err
+    assert "pip install './stagereg[report]'" in printed.err
     assert 'id="table-0"' in paths[-1].read_text()
 
 
