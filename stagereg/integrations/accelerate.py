@@ -164,7 +164,7 @@ class _Attached:
         newest = -1 if self._goes_on else self._agreed(lambda: _highest(where, _STEP))
         if step <= newest:
             raise CheckpointError(
-                f"{where} has checkpoints of an earlier run, the newest {newest}: call load_state() to go on from it, "
+                f"{where} has checkpoints of an earlier run, the newest {newest}: call load_state() to resume from it, "
                 f"set project_configuration.iteration to {newest + 1}, or give this run another project_dir."
             )
         self._goes_on = True
@@ -288,7 +288,7 @@ class _Attached:
         limit = self._project.total_limit
         usual = {"keep": sys.maxsize if limit is None else limit, **options}
         if limit not in (None, usual["keep"]):
-            raise ConfigError(f"total_limit={limit} and keep={usual['keep']} say different things: give one.")
+            raise ConfigError(f"total_limit={limit} and keep={usual['keep']} differ. Set only one of them.")
         return usual
 
     @cached_property
@@ -333,7 +333,7 @@ def _expect_fit(accelerator: Any, join: bool) -> None:
     if join and kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ConfigError("join=True is for DDP and FSDP2 (fsdp_version=2); FSDP1 cannot be joined in a plain loop.")
     if project.save_on_each_node:
-        raise ConfigError("save_on_each_node cannot be kept: all ranks of a checkpoint write to one file system.")
+        raise ConfigError("save_on_each_node is unsupported: all ranks of a checkpoint write to one file system.")
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         raise ConfigError("automatic_checkpoint_naming needs a project_dir.")
     if any(getattr(accelerator, hooks) for hooks in _HOOKS):
@@ -350,7 +350,7 @@ def _refuse_hook(*_: object) -> NoReturn:
 def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
     if given:
         names = ", ".join(f"{name}={value!r:.50}" for name, value in given.items())
-        raise ConfigError(f"{method} of a Checkpointer has no use for {names}: leave that out.")
+        raise ConfigError(f"{method} of a Checkpointer does not use {names}. Remove these arguments.")
 
 
 def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:

@@ -99,7 +99,7 @@ class StageregCheckpointIO(CheckpointIO):
             )
         if shards and not strategy._save_distributed_checkpoint:
             raise ConfigError(
-                f"StageregCheckpointIO saves shards: leave out {kind.__name__}(save_distributed_checkpoint=False). "
+                f"StageregCheckpointIO saves shards. Remove {kind.__name__}(save_distributed_checkpoint=False). "
                 "`stagereg convert` makes one file of a checkpoint."
             )
         self._strategy, attached = strategy, saving(self, strategy)
@@ -198,9 +198,7 @@ def _announce(kind: Any) -> None:
 
     def give(strategy: Any, plugin: Any) -> None:
         if isinstance(getattr(plugin, "checkpoint_io", None), StageregCheckpointIO):
-            raise ConfigError(
-                f"StageregCheckpointIO saves in the background itself: leave out {type(plugin).__name__}."
-            )
+            raise ConfigError(f"StageregCheckpointIO already saves in the background. Remove {type(plugin).__name__}.")
         ours = isinstance(plugin, StageregCheckpointIO)
         if ours:
             plugin.attach(strategy)

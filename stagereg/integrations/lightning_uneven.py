@@ -54,7 +54,7 @@ class UnevenInputs(pl.Callback):
         if stage != "fit" or isinstance(strategy, SingleDeviceStrategy):
             return
         if not isinstance(strategy, DDPStrategy | ModelParallelStrategy):
-            raise JoinError(f"UnevenInputs serves DDP and ModelParallelStrategy, not {type(strategy).__name__}.")
+            raise JoinError(f"UnevenInputs supports DDP and ModelParallelStrategy, got {type(strategy).__name__}.")
         if not pl_module.automatic_optimization:
             raise JoinError("UnevenInputs needs automatic_optimization: it averages the loss of training_step.")
         self._trainer = trainer
@@ -65,7 +65,7 @@ class UnevenInputs(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loader = trainer.train_dataloader
         if trainer.world_size > 1 and not isinstance(loader, JoinedLoader):
-            raise JoinError(f"UnevenInputs serves one train loader, not {type(loader).__name__} of them.")
+            raise JoinError(f"UnevenInputs supports a single train loader, got a {type(loader).__name__}.")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._n = float(self._samples(batch))

@@ -84,7 +84,7 @@ class StageregCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Take over the checkpoints of a Trainer that was made without this callback; on all ranks, before training."""
         if isinstance(trainer, _StageregTrainer):
-            raise ConfigError("This Trainer has a StageregCallback already.")
+            raise ConfigError("This Trainer already has a StageregCallback.")
         _refuse(trainer, self._options)
         kind = type(trainer)
         bases = (_StageregTrainer,) if kind is Trainer else (kind, _StageregTrainer)
@@ -103,7 +103,7 @@ class StageregCallback(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         if self._run is None:
-            raise ConfigError("add_callback comes too late: Trainer(callbacks=[...]), or callback.attach(trainer).")
+            raise ConfigError("add_callback is too late. Use Trainer(callbacks=[...]) or callback.attach(trainer).")
         if not self._run.restored:
             raise InstallationError(
                 f"transformers {__version__} has not loaded the optimizer: 'transformers{_WRITTEN_FOR}' does."
@@ -295,4 +295,4 @@ def _refuse(trainer: Any, options: dict[str, Any]) -> None:
     }
     for reason, applies in refused.items():
         if applies:
-            raise ConfigError(f"StageregCallback cannot keep this Trainer's checkpoints: {reason}.")
+            raise ConfigError(f"StageregCallback cannot save this Trainer's checkpoints: {reason}.")

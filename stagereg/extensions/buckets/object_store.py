@@ -224,7 +224,7 @@ def _check(url: str, protocol: str) -> None:
 
     behind = url.partition("://")[2]
     if not behind.strip("/") or (behind.startswith("/") and protocol in _FLAT - {"memory"}):
-        raise ConfigError(f"{url} names no bucket, or whatever that is called there; try {protocol}://bucket/runs.")
+        raise ConfigError(f"{url} names no bucket. Write {protocol}://BUCKET/PATH.")
     user, _, below = behind.rpartition("@")
     if ":" in user.partition("/")[0]:
         raise ConfigError(

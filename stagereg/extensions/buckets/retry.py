@@ -88,7 +88,7 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
                 told = f"{doing}, tried {trial} times" if trial > 1 else doing
                 raise _as_os_error(error, told + _REFUSED * (doing in _READS and _is_denied(error)), url) from error
             if trial == 1:
-                _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
+                _log.warning("%s %s: %s. Retrying up to %d times.", doing, url, _text(error), TRIALS - 1)
         time.sleep(pause)
         trial += 1
 

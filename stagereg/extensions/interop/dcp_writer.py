@@ -274,7 +274,7 @@ class DcpReader(FileSystemReader):
         except FileNotFoundError:
             self._manifest = None
         except (OSError, ValueError) as error:
-            raise CorruptCheckpointError(f"{checksums} is damaged: {error}") from error
+            raise CorruptCheckpointError(f"{checksums} is corrupt: {error}") from error
         if self._manifest is not None:
             only = {METADATA: self._manifest.files[METADATA]} if METADATA in self._manifest.files else {}
             self._expect(replace(self._manifest, files=only), self._contents({METADATA: WHOLE}))

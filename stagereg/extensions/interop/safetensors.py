@@ -91,7 +91,7 @@ class SafetensorsStorage(FileStorage):
         except ImportError as error:
             raise ConfigError(
                 f"{choice('storage', 'safetensors')} needs a package that is not installed: "
-                "pip install 'hydra-stagereg[safetensors]'"
+                "pip install './stagereg[safetensors]'"
             ) from error
         super().__init__(path, direct=True, buffer_bytes=_BUFFER_BYTES)
 
@@ -105,7 +105,7 @@ class SafetensorsStorage(FileStorage):
             )
         for name, kind in kinds.items():
             if kind.properties.dtype not in DTYPES:
-                why = f"the format has no {kind.properties.dtype}; use {choice('storage', 'dcp')}."
+                why = f"the format has no {kind.properties.dtype}. Use {choice('storage', 'dcp')}."
                 raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
         results: list[WriteResult] = []
         others = [item for item in items if item.tensor_data is None]
@@ -155,7 +155,7 @@ def _dense(name: str, x: object) -> torch.Tensor:
     """Return a tensor as the format has it: in host memory, row-major."""
     assert isinstance(x, torch.Tensor)
     if wraps(x):
-        why = f"it is a {name_of(x)}, which wraps other tensors; use {choice('storage', 'dcp')}."
+        why = f"it is a {name_of(x)}, which wraps other tensors. Use {choice('storage', 'dcp')}."
         raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
     if x.layout is not torch.strided:
         raise CheckpointError(f"safetensors cannot hold {name!r}: it is {x.layout}, not dense.")

@@ -52,7 +52,7 @@ class TorchDefaultStager(AsyncStager):
         try:
             self._stager = staging.DefaultStager(self.options)
         except (AssertionError, RuntimeError) as error:
-            raise StagingError([], f"torch's DefaultStager refuses {self.options}: {error}") from error
+            raise StagingError([], f"torch's DefaultStager rejects {self.options}: {error}") from error
 
     def stage(self, state_dict: StateDict) -> Future[StateDict] | StateDict:
         """Return torch's copy of ``state_dict``, or a future of it with ``use_async_staging``.

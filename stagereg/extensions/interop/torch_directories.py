@@ -48,7 +48,7 @@ def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> Verific
     except OSError as error:
         wrong = {name: damage_of(error)}
     except MALFORMED as error:
-        wrong = {name: f"damaged ({error})"}
+        wrong = {name: f"corrupt ({error})"}
     return VerificationResult(path, manifest, wrong, writer)
 
 
