@@ -57,11 +57,11 @@ TIERS = {
     "memory": ["tier=memory", "tier.dir=/dev/shm/t", "tier.every=2", "checkpoint.every=50"],
     "disk": ["tier=disk", f"tier.dir={LOCAL}/t", "tier.every=2", "checkpoint.every=50"],
 }
-_LOST = r"lost rank \d+ \(process \d+ on machine\d+\): "
+_LOST = r"rank \d+ failed \(process \d+ on machine\d+\): "
 EXPECTED = [
-    _LOST + "its process has ended",
+    _LOST + "its process has terminated",
     _LOST + "it was stopped",
-    _LOST + f"nothing was heard of it for {NOTICE_S} s",
+    _LOST + f"no heartbeat for {NOTICE_S} s",
     _LOST + r"its heartbeat process at \S+ cannot be reached",
     r"rank \d+: killed by SIGKILL",
     r"rank 0's torchrun or machine failed: the rendezvous store at",

@@ -260,7 +260,11 @@ NEWEST = "The newest checkpoint is step 20, in kept. To resume, run the same com
         ("exit_badly_on_last", 1, r"rank 1: called sys\.exit\(3\)\n"),
         ("exit_on_last", 0, ""),
         ("exit_now_on_last", 1, "rank 1: exited with code 3\n"),
-        ("go_on_last", 1, r"(?s)rank 0: lost rank 1 \(process \d+ on .+\): .* has ended\. Error on this rank:\n.*"),
+        (
+            "go_on_last",
+            1,
+            r"(?s)rank 0: rank 1 failed \(process \d+ on .+\): .* has terminated\. Error on this rank:\n.*",
+        ),
     ],
 )
 def test_the_cause_is_one_line(app, what, code, stderr):

@@ -1,1 +1,1 @@
-"""Diagnostics: looks for probable mistakes in what a program saves."""
+"""Diagnostics: checks for probable mistakes in the state that a program saves."""

@@ -19,9 +19,9 @@ from stagereg.extensions.diagnostics.forgotten import ForgottenObjects, GivenSte
 _log = logging.getLogger(__name__)
 
 _A_COPY = (
-    "stagereg: the state has state dicts instead of objects: %s. restore() changes these dicts alone. Put the objects "
-    "themselves into the state, as in {'model': model, 'optimizer': optimizer}; or give each dict to load_state_dict() "
-    "of its object after restore()."
+    "stagereg: the state has state dicts instead of objects: %s. restore() changes these dicts only. Put the objects "
+    "into the state, as in {'model': model, 'optimizer': optimizer}; or pass each dict to load_state_dict() of its "
+    "object after restore()."
 )
 
 _all: weakref.WeakSet[Diagnostics] = weakref.WeakSet()
@@ -40,14 +40,14 @@ class Diagnostics(CheckpointExtension):
 
     def __init__(self, cast: bool, stager: object) -> None:
         self._cast, self._stager = cast, f"{type(stager).__module__}.{type(stager).__qualname__}"
-        self._state: Mapping[str, Any] | None = None  # as it was given last
-        self._saved: int | None = None  # the step that was saved last
+        self._state: Mapping[str, Any] | None = None  # the state that the program passed last
+        self._saved: int | None = None  # the last saved step
 
     def start(self, setup: Setup, saves: Saves) -> None:
         rank = setup.ranks.rank
         self._every = setup.every
-        self._warned = rank > 0  # of state dicts instead of objects
-        self._inspected = rank > 0  # the first save
+        self._warned = rank > 0  # about state dicts instead of objects
+        self._inspected = rank > 0  # whether the first save is checked
         self._stale = None if rank > 0 else first_save.StaleNumbers()
         self._steps = GivenSteps() if rank == 0 and setup.stores else None
         self._forgotten = ForgottenObjects(setup.ranks)
@@ -89,5 +89,5 @@ class Diagnostics(CheckpointExtension):
         return inspect
 
     def close(self, in_time: bool = True) -> None:
-        """Report what is left, and observe no more. Idempotent; training thread."""
+        """Report the remaining findings, and stop observing. Idempotent. Training thread."""
         self._forgotten.close()

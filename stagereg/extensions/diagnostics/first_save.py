@@ -1,8 +1,8 @@
-"""Checks of the first saves of a run. They log a warning if a resume would not bring the run back.
+"""Checks of the first saves of a run. They log a warning if a resume would not restore the run.
 
-A stager that changes dtypes makes checkpoints that the objects refuse. An optimizer of parameters that are
-not in the state trains what no save has. A number in the state, as in ``state = {"samples": samples}``, keeps its first
-value while the program counts on. The next run would be the first to find these. A check that fails is skipped.
+A stager that changes dtypes makes checkpoints that the objects refuse. An optimizer may train parameters that are not
+in the state. A number in the state, as in ``state = {"samples": samples}``, keeps its first value while the program
+counts further. Without the checks, only the next run would fail. A check that raises is skipped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_LOOKS = 10  # saves; a counter has changed by then
-_SEEN = 2  # values of the variable other than the one in the state
+_LOOKS = 10  # saves to check; a counter has changed by then
+_SEEN = 2  # different values of the variable that cause a warning
 
 
 def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
-    """Have a check that raises return None, with a debug log: the save reports what is wrong with an entry."""
+    """Make a check that raises return None, with a debug log: the save itself reports invalid entries."""
 
     @functools.wraps(check)
     def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -56,7 +56,7 @@ def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) 
     """
     found: dict[str, tuple[TensorKind, bool]] = {}
     for name, value in state.items():
-        converts = cast or bool(optimizer_state.optimizers_of(value))  # which torch gives the parameters' dtypes
+        converts = cast or bool(optimizer_state.optimizers_of(value))  # by torch
         if name in captured and (converts or module_state.modules_of(value) or is_stateful(value)):
             tensors = ((path, x) for path, x in leaves(captured[name], name) if isinstance(x, torch.Tensor))
             found |= {path: (TensorKind.of(x), converts) for path, x in tensors}
@@ -73,23 +73,23 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: st
         return
     if all(each.fits(kinds[path][0], True) for path, each in other.items()):
         cast = option("checkpoint.restore.cast", True)
-        what = f"If smaller checkpoints are meant, {cast} has restore() convert them; else take"
+        what = f"For smaller checkpoints, {cast} makes restore() convert them; otherwise use"
     else:
-        what = "Take"
+        what = "Use"
     _log.warning(
-        "stagereg: stage() of %s makes %d tensor%s of another dtype, which restore() does not take: %s. "
+        "stagereg: stage() of %s returns %d tensor%s of another dtype, which restore() does not accept: %s. "
         "%s another stager, such as 'overlapped'.",
         stager,
         len(other),
         "s" * (len(other) > 1),
-        listed([f"{path} ({each} in place of {kinds[path][0]})" for path, each in other.items()], 3),
+        listed([f"{path} (expected {kinds[path][0]}, got {each})" for path, each in other.items()], 3),
         what,
     )
 
 
 @only_looks
 def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
-    """Log which optimizers train parameters that are nowhere in the state."""
+    """Log the optimizers that train parameters outside of the state."""
     optimizers = {name: each for name, value in state.items() if (each := optimizer_state.optimizers_of(value))}
     others = {name: value for name, value in state.items() if name not in optimizers and name in captured}
     known: set[Any] = set()
@@ -97,17 +97,17 @@ def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, 
         tensors = [x for _, x in leaves(captured[name], name) if isinstance(x, torch.Tensor)]
         modules = module_state.modules_of(value)
         if tensors and not modules and is_stateful(value):
-            return  # it may have copies of them
+            return  # the object may have copies of the parameters
         known.update(*(module.parameters() for module in modules), map(memory_of, tensors))
-    known.discard(0)  # of empty ones
+    known.discard(0)  # the address of empty tensors
     for name, each in optimizers.items() if known else ():
         trained = [x for one in each for x in optimizer_state.parameters_of(one) if x.requires_grad and memory_of(x)]
         if foreign := [x for x in trained if x not in known and memory_of(x) not in known]:
             _log.warning(
-                "stagereg: %d of the %d parameters that %r trains are nowhere in the state: they are not saved, and a "
-                "resumed run starts with new ones. Put their module into the state, too. If they should be those of "
-                "the model there, make the optimizer anew, of model.parameters(), after the model was replaced or "
-                "wrapped, as by fully_shard.",
+                "stagereg: %d of the %d parameters that %r trains are not in the state: they are not saved, and a "
+                "resumed run initializes them again. Add their module to the state. If they should be parameters of "
+                "the model in the state, construct the optimizer from model.parameters() after the model was replaced "
+                "or wrapped, for example by fully_shard.",
                 len(foreign),
                 len(trained),
                 name,
@@ -142,9 +142,9 @@ class StaleNumbers:
             if len(others) == _SEEN:
                 self._left = 0
                 _log.warning(
-                    "stagereg: %r in the state is %r in each checkpoint so far, and the variable %s of the program is "
-                    "%r by now. A number in the state stays what it was when the dict was made: write state[%r] = %s "
-                    "before each save, or make a new dict for it.",
+                    "stagereg: %r in the state is %r in each checkpoint so far, but the variable %s of the program is "
+                    "now %r. A number in the state keeps the value from when the dict was created. Write state[%r] = "
+                    "%s before each save, or create a new dict for each save.",
                     *(name, saved, name, value, name, name),
                 )
 

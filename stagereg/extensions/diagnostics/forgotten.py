@@ -1,6 +1,6 @@
-"""Finds what a program forgot: an optimizer or a scheduler that is not in the state, and steps that are not saved.
+"""Detects forgotten objects: an optimizer or a scheduler that is not in the state, and steps that are not saved.
 
-Each fault is logged once in a run, with the line to write. A program that means it silences the logger of this module.
+Each mistake is logged once in a run, with the line to write. If it is intended, silence the logger of this module.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 _SAVES = 10  # until then, steps of optimizers are observed
 _REPEATS = 3  # calls with the step of the call before, each after a step of an optimizer
-_CALLS = 1000  # calls with one step, where no optimizer of torch steps; gradients are hardly accumulated so long
+_CALLS = 1000  # calls with one step, without a step of a torch optimizer; longer than any gradient accumulation
 _CROSSED = 2  # multiples of ``every`` between two calls each, without a save
 _TEXTS = {
-    "optimizer": "the state lacks {}: a resumed run begins with a new optimizer. Put it into the state before "
+    "optimizer": "the state lacks {}: a resumed run begins with a new optimizer. Add the optimizer to the state before "
     "restore(): {}",
     "scheduler": "the state lacks the learning rate scheduler of {}: a resumed run begins the schedule from scratch, "
-    "unless the program sets the scheduler to the right step. Put it into the state before restore(): {}",
-    "sampler": "the state lacks {}, whose batches the program takes: a resumed run begins with its first sample again. "
-    "Put it into the state before restore(): {}",
+    "unless the program sets the scheduler to the right step. Add the scheduler to the state before restore(): {}",
+    "sampler": "the state lacks {}, whose batches the program uses: a resumed run begins with its first sample again. "
+    "Add the sampler to the state before restore(): {}",
 }
-_SILENCE = f". To leave it out on purpose: logging.getLogger({__name__!r}).setLevel('ERROR')."
+_SILENCE = f". To silence this warning: logging.getLogger({__name__!r}).setLevel('ERROR')."
 
 
 class ForgottenObjects:
@@ -100,7 +100,7 @@ class ForgottenObjects:
             self._report()  # other ranks report in the next save, so that rank 0 comes first
 
     def close(self) -> None:
-        """Report what is left, and observe no more. Idempotent."""
+        """Report the remaining findings, and stop observing. Idempotent."""
         self._report()
         for remove in self._removes:
             remove()
@@ -155,13 +155,13 @@ class ForgottenObjects:
 
 
 class _Saved:
-    """What a save has of a state."""
+    """The contents of a save: entries, optimizers, schedulers and parameters."""
 
     def __init__(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
         self.names = set(state)
         self.schedulers: list[LRScheduler] = []
-        self._owners: dict[torch.Tensor, str] = {}  # entries by the parameters of their modules
-        self._optimizers: set[int] = set()  # by their ``state``, which wrappers share with the optimizer inside
+        self._owners: dict[torch.Tensor, str] = {}  # parameter -> entry of its module
+        self._optimizers: set[int] = set()  # ids of their ``state``, which wrappers share with the inner optimizer
         self._trained: set[torch.Tensor] = set()
         self._captured, self._known = captured, set[str]()
         for name in state:
@@ -180,7 +180,7 @@ class _Saved:
         """The entries by the memory of their tensors."""
         tensors = ((x, name) for name, value in self._captured.items() for _, x in leaves(value, name))
         found = {entries.memory_of(x): name for x, name in tensors if isinstance(x, torch.Tensor)}
-        found.pop(0, None)  # of tensors without memory
+        found.pop(0, None)  # the address of tensors without memory
         return found
 
     def is_in_object(self, key: str) -> bool:
@@ -250,12 +250,12 @@ def _variable(space: Mapping[str, Any], is_it: Callable[[Any], bool]) -> str:
         for attribute, x in list(getattr(value, "__dict__", {}).items())
         if is_it(x)
     }
-    inner = [id(one) for each in found.values() for one in _with_inner(each)[1:]]  # of schedulers
+    inner = [id(one) for each in found.values() for one in _with_inner(each)[1:]]  # schedulers inside other ones
     return next((name for name, x in found.items() if id(x) not in inner), "")
 
 
 class GivenSteps:
-    """Looks at the steps that a program gives to ``maybe_save``. Logs if they repeat, or are never to be saved."""
+    """Checks the steps that a program passes to ``maybe_save``. Warns if they repeat, or if no save is ever due."""
 
     def __init__(self) -> None:
         self._last: int | None = None
@@ -281,9 +281,9 @@ class GivenSteps:
                 self._warns = False
                 _log.warning(
                     "stagereg: maybe_save() got step %d in %d calls in a row%s. A step that does not grow is never "
-                    "saved, or saved again and again, and a resumed run skips what it has trained since. Count the "
-                    "batches of all epochs: step += 1 before maybe_save(step, state); or call maybe_save(epoch, state) "
-                    "once, at the end of each epoch.",
+                    "saved, or saved repeatedly, and a resumed run skips the training since. Count the batches of all "
+                    "epochs: step += 1 before maybe_save(step, state); or call maybe_save(epoch, state) once, at the "
+                    "end of each epoch.",
                     *(step, 1 + self._calls, ", and an optimizer stepped between them" * (self._repeats == _REPEATS)),
                 )
             return
@@ -296,7 +296,7 @@ class GivenSteps:
             self._crossed.append(step)
             if len(self._crossed) == _CROSSED:
                 _log.warning(
-                    "stagereg: maybe_save() saves multiples of every=%d alone, and the program skips them: %s. Call "
+                    "stagereg: maybe_save() saves multiples of every=%d only, and the program skips them: %s. Call "
                     "maybe_save(step, state) at the end of each step, with a step that grows by 1.",
                     *(every, ", ".join(f"step {x} came without step {x // every * every}" for x in self._crossed)),
                 )

@@ -33,17 +33,17 @@ _log = logging.getLogger(__name__)
 
 _MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # attributes of schedulers
 _PRIVATE = {"_milestones", "_schedule_phases"}  # options nevertheless
-_RATES = {"lr", "initial_lr"}  # of a group, which schedulers set
+_RATES = {"lr", "initial_lr"}  # options of a group that schedulers set
 _MOMENTA = {"momentum", "betas"}  # likewise, if the group has one of the next two
 _CYCLES = {"base_momentum", "max_momentum"}
 _MOST, _LONGEST = 10, 400  # lines of a message, characters of a value
 _TEXT = (
-    "stagereg: restore() set options of %s to their saved values, as load_state_dict() of torch does, and the program "
-    "has others. To use the values of the program, write after restore():%s"
+    "stagereg: restore() set options of %s to their saved values, as load_state_dict() of torch does, but the program "
+    "has other values. To use the values of the program, write after restore():%s"
 )
 _RATE = (
-    "stagereg: restore() set the learning rate of %s to the saved value. Unless the program sets it in each step, and "
-    "should begin with another one, write after restore():%s"
+    "stagereg: restore() set the learning rate of %s to the saved value. If the program does not set it in each step, "
+    "and should begin with another value, write after restore():%s"
 )
 
 Options = dict[tuple[str, str], list[Any]]  # by owner and name, as Python has them; of an optimizer for each group
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Iterator[Any]:
 
 class RestoreChecks(RestoreExtension):
     def __init__(self) -> None:
-        self._before: Options | None = None  # of the state, on rank 0
+        self._before: Options | None = None  # options before the restore, on rank 0
 
     def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
         if self._before is None and request.ranks.rank == 0:
@@ -173,13 +173,13 @@ def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
     own = os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(store.root)
     if ahead > 0 or (not own and newest.manifest.command == command_key()):
         _log.warning(
-            "stagereg: resumed from step %d, in %s, as the option names it, although this run's directory has %s%s. "
-            "The checkpoints that this run saves replace %s, and delete it when they are as many as are kept. If this "
-            "command was started again to continue, stop it now, and start it with %s.",
+            "stagereg: resumed from step %d, in %s, as the option names it, but the directory of this run has %s%s. "
+            "The checkpoints of this run replace %s, and retention deletes it. If this command was started again to "
+            "continue, stop it now, and start it with %s.",
             *(restored.manifest.step, restored.path, newest.path, f", {ahead} steps ahead" * (ahead > 0)),
             *(newest.name, option("checkpoint.resume", "auto")),
         )
 
 
 EXTENSIONS: tuple[type[RestoreExtension], ...] = (RestoreChecks,)
-"""What every restore has of this extension."""
+"""The checks of every restore."""

@@ -61,8 +61,8 @@ class Crashes(NamedTuple):
         """The reason why the checkpoint is skipped."""
         further = f" before a checkpoint beyond step {self.reached}"
         if self.most is not None and self.times < self.most:
-            return f"not tried: runs have died {self.in_a_row} times in a row{further}"
-        return f"{self.times} times, and each time the run died{further}"
+            return f"not tried: runs crashed {self.in_a_row} times in a row{further}"
+        return f"{self.times} times, and each time the run crashed{further}"
 
     def __str__(self) -> str:
         text = f"{self.times} crash{'es' * (self.times != 1)}"
@@ -97,7 +97,7 @@ class RestoreRecord(NamedTuple):
             found = cls(str(read.get("restored", "")), None if most is None else _count(most), times, **numbers)
             return found._replace(run=str(read.get("run", "")), failures=tuple(map(str, read.get("failures", ()))))
         except (OSError, *MALFORMED) as error:
-            _log.warning("stagereg: crashes in %s are not known: %s", store.root, error)
+            _log.warning("stagereg: cannot read the record of crashes in %s: %s", store.root, error)
             return cls()
 
     def counted(self) -> RestoreRecord:
@@ -132,7 +132,7 @@ def is_in_order(error: BaseException | None) -> bool:
     """Whether a run that ends by ``error`` has not crashed: ``None``, Ctrl-C, a preemption, a failed save."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0, RESUME_CODE) or isinstance(error, Stopped)
-    if isinstance(error, CheckpointError):  # of the storage, or since another rank failed
+    if isinstance(error, CheckpointError):  # raised by the storage, or because another rank failed
         return not is_consequence(error)
     return error is None or isinstance(error, KeyboardInterrupt)
 
@@ -158,7 +158,7 @@ def key_of(name: str, source: str = STORE) -> str:
 def _count(value: Any) -> int:
     """Return a whole number from -1 on. Raises: ``ValueError``."""
     if type(value) is not int or not -1 <= value <= MOST:
-        raise ValueError(f"{value!r:.50} is no count")
+        raise ValueError(f"{value!r:.50} is not an integer in -1..{MOST}")
     return value
 
 

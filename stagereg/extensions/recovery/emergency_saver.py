@@ -1,13 +1,13 @@
-"""The emergency save: when ranks fail, the surviving ranks save the last whole step, if they hold all of it.
+"""The emergency save: when ranks fail, the surviving ranks save the last complete step, if they hold all of it.
 
-It uses no collective of training, which is broken. Each surviving rank has its optimizers wait, and posts in the store
-of the run which step it has (:class:`.StepSnapshot`). The rank that sees first that all have posted decides, for all,
-which ranks save which step. These make a group of their own and save as in any other save, so that the checkpoint is
-like any other; its manifest names the failed ranks, and what of them is missing. It replaces nothing.
+The save uses no collective of training, since those are broken. Each surviving rank blocks its optimizers, and posts
+the step that it has (:class:`.StepSnapshot`) in the rendezvous store. The first rank that sees the posts of all ranks
+decides which ranks save which step. These ranks create a process group and make a regular checkpoint. Its manifest
+names the failed ranks and their missing values. The save replaces no other checkpoint.
 
-If a network is cut, each side detects the failure of the other side. Only the side that reaches the rendezvous store of
-the run saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
-until its process has ended. If a file system keeps the lock of a machine that is gone, nothing is saved.
+If a network is partitioned, each side detects the failure of the other side. Only the side that reaches the rendezvous
+store saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
+until its process terminates. If a file system keeps the lock of a failed machine, nothing is saved.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from stagereg.registry import build
 
 _log = logging.getLogger(__name__)
 
-_SETTLE_S = 1.0  # for the step that an optimizer is at
+_SETTLE_S = 1.0  # seconds for an optimizer to finish its step
 _POLL_INTERVAL_S = 0.05
 _ALL = Keep(newest=1 << 62)  # retains every checkpoint
 
@@ -71,14 +71,14 @@ class _SavePlan(NamedTuple):
 
 
 class EmergencySaver(CheckpointExtension):
-    """Notes each step that ends on this rank, and saves the last one when other ranks fail."""
+    """Records each completed step on this rank, and saves the last one when other ranks fail."""
 
     name = "emergency saver"
 
     def __init__(self) -> None:
         self._unnoted = ""
-        self._state: Mapping[str, Any] = {}  # as it was given last
-        self._publish: Callable[[str, str], object] | None = None  # None where nothing is to be saved
+        self._state: Mapping[str, Any] = {}  # the state that the program passed last
+        self._publish: Callable[[str, str], object] | None = None  # None if this rank makes no emergency save
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._setup, self._saves, self._whole = setup, saves, StepSnapshot(setup.names)
@@ -94,9 +94,9 @@ class EmergencySaver(CheckpointExtension):
         try:
             if self._whole.note(step, state):
                 self._publish(f"kinds/{self._setup.ranks.rank}", self._whole.kinds)
-        except Exception as error:  # of the store, or of a state that cannot be saved, which a save will say
+        except Exception as error:  # the store failed, or the state cannot be saved: the next save reports that
             _log.debug("A step was not noted.", exc_info=error)
-            self._unnoted = f"a step could not be noted: {reason(error)}"
+            self._unnoted = f"cannot record the state of a step: {reason(error)}"
 
     def ending(self, error: BaseException | None) -> None:
         """Wait for the save of the surviving ranks, if ``error`` may come of a rank failure."""
@@ -104,14 +104,14 @@ class EmergencySaver(CheckpointExtension):
             rank_failures.response().await_saved()
 
     def close(self, in_time: bool = True) -> None:
-        """Save nothing any more, and keep no state. Idempotent; training thread."""
+        """Disable the emergency save, and release the state. Idempotent. Training thread."""
         rank_failure.withdraw(self.save)
         self._publish = None
         if self._whole.close():
             self._state = {}
 
     def save(self, told: RankFailure) -> str:
-        """Save with the other surviving ranks; see :data:`.Save`. On a thread of its own, once."""
+        """Save with the other surviving ranks; see :data:`.Save`. Called once, on a separate thread."""
         store, ranks = told.store, self._setup.ranks
         if ranks.size != told.world_size:
             return ""
@@ -122,31 +122,31 @@ class EmergencySaver(CheckpointExtension):
             made = _Attempt(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token)
             if told.rank in chosen:
                 self._save(made)
-            elif told.rank == 0:  # which has had it from the beginning
+            elif told.rank == 0:  # rank 0 has held the lock from the start
                 self._setup.store.lock().release()
             saved, outcome = made.outcome()
             if saved is not None:
                 self._saves.note_newest(saved)
-                with contextlib.suppress(CheckpointError):  # of a save before, which this one makes up for
+                with contextlib.suppress(CheckpointError):  # this save replaces an earlier one that failed
                     self._saves.raise_failure()
                 break
         return outcome
 
     def _post(self, told: RankFailure) -> _SurvivorReport:
-        """Have the optimizers wait, and the saves under way fail, which wait for failed ranks."""
+        """Block the optimizers, and abort the saves that wait for failed ranks."""
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         why = self._unnoted or self._whole.hold()
         for target in self._saves.targets:
-            target.ranks.end(f"lost {name_ranks(sorted(told.failed()))}")
+            target.ranks.end(f"{name_ranks(sorted(told.failed()))} failed")
         if not self._saves.ends_by(time.monotonic() + told.timeout_s):
-            why = why or "a save before has not ended"
+            why = why or "an earlier save is still running"
         step = self._whole.step
         return _SurvivorReport(told.rank, -1 if step is None else step, self._whole.kinds, why)
 
     def _gather(self, told: RankFailure, own: _SurvivorReport) -> list[_SurvivorReport]:
-        """Return the posts of surviving ranks, once all have come, or after the time in which a failure is detected."""
+        """Return the reports of surviving ranks, once all have arrived or the failure detection timeout has passed."""
         told.store.append("posted", json.dumps(own) + "\n")
         ends = time.monotonic() + told.timeout_s
         while True:
@@ -170,14 +170,14 @@ class EmergencySaver(CheckpointExtension):
         for step, ranks in [*tries.items()]:
             if alone := sorted(rank for rank, each in kinds.items() if each not in {kinds[of] for of in ranks}):
                 del tries[step]
-                whys["it had tensors that those with the step have not"] = alone
+                whys["its tensors differ from those of the ranks that have the step"] = alone
         why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
-        why = why and f"The surviving ranks have no whole step: {why}."
+        why = why and f"The surviving ranks have no complete step: {why}."
         own = _SavePlan(new_token(), sorted(tries.items(), reverse=True), why)
         return _SavePlan(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
     def _save(self, made: _Attempt) -> None:
-        """Save with the others of a try; its outcome is published by the first of them."""
+        """Save with the other ranks of an attempt; its leading rank publishes the outcome."""
         try:
             state = self._state
             captured, missing = self._whole.take(made.told.rank, made.told.world_size), made.missing(state)
@@ -190,7 +190,7 @@ class EmergencySaver(CheckpointExtension):
             _log.debug("An emergency save failed.", exc_info=error)
             if made.leads:
                 text = reason(error).removeprefix(f"Step {made.step} was not saved: ")
-                made.end(f"The surviving ranks have not saved step {made.step}: {text.rstrip('.')}.")
+                made.end(f"The surviving ranks did not save step {made.step}: {text.rstrip('.')}.")
 
     def _write(self, made: _Attempt, captured: dict[str, Any], missing: dict[str, list[str]]) -> None:
         target = _Target(self._setup, _Survivors(made), made, missing, self._whole)
@@ -224,18 +224,18 @@ class _Attempt:
         return {str(rank): ["random numbers", *marked] for rank in others}
 
     def begin(self, store: CheckpointStore, tier: bool) -> None:
-        """Have the others begin too, once the directory is this rank's to write to.
+        """Acquire the lock of the directory, then let the other ranks begin.
 
-        A failed rank may hold it: it saves by itself, is stopped, or its machine is gone without a word. Such a rank
-        has as long as one that is cut off needs to end. Then the lock is taken from it.
+        A failed rank may hold the lock: it still saves, is suspended, or its machine failed. This rank waits as long
+        as a disconnected rank needs to terminate, and then deletes the lock.
         """
         told = self.told
         while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
             left_s = told.until - time.monotonic()
             if left_s < told.timeout_s:
-                break  # to hear who has it
+                break  # store.lock() then raises with the name of the holder
             if left_s < 2 * told.timeout_s and told.is_of(holder.process):
-                store.backend.delete(f"{store.root}/{LOCK}")  # which its holder finds out before it commits
+                store.backend.delete(f"{store.root}/{LOCK}")  # the holder checks the lock before it commits
             time.sleep(_POLL_INTERVAL_S)
         self._lock = store.lock()
         complete, _ = store.checkpoints()
@@ -249,12 +249,12 @@ class _Attempt:
         self.store.set("begun", "")
 
     def begun(self) -> bool:
-        """Wait until it has begun; whether there is something left to do."""
+        """Wait until the attempt has begun; return whether this rank still has to write."""
         self._wait("begun", "outcome")
         return not self.store.check(["outcome"])
 
     def end(self, outcome: str, saved: int | None = None) -> None:
-        """Publish what has come of it, unless that is done: the step that is ``saved``; if none, let others write."""
+        """Publish the outcome, if there is none yet; if no step was ``saved``, release the lock of the directory."""
         if self._lock is not None and saved is None:
             self._lock.release()
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
@@ -267,7 +267,7 @@ class _Attempt:
     def _wait(self, *keys: str) -> None:
         while not any(self.store.check([key]) for key in keys):
             if time.monotonic() > self.told.until:
-                raise CheckpointError(f"{name_ranks(self.ranks[:1])} has not saved in time")
+                raise CheckpointError(f"{name_ranks(self.ranks[:1])} did not finish the emergency save in time")
             time.sleep(_POLL_INTERVAL_S)
 
 
@@ -280,7 +280,7 @@ class _Survivors(RankGroup):
         self.group, self._store, self._why = None, made.store, ""
         if self.size > 1:
             known, everyone = dist.distributed_c10d._world.pg_map, dist.distributed_c10d._get_default_group()
-            known[everyone] = (known[everyone][0], made.store)  # in which torch makes a group
+            known[everyone] = (known[everyone][0], made.store)  # new_group() uses this store
             self.group = dist.new_group(made.ranks, timeout=self.limit, backend="gloo", use_local_synchronization=True)
 
 
@@ -309,9 +309,9 @@ def _add_positions(
         for rank, lacks in missing.items():
             found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
             if found is None:
-                raise CheckpointError(f"where rank {rank} was in {name!r} is not known")
+                raise CheckpointError(f"the state of rank {rank} in {name!r} cannot be derived")
             captured[entries.rank_name(name, int(rank))], sure = found
-            is_exact = sure and not isinstance(state[name], entries.PerRank)  # which ranks may be at as they like
+            is_exact = sure and not isinstance(state[name], entries.PerRank)  # positions may differ per rank
             lacks += [] if is_exact else [f"an exact position of {name}"]
 
 
@@ -320,7 +320,7 @@ def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
     devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
     if not devices:
         return captured
-    with contextlib.ExitStack() as stack:  # not behind what waits on a stream for failed ranks
+    with contextlib.ExitStack() as stack:  # a new stream: the current one may wait for failed ranks
         for device in devices:
             stack.enter_context(torch.Stream(device))
         staged: dict[str, Any] = build("stager", "blocking").stage(captured)

@@ -70,32 +70,32 @@ class FailureMonitor:
             self._changed.wait_for(lambda: self._is_ready or self.failed)
 
     def close(self) -> None:
-        """This rank ends in order, which is not a failure. Idempotent."""
+        """Report that this rank terminates normally, which is not a failure. Idempotent."""
         with self._changed:
             self._closed = True
             self._send("bye")
 
     def give_time(self, seconds: float) -> None:
-        """Give this rank so much more time before it is killed, if it does not hear of rank 0."""
+        """Extend the time until this rank is killed for lack of a heartbeat of rank 0."""
         with self._changed:
             self._given_s += seconds
             self._send(seconds)
 
     def shorten_timeout(self) -> None:
-        """Shorten the failure detection timeout, on all ranks: this one is to exit. Idempotent."""
+        """Shorten the failure detection timeout, on all ranks, since this rank will exit. Idempotent."""
         with self._changed:
             self._shortened = True
             self._send("shorten")
 
     def sentence(self, seconds: float = 0.0) -> str:
-        """Return a sentence on the ranks that have failed, or fail within that time; else nothing."""
+        """Return a sentence on the failed ranks; wait at most ``seconds`` for a failure. Empty if no rank failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failed, seconds)
-            text = "; ".join(f"rank {rank} {why}" for rank, why in sorted(self.failed.items()))
-        return f"lost {textwrap.shorten(text, _NAMED, placeholder=' and more')}." if text else ""
+            text = "; ".join(f"rank {rank} failed {why}" for rank, why in sorted(self.failed.items()))
+        return f"{textwrap.shorten(text, _NAMED, placeholder=' and more')}." if text else ""
 
     def _keep(self) -> None:
-        """Start a heartbeat process, and another one whenever it dies, until this rank ends or none lasts."""
+        """Start a heartbeat process, and restart it when it dies, until this rank ends or restarts are exhausted."""
         starts, ended, rank = 0, "", self._config.rank
         while starts < _MOST_STARTS and not self._closed:
             if starts > 1:
@@ -104,7 +104,7 @@ class FailureMonitor:
             try:
                 process = self._start()
             except OSError as error:  # no memory for one more process
-                ended = f"could not be started: {error}"
+                ended = f"cannot be started: {error}"
                 continue
             assert process.stdout is not None
             for line in process.stdout:
@@ -113,10 +113,10 @@ class FailureMonitor:
             if process.wait() == 0:
                 return
             code = process.returncode
-            ended = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            ended = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
             starts = starts if time.monotonic() - began < _LASTS_S else 1
             if not self._closed and starts < _MOST_STARTS:
-                _log.warning("stagereg: The heartbeat process of rank %d %s, and is started again.", rank, ended)
+                _log.warning("stagereg: The heartbeat process of rank %d %s; it is being restarted.", rank, ended)
         if not self._closed:
             without = "The run continues, but rank failures are no longer detected quickly."
             _log.warning("stagereg: The heartbeat process of rank %d %s, %d times. %s", rank, ended, starts, without)
@@ -127,7 +127,7 @@ class FailureMonitor:
         """Start a heartbeat process, and send it what the previous one received. Raises: ``OSError``."""
         port = [] if self._listener is None else [self._listener.fileno()]
         with self._changed:
-            # A session of its own: what ends the rank by a signal to its group does not end what has to report it.
+            # In its own session, the process survives a signal to the process group of the rank and reports its end.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_HEARTBEAT), *map(str, (os.getpid(), *port))],
                 pass_fds=port,

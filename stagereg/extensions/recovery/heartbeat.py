@@ -47,16 +47,16 @@ from typing import Any, NamedTuple
 
 SHORT_TIMEOUT_S = 4.0  # seconds until a failure is detected at most, once a rank has been asked to end
 RETURN_S = 3.0  # seconds in which a heartbeat process that was started again connects to the hub
-ENDED = "its process has ended"
-_STOPPED = "it was stopped (SIGSTOP, or a suspended job)"
-_SILENT = "nothing was heard of it for {:g} s: frozen, or its machine is gone or cut off"
+ENDED = "its process has terminated"
+_STOPPED = "its process was suspended (SIGSTOP, or a suspended job)"
+_SILENT = "no heartbeat for {:g} s. The process is suspended, or its machine failed or is disconnected"
 _SHUT_OUT = (
-    "its heartbeat process did not let this rank in for {:g} s: it is frozen, strangers fill its port, or "
-    "STAGEREG_SECRET is not the same on both"
+    "its heartbeat process accepted no connection of this rank for {:g} s. The process is suspended, other programs "
+    "fill its port, or STAGEREG_SECRET differs between the ranks"
 )
 
-_MOST_BYTES = 1 << 16  # of one line at most
-_GREETING_BYTES = 1024  # of one line before the other side has proved that it belongs to this run
+_MOST_BYTES = 1 << 16  # maximum size of a line
+_GREETING_BYTES = 1024  # maximum size of a line before the other side has proved that it belongs to this run
 _STRANGERS = 64  # connections without a proof at a time
 _STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds that each has; and if others wait for its place
 _PAUSE_S = 0.5  # seconds without accepting, once no file can be opened
@@ -67,12 +67,12 @@ _PROCESS = re.compile(r"process (\d{1,10}) on ")
 
 
 class Config(NamedTuple):
-    """What a heartbeat process is started with."""
+    """The parameters of a heartbeat process."""
 
     rank: int
-    name: str  # of the rank's process, for messages
+    name: str  # name of the rank's process, for messages
     timeout_s: float
-    secret: str  # of the run
+    secret: str  # secret of the run
     hub: list[Any] | None  # host, port and name of the hub; ``None`` on the hub itself
     world_size: int
 
@@ -88,12 +88,12 @@ class Line:
         self._came = b""
 
     def send(self, text: str) -> None:
-        """Send one; drop what does not go at once."""
+        """Send a line; drop the rest if the write would block."""
         with contextlib.suppress(OSError):
             os.write(self.writes, text.encode() + b"\n")
 
     def take(self) -> list[str] | None:
-        """Return those that have come; ``None`` at the end, or if one is too long."""
+        """Return the lines that have arrived; ``None`` at the end of the connection, or if a line is too long."""
         most = _GREETING_BYTES if self.rank < 0 else _MOST_BYTES
         try:
             data = os.read(self.reads, most)
@@ -134,7 +134,7 @@ class Heartbeat:
         self._away_since, self._again_at = time.monotonic(), 0.0  # since when the hub has not let this one in
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
-        self._given_s = 0.0  # which the rank may live longer than that
+        self._given_s = 0.0  # seconds added to _kill_at
         self._listener: socket.socket | None = None
         self._accepts, self._accepts_at = False, 0.0
         self._selector.register(rank.reads, selectors.EVENT_READ)
@@ -351,7 +351,7 @@ class Heartbeat:
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             if refused or time.monotonic() - self._away_since > self._timeout_s:
-                gone = f"its heartbeat process at {host}:{port} cannot be reached: {error}"
+                gone = f"its heartbeat process at {host}:{port} is unreachable: {error}"
                 self._report(0, name, ENDED if refused and self._was_welcome else gone)
 
     def _add(self, connected: socket.socket) -> Line:

@@ -31,9 +31,9 @@ from stagereg.launch.extension import (
 )
 from stagereg.launch.run_store import await_key
 
-_HEARD_S = 5.0  # seconds from the error of a rank to the report of the failed rank that has caused it
-_MERCY_S = 2.0  # seconds between the failure of another rank and the end of a rank that has not failed yet
-_TIMEOUT_S = 10.0  # where the config has none
+_HEARD_S = 5.0  # seconds from the error of a rank to the report of the failed rank that caused the error
+_MERCY_S = 2.0  # seconds between the failure of another rank and the exit of a surviving rank
+_TIMEOUT_S = 10.0  # heartbeat timeout if the config has none
 _RESUME = "++checkpoint.resume=auto"
 
 
@@ -46,7 +46,7 @@ class RecoveryLauncher(LaunchExtension):
         self._warm: WarmStart | None = None
 
     def check(self, cfg: Any) -> bool:
-        from omegaconf import OmegaConf  # which a rank of a program without Hydra does not import
+        from omegaconf import OmegaConf  # imported here: ranks of programs without Hydra do not need it
 
         _checked_timeout(cfg)
         self._restarts = Restarts(at_least(0, "restarts", number(cfg, "restarts", 0)))
@@ -66,11 +66,11 @@ class RecoveryLauncher(LaunchExtension):
             return None
         try:
             refusal = self._refusal(end)
-        except RuntimeError:  # of the store, whose task is gone
+        except RuntimeError:  # the task that hosts the rendezvous store is gone
             return None
         if refusal is not None:
             return Refusal(refusal)
-        # The run may have passed the checkpoint that it was to begin from.
+        # The run may have newer checkpoints than the one that its first attempt began from.
         resumes = self._restarts.progressed and self._begins_elsewhere
         return Again(str(self._restarts), (_RESUME,) if resumes else ())
 
@@ -106,8 +106,8 @@ class RecoveryRank(RankExtension):
         ending = threading.Lock()
 
         def end(failed: str) -> None:
-            if ending.acquire(blocking=False):  # once; the monitor goes on to listen
-                # Either may hang where the store is lost, too.
+            if ending.acquire(blocking=False):  # once; the monitor continues to report failures
+                # Both calls may hang if the rendezvous store is gone, too.
                 threading.Thread(target=rank.note, args=(failed,), daemon=True).start()
                 threading.Thread(target=self._end, args=(rank, save), daemon=True).start()
 
@@ -144,10 +144,10 @@ def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], N
         if hub is not None:
             store.set("hub", hub)
             return hub
-        await_key(store.of_attempt, "hub", "rank 0 did not come to its job")
+        await_key(store.of_attempt, "hub", "rank 0 did not reach its job")
         return list(store.get("hub"))
 
-    # Of this attempt alone: a process that an earlier one has left is a stranger.
+    # The secret is valid for this attempt only, so leftover processes of an earlier attempt are rejected.
     secret = agreed_secret(store.of_attempt, rank.rank, rank.world_size, given_secret()) + store.attempt
     monitor = save.monitor = FailureMonitor(rank.rank, rank.world_size, save.timeout_s, secret, connect, on_failure)
     failed = False

@@ -33,7 +33,7 @@ from stagereg.extensions.recovery.restarts import is_automatic
 from stagereg.launch.run_store import NEXT_START
 
 _BEST_EFFORT_S = 10.0
-_MOST_FAILURES = 20  # that a record has
+_MOST_FAILURES = 20  # maximum number of failures in a record
 
 _LAST_TRY = (
     "stagereg: %s in %s: %s. After one more crash before a later checkpoint, %s skips it. If the "
@@ -52,7 +52,7 @@ class Quarantine(CheckpointExtension):
         leads: whether this rank is the lowest one of its machine, for a run that has a record on each machine.
 
     Attributes:
-        crashed: whether the end of this run is a crash even if the process goes on.
+        crashed: whether the end of this run is a crash, even if the process continues.
     """
 
     name = "quarantine"
@@ -61,8 +61,8 @@ class Quarantine(CheckpointExtension):
         self.crashed = False
         self._max_crashes, self._leads = max_crashes, leads
         self._holds = locks_early
-        self._unwritten: str | None = None  # what is to be written once the run has the lock
-        self._record: RestoreRecord | None = None  # of earlier runs; None until it is read
+        self._unwritten: str | None = None  # checkpoint to record once the run has the lock
+        self._record: RestoreRecord | None = None  # record of earlier runs; None until the record is read
         self._restored = ""  # the checkpoint that this run restored, until the run comes further
         self._saved: set[str] = set()  # the checkpoints that this run saved
         self._lock = threading.Lock()  # saves to several targets end on several threads
@@ -119,13 +119,13 @@ class Quarantine(CheckpointExtension):
                 why = Rejection(
                     *("quarantined", "restored", known.why),
                     f"If the crashes had another cause, resume from it with {path} or {retried}.",
-                    "What ends each run in this way may be in the program, its data or a machine: see the errors of "
-                    f"those runs. When it is mended, resume from the newest with {retried}, or from another one with "
+                    "The cause of the crashes may be in the program, its data or a machine: check the errors of those "
+                    f"runs. After the fix, resume from the newest checkpoint with {retried}, or from another one with "
                     f"{path}.\n",
                 )
                 each = Candidate(each.found, each.source, (why, *each.rejections))
             elif known.quarantined:
-                _log.warning("%s is restored since it was asked for, although it is %s.", each.path, known)
+                _log.warning("%s is restored because the option names it, although it is %s.", each.path, known)
             found.append(each)
         return found
 
@@ -168,7 +168,7 @@ class Quarantine(CheckpointExtension):
         with self._lock:
             key, record = key_of(step_name(step), where), self._record
             self._saved.add(key)
-            if record is None:  # the run has restored nothing of this directory
+            if record is None:  # the run did not restore from this directory
                 self._forget()
             elif step > max(record.reached, step_of(self._restored)) and (
                 self._restored or record.in_a_row or key in record.times
@@ -207,7 +207,7 @@ class Quarantine(CheckpointExtension):
         return True
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be empty by then
-        if not at_the_end():  # the program has let go of its checkpointer
+        if not at_the_end():  # the program has released its checkpointer
             self._leave()
 
     def _leave(self) -> None:
@@ -219,7 +219,7 @@ class Quarantine(CheckpointExtension):
                 self._write()
 
     def _fail(self, error: BaseException) -> None:
-        """Note the error that ends this rank: remove the note, unless the error is to be counted. Any rank."""
+        """Record the error that ends this rank: remove the record, unless the error counts as a crash. Any rank."""
         if self._process != os.getpid():
             return
         self.crashed = not is_in_order(error)
@@ -228,7 +228,7 @@ class Quarantine(CheckpointExtension):
         with within(_BEST_EFFORT_S):
             record = self._record if self._writes else RestoreRecord.read(self._store)
         ours = self._restored if self._writes else record is not None and record.run == self._token and record.restored
-        if record is None or not ours:  # nothing was restored, or the run has come further
+        if record is None or not ours:  # the run restored nothing, or has made a later checkpoint
             return
         if self.crashed and is_automatic():
             failure = f"{type(error).__qualname__} at {place_of(error)}"
@@ -259,7 +259,7 @@ class Quarantine(CheckpointExtension):
         self._record = newest._replace(most=self._max_crashes)
 
     def _forget(self) -> None:
-        """Drop all counts: the run restores nothing of this directory."""
+        """Reset all counts: the run did not restore from this directory."""
         known, self._restored = self._read(), ""
         if known is not None:
             self._record = RestoreRecord(number=known.number)
@@ -289,7 +289,7 @@ class Quarantine(CheckpointExtension):
             with within(_BEST_EFFORT_S):
                 self._store.backend.replace(RESTORED, self._record._replace(restored=restored).dumps())
         except Exception as error:
-            _log.warning("stagereg: crashes are not counted in %s: %s", self._store.root, error)
+            _log.warning("stagereg: cannot write the record of crashes in %s: %s", self._store.root, error)
         known = self._record.of(restored)
         is_last_try = bool(restored) and known.one_more.quarantined
         if is_last_try and known.times and not known.quarantined:

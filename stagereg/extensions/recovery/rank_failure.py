@@ -27,18 +27,18 @@ _TIMEOUTS = 3.0  # times the heartbeat timeout that an emergency save may take
 _HEARD_S = 5.0  # seconds from a broken collective to the report of the failed rank
 _POLL_INTERVAL_S = 0.02
 _PUBLISH_S = 2.0
-_NOT_SAVED = "The surviving ranks have not saved: "
+_NOT_SAVED = "The surviving ranks did not save: "
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What an emergency save is given, on each surviving rank.
+    """The arguments of an emergency save on each surviving rank.
 
     Attributes:
-        store: torch's, in which the surviving ranks meet (:func:`connect`).
-        failed: returns the ranks that have failed by now, as :meth:`EmergencySave.failed_ranks`.
+        store: the rendezvous store of torch, for the agreements of the surviving ranks (:func:`connect`).
+        failed: returns the ranks that have failed so far, as :meth:`EmergencySave.failed_ranks`.
         timeout_s: seconds until another failure is detected.
-        until: when this rank ends, whatever is under way, of ``time.monotonic``.
+        until: deadline at which this rank exits, by ``time.monotonic``.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class EmergencySave:
     """Saves once after rank failures, on one rank; see the module. Thread-safe.
 
     Attributes:
-        saved: a sentence on the outcome of the save; empty before, and if nothing was to be saved.
+        saved: a sentence on the outcome of the save; empty before the save, and if there was nothing to save.
     """
 
     def __init__(self, store: RunStore, rank: int, world_size: int, timeout_s: float) -> None:
@@ -75,16 +75,16 @@ class EmergencySave:
         self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
 
     def expect(self, save: Save) -> Callable[[str, Any], None]:
-        """Have a method, whose object is held weakly, save after rank failures, instead of an earlier one.
+        """Register a bound method, held weakly, that saves after rank failures; replaces an earlier method.
 
-        Returns what publishes a value, as JSON, in the store that the method will be given.
+        Return a function that publishes a value, as JSON, in the store that the method receives.
         """
         self._saver = weakref.WeakMethod(save)
         self._store.set(TIME_TO_END, self._limit_s)
         return self._store.set
 
     def withdraw(self, save: Save) -> None:
-        """Have nothing save, unless another method is to do so by now. Idempotent."""
+        """Unregister a method, unless another one has replaced it. Idempotent."""
         if self._saver() == save:
             self._saver = lambda: None
 
@@ -104,7 +104,7 @@ class EmergencySave:
         return self._saver() is not None
 
     def shorten_timeout(self) -> None:
-        """Shorten the failure detection timeout on all ranks: this rank is to exit. Idempotent."""
+        """Shorten the failure detection timeout on all ranks, since this rank will exit. Idempotent."""
         self.timeout_s = min(self.timeout_s, SHORT_TIMEOUT_S)
         if self.monitor is not None:
             self.monitor.shorten_timeout()
@@ -119,7 +119,7 @@ class EmergencySave:
         return f"{text} {self.saved}".strip()
 
     def save(self) -> str:
-        """Save, or wait for the thread that does; return a sentence on what has come of it, which may be empty."""
+        """Save, or wait for the thread that saves; return a sentence on the outcome, which may be empty."""
         with self._lock:
             first, self._began = not self._began, True
         until = time.monotonic() + self._limit_s
@@ -131,16 +131,16 @@ class EmergencySave:
                 target=self._save, args=(saver, until), name="stagereg-emergency-save", daemon=True
             ).start()
         if not self._answered.wait(0.6 * self.timeout_s):  # a rank that is cut off is killed after all of it
-            self.saved = f"{_NOT_SAVED}no store of this run answers."
+            self.saved = f"{_NOT_SAVED}the rendezvous store of this run does not answer."
         elif not self._over.wait(until - time.monotonic()):
-            self.saved = f"{_NOT_SAVED}that has taken longer than {self._limit_s:g} s."
+            self.saved = f"{_NOT_SAVED}the emergency save took longer than {self._limit_s:g} s."
         return self.saved
 
     def await_saved(self) -> None:
         """Wait for the emergency save, if a collective has failed and a rank failure may be the cause."""
         ends = time.monotonic() + _HEARD_S
         while self._saver() is not None and not self.failed_ranks() and time.monotonic() < ends:
-            with contextlib.suppress(RuntimeError):  # of the store, which is gone
+            with contextlib.suppress(RuntimeError):  # the rendezvous store is gone
                 if self._store.get("cause is known"):
                     return
             time.sleep(_POLL_INTERVAL_S)
@@ -160,7 +160,7 @@ class EmergencySave:
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
             why = str(error) if isinstance(error, LaunchError) else reason(error)
-            self.saved = f"{_NOT_SAVED}{'the store of this run is gone.' if gone else why}"
+            self.saved = f"{_NOT_SAVED}{'the rendezvous store of this run is gone.' if gone else why}"
         self._answered.set()
         self._over.set()
 
@@ -202,13 +202,13 @@ def _expect_open(store: Any, limit_s: float) -> None:
 
 
 def expect(save: Save) -> Callable[[str, Any], None] | None:
-    """Have ``save`` save after rank failures, as :meth:`EmergencySave.expect`; ``None`` if none are detected."""
+    """Register ``save`` as :meth:`EmergencySave.expect`; return ``None`` if rank failures are not detected."""
     current = response()
     return current.expect(save) if isinstance(current, EmergencySave) else None
 
 
 def withdraw(save: Save) -> None:
-    """Have ``save`` save nothing any more, as :meth:`EmergencySave.withdraw`."""
+    """Unregister ``save`` as :meth:`EmergencySave.withdraw`."""
     current = response()
     if isinstance(current, EmergencySave):
         current.withdraw(save)

@@ -22,11 +22,11 @@ class Restarts:
     """Decides for one run."""
 
     def __init__(self, most: int) -> None:
-        self.count = 0  # of restarts
+        self.count = 0  # number of restarts
         self.progressed = False  # whether the run has made a checkpoint since
         self.most, self._left = most, most  # restarts without progress
         self._newest: int | None = None  # the step of the newest checkpoint at the last failure
-        self._causes = set[str]()  # of the last failure
+        self._causes = set[str]()  # causes of the last failure
         self._step: int | None = None  # the last step before the failure
 
     def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
@@ -34,22 +34,22 @@ class Restarts:
 
         ``errors`` are the causes that its ranks have reported; ``killed``: whether a process was lost instead.
         """
-        causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # of a traceback the exception
+        causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # the last line of a traceback
         again = {each for each in causes & self._causes if not _BAD_NUMBERS.search(each)}
         if not killed and again and progress.step == self._step:
             where = "before its first step" if progress.step is None else f"after step {progress.step}"
-            return f"\nIt is not started again: the same error has come twice {where}."
+            return f"\nThe run is not restarted: the same error occurred twice {where}."
         self._causes, self._step = causes, progress.step
         if progress.newest is not None and (self._newest is None or progress.newest > self._newest):
             self._left, self._newest, self.progressed = self.most, progress.newest, True
         if self._left == 0:
-            return f"\nIt is not started again: that was done {self.most} times without a new checkpoint (restarts)."
+            return f"\nThe run is not restarted: {self.most} restarts made no new checkpoint (option restarts)."
         self._left -= 1
         self.count += 1
         return None
 
     def __str__(self) -> str:
-        return f"starting again, restart {self.count}; without a new checkpoint {self._left} more"
+        return f"restart {self.count}; {self._left} more allowed without a new checkpoint"
 
 
 def is_automatic() -> bool:

@@ -1,9 +1,9 @@
-"""The secret of a run, by which its processes know each other: in the environment, or agreed by ranks that have none.
+"""The secret of a run, which authenticates its processes: from the environment, or agreed on by the ranks.
 
-The launcher passes a secret to its ranks in their environment, which other users cannot read. Ranks of another launcher
-that the user has not given one agree on it: rank 0 holds the secret in memory, and the store has the path of that
-memory, which only processes of the same user on the same machine can open. Where that cannot be, on another machine or
-in a sandbox that forbids such memory, the secret itself goes through the store, which anybody can read who reaches it.
+The launcher passes a secret to its ranks in their environment, which other users cannot read. Ranks without a secret,
+under another launcher, agree on one: rank 0 holds the secret in memory, and the rendezvous store has the path of the
+memory, which only processes of the same user on the same machine can open. On several machines, or in a sandbox that
+forbids such memory, the secret itself goes through the store, and any process that reaches the store can read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def given_secret() -> str:
-    """Return the secret in the environment, or nothing, and take it from there: other programs get it no more."""
+    """Return the secret in the environment, or "", and delete the variable, so that child processes do not get it."""
     return os.environ.pop(SECRET, "")
 
 
@@ -38,14 +38,14 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
         LaunchError: a rank was given a secret and rank 0 was not, or a rank does not come in :data:`GATHER_S` seconds.
     """
     if rank > 0:
-        await_key(store, "secret/place", "rank 0 did not come to its job")
+        await_key(store, "secret/place", "rank 0 did not reach its job")
         place = json.loads(store.get("secret/place"))
         if (place is None) != bool(given):
             store.set("secret/elsewhere", "")  # rank 0 waits no longer
             having, lacking = (0, rank) if place is None else (rank, 0)
             raise LaunchError(
-                f"rank {having} has {SECRET} in its environment, and rank {lacking} has not: set that variable to the "
-                "same random text for all ranks, or for none."
+                f"rank {having} has {SECRET} in its environment, but rank {lacking} does not. Set the variable to the "
+                "same random text on all ranks, or unset it on all ranks."
             )
         return given or _read(store, *place)
     if given:
@@ -60,12 +60,12 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
         deadline = time.monotonic() + GATHER_S
         while (read := store.add("secret/read", 0)) < world_size - 1 and not store.check(["secret/elsewhere"]):
             if time.monotonic() > deadline:
-                raise LaunchError(f"{read + 1} of {world_size} ranks came in {GATHER_S} s: look at the others")
+                raise LaunchError(f"only {read + 1} of {world_size} ranks started in {GATHER_S} s: check the others")
             time.sleep(0.01)
         if read < world_size - 1:
             _log.info(
-                "stagereg: ranks without common memory agree on a secret through the rendezvous store, which anybody "
-                "can read who reaches it. The variable %s, the same random text on all ranks, replaces that.",
+                "stagereg: the ranks exchange the secret of the run through the rendezvous store, and any process that "
+                "reaches the store can read it. To avoid that, set %s to the same random text on all ranks.",
                 SECRET,
             )
             store.set("secret/text", secret)
@@ -86,5 +86,5 @@ def _read(store: Any, machine: str, path: str) -> str:
     except (OSError, ValueError):  # another container
         pass
     store.set("secret/elsewhere", "")
-    await_key(store, "secret/text", "rank 0 did not come to its job")
+    await_key(store, "secret/text", "rank 0 did not reach its job")
     return str(store.get("secret/text").decode())

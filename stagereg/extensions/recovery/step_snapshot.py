@@ -39,21 +39,21 @@ _ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 17  # of a container that is copied; of one 
 _SCALARS = (int, float, str)
 _FLAT = {*_SCALARS, bool, type(None)}
 _SLOW_S = 0.01  # seconds of the processor for the state of one object
-_NONE_ENDED, _WRITTEN = "no step has ended", "its optimizer was at the next step"
-_CHANGED = "something that is no optimizer has written into its state since the step ended"
+_NONE_ENDED, _WRITTEN = "no step has completed", "its optimizer had begun the next step"
+_CHANGED = "code other than an optimizer has written into its state since the step ended"
 _version_of = operator.attrgetter("_version")
 
 
 class StepSnapshot:
-    """That of one rank. :meth:`note` is for the training thread, the other methods for another one, once each."""
+    """The snapshot of one rank. The training thread calls :meth:`note`; another thread calls each other method once."""
 
     def __init__(self, names: ParameterNames) -> None:
-        self.step: int | None = None  # that has ended last
+        self.step: int | None = None  # the last completed step
         self.kinds = ""  # a digest of names, shapes and dtypes of all tensors of modules and optimizers
         self._names = names
         self._seen: _Seen | None = None
-        self._noted: dict[str, Any] = {}  # by entry, in place of what the program has by now
-        self._plain: list[torch.Tensor] = []  # those in it
+        self._noted: dict[str, Any] = {}  # entry -> value at the end of the step
+        self._plain: list[torch.Tensor] = []  # live tensors in _noted
         self._versions: list[int] = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of groups of optimizers
         self._generators: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class StepSnapshot:
         self._guard = WriteGuard(self._before_write)
 
     def note(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Take note of the end of a step, with the ``state`` of the program; return whether ``kinds`` has changed."""
+        """Record the end of a step, with the ``state`` of the program; return whether ``kinds`` has changed."""
         with self._lock:
             return not self._held and self._note(step, state)
 
@@ -90,7 +90,7 @@ class StepSnapshot:
         return changed
 
     def close(self) -> bool:
-        """Note nothing and keep nothing any more; return False if :meth:`hold` was called, for a save. Idempotent."""
+        """Stop recording and release the state; return False after :meth:`hold`, for a save. Idempotent."""
         with self._lock:
             if not self._held:
                 self._guard.close()
@@ -103,15 +103,15 @@ class StepSnapshot:
         return self._why == _WRITTEN
 
     def hold(self) -> str:
-        """Let no optimizer begin a step from now on; return why the state is not whole, or nothing if it is."""
+        """Block all optimizers from now on; return why the state is not that of a step, or an empty text."""
         with self._lock:
             self._held = True
         if self._why or self._seen is None:
             return self._why
         if not all(event.query() for event in self._events):
-            return "its accelerator has not come to the end of the step"
+            return "its accelerator has not finished the step"
         if self._seen.has_moved():
-            return "its modules have other tensors than before"
+            return "its modules have different tensors than before"
         return "" if self._versions == self._find_versions(self._seen) else _CHANGED
 
     def expect_unchanged(self) -> None:
@@ -145,7 +145,7 @@ class StepSnapshot:
 
 
 class _Seen:
-    """What is known of the modules and optimizers of a state, as long as they are the same; ``objects``, by entry."""
+    """A cache for the modules and optimizers of a state, valid while they stay the same; ``objects`` by entry."""
 
     def __init__(self, state: Mapping[str, Any], objects: Mapping[str, Any], names: ParameterNames) -> None:
         self.objects, self._counted = objects, [each.state for each in _optimizers(objects)]
@@ -165,7 +165,7 @@ class _Seen:
         self._addresses = self._find_addresses()
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether they are surely those of ``state``, at a glance."""
+        """Whether the cache is valid for ``state``, by a fast check."""
         return (
             len(state) == len(self.objects) + len(self._names)
             and all(state.get(name) is x for name, x in self.objects.items())
@@ -183,7 +183,7 @@ class _Seen:
         found = [(path, x) for path, x in walk(own) if isinstance(x, torch.Tensor)]
         self.kinds = digest(sorted((".".join(map(str, path)), str(x.dtype), [*x.shape]) for path, x in found)).hex()
         if not all(isinstance(x, torch.Tensor) and not x.is_inference() for _, x in walk(self.modules)):
-            self.unfit = "a module has something else than plain tensors in its state"
+            self.unfit = "the state of a module has values other than plain tensors"
             return
         buffers, nbytes = {inner.data_ptr() for each in self._buffers() for inner in inner_tensors(each)}, 0
         for x in (inner for _, each in found for inner in inner_tensors(each)):
@@ -220,13 +220,13 @@ def _unfit(state: Mapping[str, Any]) -> str:
     if any(is_lazy(param) for module in modules for param in (*module.parameters(), *module.buffers())):
         return "a module has uninitialized parameters"
     if module_state.has_flat_parameters(modules):
-        return "FSDP1 puts its state together in a collective"
+        return "FSDP1 gathers its state in a collective"
     groups = [group for value in values for each in optimizers_of(value) for group in each.param_groups]
     if any(group.get("capturable") for group in groups):
         return "an optimizer with capturable=True may write in a CUDA graph"
     for name in entries.positions(state):
         if not isinstance(entries.value_of(state, name), LoadsEveryRank):
-            return f"the position of {name!r} is that of the batch taken last, and each rank's own"
+            return f"the data loader state of {name!r} differs between ranks, and is of the last batch only"
     return ""
 
 

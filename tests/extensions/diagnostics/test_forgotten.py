@@ -284,7 +284,7 @@ def test_the_line_of_the_message_ends_the_message(tmp_path: Path, caplog: Any) -
         return said(caplog)
 
     [text] = run("forgotten")
-    lines = text.split("restore(): ")[1].split(". To leave it out")[0]
+    lines = text.split("restore(): ")[1].split(". To silence")[0]
     assert lines == "state['optimizer'] = my_optimizer; state['scheduler'] = my_scheduler"
     assert run("followed", lines) == []
     logging.getLogger(LOGGER).setLevel("ERROR")
@@ -372,7 +372,7 @@ def test_one_rank_alone_names_what_is_forgotten_on_all_and_another_rank_what_it_
     assert all("AdamW, which trains 'model'" in found[0] for found in (first["join"], second["rank 1"]))
 
 
-SAME, MISSED = "in a row", "multiples of every=100 alone"
+SAME, MISSED = "in a row", "multiples of every=100 only"
 STEPS: dict[str, tuple[list[int], bool, str]] = {
     "the step never grows": ([0] * 9, True, SAME),
     "the number of the epoch": ([1] * 5 + [2] * 5 + [3] * 5, True, SAME),
@@ -448,4 +448,4 @@ def test_a_sampler_whose_batches_are_taken_and_which_is_not_in_the_state_is_name
             checkpointer.maybe_save(step, state)
     told = [text for text in caplog.messages if "ResumableSampler" in text]
     assert len(told) == (where == "nowhere")
-    assert all("state['sampler'] = my_sampler. To leave it out" in text for text in told)
+    assert all("state['sampler'] = my_sampler. To silence" in text for text in told)

@@ -149,7 +149,7 @@ def test_options_of_an_optimizer_are_named_by_group_and_restored_by_the_lines(
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         "stagereg: restore() set options of state['opts']['a'] to their saved values, as load_state_dict() of torch "
-        "does, and the program has others. To use the values of the program, write after restore():\n"
+        "does, but the program has other values. To use the values of the program, write after restore():\n"
         "  for group in state['opts']['a'].param_groups: group['betas'] = [0.9, 0.99]  # saved: [0.9, 0.95]\n"
         "  state['opts']['a'].param_groups[0]['weight_decay'] = 0.3  # saved: 0.1"
     )

@@ -114,8 +114,8 @@ def test_a_restore_is_noted_with_its_step_and_where_the_checkpoint_came_from(
     ("why", "shown"),
     [
         (
-            "lost rank 1 (process 7): killed. Error on this rank:\nTraceback (most recent call last):\n  x\nOSError: y",
-            "lost rank 1 (process 7): killed.",
+            "rank 1 failed (process 7): killed. Error on this rank:\nTraceback (most recent call last):\n  x\nOSError: y",
+            "rank 1 failed (process 7): killed.",
         ),
         ("rank 1: Traceback (most recent call last):\n  File x\nKeyError: 'y'\n", "rank 1: KeyError: 'y'"),
         ("its process was killed", "its process was killed"),
@@ -127,8 +127,8 @@ def test_the_failure_is_one_sentence(tmp_path: Path, why: str, shown: str) -> No
 
 def test_without_a_launcher_the_note_of_the_ranks_counts_and_else_the_record(tmp_path: Path) -> None:
     killed_at(tmp_path, step=12, seconds_ago=15)
-    found = start(tmp_path, step=13, noted={"why": "lost rank 1", "noticed": NOW - 12})
-    assert (found["why"], found["number"], found["again"]) == ("lost rank 1", 1, 0)
+    found = start(tmp_path, step=13, noted={"why": "rank 1 failed", "noticed": NOW - 12})
+    assert (found["why"], found["number"], found["again"]) == ("rank 1 failed", 1, 0)
     assert (found["phases"]["noticed"], found["phases"]["started"]) == (3, 2)
     killed_at(tmp_path, step=12, seconds_ago=15)
     found = start(tmp_path, step=1)
@@ -188,10 +188,10 @@ def test_the_first_to_fail_notes_why_and_one_attempt_takes_it() -> None:
 
     first, second, third = ranks("1"), ranks("2"), ranks("3")
     assert taken(first[0]) is None
-    note_failure(first[1], "lost rank 0.\nError on this rank: an error")
+    note_failure(first[1], "rank 0 failed.\nError on this rank: an error")
     note_failure(first[0], "a consequence")
     assert taken(second[1]) is None
-    assert taken(second[0]) == {"why": "lost rank 0.\nError on this rank: an error", "noticed": NOW}
+    assert taken(second[0]) == {"why": "rank 0 failed.\nError on this rank: an error", "noticed": NOW}
     assert taken(third[0]) is None
     note_failure(second[1], "again")
     assert taken(third[0]) == {"why": "again", "noticed": NOW}

@@ -179,7 +179,7 @@ def test_what_was_asked_for_is_restored_with_a_warning(tmp_path: Path, caplog: p
         assert crash(tmp_path, resume=resume) == 200
         said = [each.getMessage() for each in caplog.records if "asked for" in each.getMessage()]
         path = tmp_path / "step-00000200"
-        end = f"is restored since it was asked for, although it is quarantined after {3 + number} crashes."
+        end = f"is restored because the option names it, although it is quarantined after {3 + number} crashes."
         assert said == [f"{path} {end}"]
     with Checkpointer(str(tmp_path / "other")) as checkpointer:  # of another directory nothing is counted
         assert checkpointer.restore(state_of(), source=tmp_path) == 100
@@ -241,7 +241,7 @@ def test_a_note_that_cannot_be_written_keeps_nobody_from_training(
 
     monkeypatch.setattr(os, "replace", replace)
     assert crash(tmp_path) == 100
-    assert "crashes are not counted in" in caplog.text
+    assert "cannot write the record of crashes in" in caplog.text
 
 
 class Poison:

@@ -178,7 +178,7 @@ def report_a_cause(training: Training, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "why"), [(step_once, "rank 0: its optimizer was at the next step"), (report_a_cause, "")]
+    ("then", "why"), [(step_once, "rank 0: its optimizer had begun the next step"), (report_a_cause, "")]
 )
 def test_nothing_is_saved_of_a_state_that_is_not_whole_or_after_an_error_in_the_program(
     tmp_path: Path, then: Any, why: str
@@ -208,7 +208,7 @@ def hang_while_writing(training: Training, rank: int) -> None:
 
 def test_a_rank_that_hangs_while_saving_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
     told = run_ranks(lose, 3, args=(str(tmp_path), "ddp", (1,), hang_while_writing))
-    assert {told[0][0], told[2][0]} == {"The surviving ranks have not saved: that has taken longer than 6 s."}
+    assert {told[0][0], told[2][0]} == {"The surviving ranks did not save: the emergency save took longer than 6 s."}
     assert open_store(str(tmp_path)).checkpoints() == ([], [])
 
 

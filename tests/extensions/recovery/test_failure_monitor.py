@@ -105,7 +105,7 @@ def heartbeats_of(root: Path) -> list[str]:
 def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(
     ranks: Ranks, failed: int, harm: signal.Signals
 ) -> None:
-    why = {signal.SIGKILL: "its process has ended", signal.SIGSTOP: "it was stopped"}[harm]
+    why = {signal.SIGKILL: "its process has terminated", signal.SIGSTOP: "its process was suspended"}[harm]
     ranks.start("", "", "")
     gone = ranks.processes[failed]
     gone.send_signal(harm)
@@ -121,7 +121,7 @@ def test_if_a_rank_is_asked_to_end_all_detect_a_failure_soon(ranks: Ranks) -> No
     ranks.processes[1].send_signal(signal.SIGSTOP)
     (ranks.root / "asked").touch()
     for rank in (0, 2):
-        assert comes_true(lambda rank=rank: "lost rank 1" in ranks.said(rank), BOUND_S)
+        assert comes_true(lambda rank=rank: "rank 1 failed" in ranks.said(rank), BOUND_S)
 
 
 def test_a_rank_that_hears_nothing_of_the_hub_is_ended_unless_it_was_given_time(ranks: Ranks) -> None:
@@ -129,8 +129,8 @@ def test_a_rank_that_hears_nothing_of_the_hub_is_ended_unless_it_was_given_time(
     [hub] = children_of(ranks.processes[0].pid)
     os.kill(hub, signal.SIGSTOP)
     for rank in (1, 2):
-        assert comes_true(lambda rank=rank: "lost rank 0" in ranks.said(rank), BOUND_S)
-        assert "nothing was heard of it for 2 s" in ranks.said(rank)
+        assert comes_true(lambda rank=rank: "rank 0 failed" in ranks.said(rank), BOUND_S)
+        assert "no heartbeat for 2 s" in ranks.said(rank)
     ranks.processes[1].wait(BOUND_S)
     time.sleep(TIMEOUT_S)
     assert ranks.processes[2].poll() is None, "it was given time before rank 0 had failed, since another one had"
@@ -146,7 +146,7 @@ def test_a_signal_to_all_processes_is_none_to_a_heartbeat_process(ranks: Ranks, 
     for each in heartbeats:
         os.kill(each, number)
     ranks.processes[1].kill()
-    assert comes_true(lambda: "lost rank 1" in ranks.said(0), BOUND_S), "the heartbeats go on"
+    assert comes_true(lambda: "rank 1 failed" in ranks.said(0), BOUND_S), "the heartbeats go on"
     assert "lost" not in ranks.said(1)
 
 
@@ -191,8 +191,8 @@ def test_a_heartbeat_process_that_is_killed_costs_no_rank_and_is_started_again(
     assert not any("lost" in ranks.said(rank) for rank in range(3)), [ranks.said(rank) for rank in range(3)]
     ranks.processes[2].kill()
     for rank in (0, 1):
-        assert comes_true(lambda rank=rank: "lost rank 2" in ranks.said(rank), BOUND_S)
-        assert "its process has ended" in ranks.said(rank)
+        assert comes_true(lambda rank=rank: "rank 2 failed" in ranks.said(rank), BOUND_S)
+        assert "its process has terminated" in ranks.said(rank)
 
 
 @pytest.mark.parametrize("ends", [0, 1])
@@ -206,8 +206,8 @@ def test_a_rank_that_ends_while_a_heartbeat_process_is_away_is_named(ranks: Rank
     if ends != 0:
         os.kill(ranks.processes[0].pid, signal.SIGCONT)
     for rank in {0, 2} - {ends}:
-        assert comes_true(lambda rank=rank: f"lost rank {ends}" in ranks.said(rank), BOUND_S)
-    assert "its process has ended" in ranks.said(2)
+        assert comes_true(lambda rank=rank: f"rank {ends} failed" in ranks.said(rank), BOUND_S)
+    assert "its process has terminated" in ranks.said(2)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -229,7 +229,7 @@ def test_the_run_continues_without_a_heartbeat_process_that_is_killed_again_and_
         assert all("Rank 0 has no heartbeat process" in ranks.said(rank) for rank in (1, 2))
     else:
         ranks.processes[2].kill()
-        assert comes_true(lambda: "lost rank 2" in ranks.said(0), BOUND_S), "the others go on as before"
+        assert comes_true(lambda: "rank 2 failed" in ranks.said(0), BOUND_S), "the others go on as before"
 
 
 def test_a_rank_that_ends_in_order_after_its_heartbeat_process_was_killed_has_not_failed(ranks: Ranks) -> None:

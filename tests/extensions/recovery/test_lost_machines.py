@@ -97,7 +97,7 @@ def end_for(processes: Sequence[Process], rank: int | str, machine: str) -> None
     for process in processes:
         assert process.wait(BOUND_S)
     output = "".join(process.output for process in processes)
-    assert re.search(rf"lost rank {rank} \(process \d+ on {machine}\): ", output), output
+    assert re.search(rf"rank {rank} failed \(process \d+ on {machine}\): ", output), output
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_those_who_are_left_go_on_below_elastic_torchrun(lab: Lab, app: App) -> 
     goes_on = re.compile(r"GOES \d of 2 from \d+")
     for process in (first, last):
         assert comes_true(lambda process=process: goes_on.search(process.output) is not None, START_S), process.output
-    assert comes_true(lambda: "lost rank" in lost.output, BOUND_S)
+    assert comes_true(lambda: re.search(r"rank \d+ failed", lost.output), BOUND_S)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_what_hangs_or_fails_costs_a_bounded_time(
         monkeypatch.setattr(rank_failure, "connect", connect)
     (after, _), saves = after_failure(), Saves(act)
     after.expect(saves.save)
-    assert after.save() == f"The surviving ranks have not saved: {why}"
+    assert after.save() == f"The surviving ranks did not save: {why}"
 
 
 def test_a_failure_is_waited_for_where_the_store_of_the_run_went_first() -> None:

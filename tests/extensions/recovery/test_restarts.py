@@ -128,8 +128,8 @@ def test_a_run_reports_its_own_checkpoints_where_runs_share_a_folder(program: Pr
 def test_an_error_that_comes_again_at_the_same_step_ends_the_run(program: Program) -> None:
     ended = refusal(program, "what=raise", "times=9")
     assert ended.stderr.count("ValueError: no cheese") == 2
-    assert "starting again, restart 1; without a new checkpoint 1 more" in ended.stderr
-    assert "It is not started again: the same error has come twice after step 8." in ended.stderr
+    assert "restart 1; 1 more allowed without a new checkpoint" in ended.stderr
+    assert "The run is not restarted: the same error occurred twice after step 8." in ended.stderr
     assert began(program) == [None, 6]
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_starts_again_has_torch_already(program: Program) -> None:
 # -- the decision alone
 
 
-DEAD = {1: "lost rank 1 (process 7 on here): its process has ended."}
+DEAD = {1: "rank 1 failed (process 7 on here): its process has terminated."}
 
 
 def at(step: int | None, saved: int | None = None) -> Progress:

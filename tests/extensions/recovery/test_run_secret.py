@@ -165,7 +165,7 @@ def test_a_secret_that_only_some_ranks_have_is_an_error(given: tuple[str, str]) 
     _, error = agree(HashStore(), *given)
     assert isinstance(error, LaunchError)
     having, lacking = (0, 1) if given[0] else (1, 0)
-    assert f"rank {having} has {SECRET} in its environment, and rank {lacking} has not" in str(error)
+    assert f"rank {having} has {SECRET} in its environment, but rank {lacking} does not" in str(error)
 
 
 def test_memory_of_another_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

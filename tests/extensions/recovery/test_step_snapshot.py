@@ -93,7 +93,7 @@ def test_what_is_taken_is_what_it_was_as_the_step_ended() -> None:
 
 
 def test_nothing_is_whole_before_a_step_has_ended() -> None:
-    assert StepSnapshot(ParameterNames()).hold() == "no step has ended"
+    assert StepSnapshot(ParameterNames()).hold() == "no step has completed"
 
 
 def write(trained: Trained) -> None:
@@ -112,11 +112,11 @@ def move(trained: Trained) -> None:
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (lambda trained: trained.optimizer.step(), "its optimizer was at the next step"),
+        (lambda trained: trained.optimizer.step(), "its optimizer had begun the next step"),
         (lambda trained: trained.model.load_state_dict(trained.model.state_dict()), "its optimizer was at"),
-        (write, "something that is no optimizer has written"),
-        (replace, "its modules have other tensors than before"),
-        (move, "its modules have other tensors than before"),
+        (write, "code other than an optimizer has written"),
+        (replace, "its modules have different tensors than before"),
+        (move, "its modules have different tensors than before"),
     ],
 )
 def test_a_write_is_found(act: Any, why: str) -> None:
@@ -128,7 +128,7 @@ def test_a_write_is_found(act: Any, why: str) -> None:
 def test_a_large_value_that_is_written_is_found() -> None:
     trained = Trained(large={"x": torch.zeros(1 << 15)})
     trained.state["large"]["x"] += 1
-    assert trained.whole.hold().startswith("something that is no optimizer")
+    assert trained.whole.hold().startswith("code other than an optimizer")
 
 
 def test_the_next_end_of_a_step_makes_it_whole_again_with_what_there_is_then() -> None:
@@ -161,7 +161,7 @@ class Extra(torch.nn.Module):
     [
         (Counting(), "the position of 'more' is"),
         (torch.optim.Adam([torch.zeros(1)], capturable=True), "an optimizer with capturable=True"),
-        (Extra(), "a module has something else than plain tensors in its state"),
+        (Extra(), "the state of a module has values other than plain tensors"),
     ],
 )
 def test_what_can_be_taken_at_the_end_of_a_step_only_is_never_whole(value: Any, why: str) -> None:
