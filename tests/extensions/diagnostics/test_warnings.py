@@ -260,8 +260,8 @@ def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
     train(run, [], first)
     assert warned() == [
         f"stagereg: resumed from step 20, in {first}, as the option names it, but the directory of this run has "
-        f"{run}/step-00000031, 11 steps ahead. The checkpoints of this run replace step-00000031, and retention deletes "
-        'it. If this command was started again to continue, stop it now, and start it with resume="auto".'
+        f"{run}/step-00000031, 11 steps ahead. The checkpoints of this run replace step-00000031, and retention "
+        'deletes it. If this command was started again to continue, stop it now, and start it with resume="auto".'
     ]
     assert (run / "step-00000031").exists()
     train(run, [], "step-00000020")

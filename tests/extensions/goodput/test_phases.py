@@ -114,8 +114,8 @@ def test_a_restore_is_noted_with_its_step_and_where_the_checkpoint_came_from(
     ("why", "shown"),
     [
         (
-            "rank 1 failed (process 7): killed. Error on this rank:\nTraceback (most recent call last):\n  x\nOSError: y",
-            "rank 1 failed (process 7): killed.",
+            "rank 1 failed (pid 7): killed. Error on this rank:\nTraceback (most recent call last):\n  x\nOSError: y",
+            "rank 1 failed (pid 7): killed.",
         ),
         ("rank 1: Traceback (most recent call last):\n  File x\nKeyError: 'y'\n", "rank 1: KeyError: 'y'"),
         ("its process was killed", "its process was killed"),

@@ -130,7 +130,7 @@ def test_saving_again_what_was_there_before_the_crash_is_no_progress(
 ) -> None:
     cycles = Cycles(capsys, str(tmp_path), where, at=15)
     assert cycles.began == ["scratch", *thrice(*LATER[where])]
-    assert "died before a checkpoint beyond step 1" in cycles.refusal
+    assert "crashed before a checkpoint beyond step 1" in cycles.refusal
 
 
 def test_what_others_saved_for_a_run_that_was_lost_is_progress(

@@ -177,7 +177,7 @@ def test_what_was_asked_for_is_restored_with_a_warning(tmp_path: Path, caplog: p
     for number, resume in enumerate(("latest", str(tmp_path / "step-00000200"), str(tmp_path / "latest"))):
         caplog.clear()
         assert crash(tmp_path, resume=resume) == 200
-        said = [each.getMessage() for each in caplog.records if "asked for" in each.getMessage()]
+        said = [each.getMessage() for each in caplog.records if "option names it" in each.getMessage()]
         path = tmp_path / "step-00000200"
         end = f"is restored because the option names it, although it is quarantined after {3 + number} crashes."
         assert said == [f"{path} {end}"]

@@ -113,7 +113,7 @@ def move(trained: Trained) -> None:
     ("act", "why"),
     [
         (lambda trained: trained.optimizer.step(), "its optimizer had begun the next step"),
-        (lambda trained: trained.model.load_state_dict(trained.model.state_dict()), "its optimizer was at"),
+        (lambda trained: trained.model.load_state_dict(trained.model.state_dict()), "its optimizer had begun"),
         (write, "code other than an optimizer has written"),
         (replace, "its modules have different tensors than before"),
         (move, "its modules have different tensors than before"),
@@ -159,7 +159,7 @@ class Extra(torch.nn.Module):
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (Counting(), "the position of 'more' is"),
+        (Counting(), "the data loader state of 'more' differs"),
         (torch.optim.Adam([torch.zeros(1)], capturable=True), "an optimizer with capturable=True"),
         (Extra(), "the state of a module has values other than plain tensors"),
     ],
