@@ -428,7 +428,7 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
     assert codes == expected, (ended.stderr, seen)
     assert seen["first save fails"].count("no complete checkpoint") == 1
     assert seen["dumped"].count("Current thread") == 2
-    few = r"0\.3 s were too few"
+    few = r"the save did not finish within the grace period of 0\.3 s"
     for name, text in {
         "save hangs": rf"{few} to save and exit \(Preemption\(.*\)\)\. The newest good checkpoint is step 5",
         "too late": few,
