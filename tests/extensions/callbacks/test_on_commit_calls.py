@@ -97,7 +97,7 @@ def test_its_checkpoint_is_not_deleted_under_it(tmp_path: Path, held: Held, capl
         assert steps(tmp_path) == [1, 4]
         held.go_on.set()
     assert held.steps == [1, 4]
-    assert caplog.text.count("was already deleted: the component is too slow") == checkpointer.stats.on_commit_failures == 2
+    assert caplog.text.count("already deleted: the component is too slow") == checkpointer.stats.on_commit_failures == 2
     with Checkpointer(str(tmp_path), keep=1) as checkpointer:
         checkpointer.restore({"x": 0})
         checkpointer.save(5, {"x": 5})
