@@ -96,10 +96,10 @@ def refuse(*_: object) -> None:
 @pytest.mark.parametrize(
     ("connect", "act", "why"),
     [
-        (hang, None, "no store of this run answers."),
+        (hang, None, "the rendezvous store of this run does not answer."),
         (refuse, None, "it is gone."),
-        (None, hang, "that has taken longer than 0.6 s."),
-        (None, fail, "the store of this run is gone."),
+        (None, hang, "the emergency save took longer than 0.6 s."),
+        (None, fail, "the rendezvous store of this run is gone."),
     ],
 )
 def test_what_hangs_or_fails_costs_a_bounded_time(

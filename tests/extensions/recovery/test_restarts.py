@@ -119,7 +119,7 @@ def test_a_run_reports_its_own_checkpoints_where_runs_share_a_folder(program: Pr
     add(program.folder, 0, *(each | theirs for each in ({"event": "start"}, *steps, ended)))
     ended = refusal(program, "hydra.run.dir=.", "nproc=1", "restarts=1", "what=kill all", "times=9", "at=[4]")
     assert "The newest checkpoint is step 3, in " in ended.stderr
-    assert "that was done 1 times without a new checkpoint" in ended.stderr
+    assert "1 restarts made no new checkpoint" in ended.stderr
     log = (program.folder / "train.log").read_text()
     assert log.count("stagereg: restart") == log.count("stagereg: restart 1, ") == 1, "the first start is no restart"
 
@@ -145,7 +145,7 @@ def test_an_error_of_the_configuration_is_not_tried_again(program: Program) -> N
 def test_processes_that_die_start_as_often_as_there_is_progress(program: Program) -> None:
     ended = refusal(program, "what=kill all", "times=9", "at=[2,8,8,8]")  # steps 3 and 6 are saved after the first one
     assert began(program) == [None, None, 6, 6]
-    assert "that was done 2 times without a new checkpoint (restarts)" in ended.stderr
+    assert "that was done 2 restarts made no new checkpoint (restarts)" in ended.stderr
     assert ended.stderr.count("starting again") == 3
 
 
@@ -189,7 +189,7 @@ def test_a_new_checkpoint_makes_the_count_begin_anew() -> None:
         assert restarts.refusal(DEAD, True, at(step + 1, step)) is None
         assert restarts.progressed
     assert restarts.count == 6
-    assert "2 times without a new checkpoint" in str(restarts.refusal(DEAD, True, at(10, 9)))
+    assert "2 restarts made no new checkpoint" in str(restarts.refusal(DEAD, True, at(10, 9)))
 
 
 def test_a_checkpoint_that_the_run_resumed_from_is_no_progress() -> None:
@@ -203,7 +203,7 @@ def test_an_older_checkpoint_that_is_saved_again_is_no_progress() -> None:
     restarts = Restarts(2)
     refusals = [restarts.refusal(DEAD, True, at(15, saved)) for saved in (14, 14, 12)]
     assert refusals[:2] == [None, None]
-    assert "2 times without a new checkpoint" in str(refusals[2])
+    assert "2 restarts made no new checkpoint" in str(refusals[2])
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_another_error_or_step_is_another_failure() -> None:
 def test_bad_numbers_may_be_in_the_checkpoint_and_another_is_tried(text: str) -> None:
     restarts = Restarts(2)
     assert [restarts.refusal({0: text}, False, at(3, 2)) for _ in range(2)] == [None, None]
-    assert "2 times without a new checkpoint" in str(restarts.refusal({0: text}, False, at(3, 2)))
+    assert "2 restarts made no new checkpoint" in str(restarts.refusal({0: text}, False, at(3, 2)))
     named = {0: "KeyError: 'nanny'"}
     assert [restarts.refusal(named, False, at(3, 3)) is None for _ in range(2)] == [True, False]
 
