@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg
 from stagereg.checkpoint.format.manifest import FileDigest
-from stagereg.checkpoint.storage.files import FilesReader, standalone
+from stagereg.checkpoint.storage.files import standalone
 from stagereg.checkpoint.storage.packed import PackedStorage
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
+from stagereg.extensions.interop.readers import FilesReader
 from stagereg.testing import StorageContract
 
 
