@@ -39,18 +39,18 @@ error of the system; what each fault of a disk looks like is in [checkpoints](gu
 _REMEDIES = {
     "BrokenPromiseError": "Correct the component; [contracts](contracts.md) has each promise, and why it is one.",
     "CheckpointError": "What was complete is not harmed: `stagereg ls DIR` lists it, `stagereg verify DIR` reads it, "
-    "and the same command again goes on from the newest good checkpoint. [Checkpoints](guarantees.md)",
+    "and the same command resumes from the newest valid checkpoint. [Checkpoints](guarantees.md)",
     "ClosedError": "Construct another one, or open the checkpoint again.",
     "ConfigError": "Change the option that the message names; `stagereg show KIND/NAME` and [options](options.md) say "
     "what it takes.",
-    "CorruptCheckpointError": "`stagereg verify DIR` shows which checkpoints are good; `checkpoint.resume=PATH` takes "
+    "CorruptCheckpointError": "`stagereg verify DIR` lists the valid checkpoints; `checkpoint.resume=PATH` takes "
     "one. [Checkpoints](guarantees.md)",
     "RankMismatchError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
     "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
     "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
     "LaunchError": "The output of the rank that is named has the cause. [Many machines](several-machines.md)",
-    "SaveTimeoutError": "Does the storage hang? Else raise the time-out. [Checkpoints](guarantees.md)",
+    "SaveTimeoutError": "Check whether the storage hangs; otherwise raise the timeout. [Checkpoints](guarantees.md)",
     "MissingEntryError": "`checkpoint.restore.allow_missing=[NAME]`, where the entry is to begin from scratch. "
     "[Checkpoints](resume.md#renamed-new-and-missing-entries)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",

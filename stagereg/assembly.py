@@ -1,7 +1,7 @@
 """Assembles ``stagereg.Checkpointer`` from the core and from the extensions that are installed.
 
-This is the only place that names extensions for a checkpointer. Without an option that needs it, an extension whose
-folder is not there is left out; with one, the constructor says what is missing.
+This is the only module that names extensions for a checkpointer. An extension that is not installed is left out, unless
+an option needs it: then the constructor names the missing package.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ else:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How ranks save the parameters and the optimizer state that several of them hold alike.
+    """How ranks save replicated parameters and optimizer state.
 
     Args:
-        share: each of these ranks writes a share of them, and stages no more than that from the second save on; False
-            has all of them stage it, and the lowest write it.
-        verify_every: compare these in every that many saves, by checksums of the bytes, and fail the save if they have
-            drifted apart; such a save is staged as a whole. 0 for the first save only.
+        share: each of these ranks writes a shard of the replicated tensors, and stages only its shard from the second
+            save on. With False all of them stage all tensors, and the lowest rank writes.
+        verify_every: compare the replicas in every N-th save, by checksums of the bytes, and fail the save if they
+            differ; such a save is staged completely. 0 compares in the first save only.
 
     Raises:
-        ConfigError: a value is of no use.
+        ConfigError: a value is invalid.
     """
 
     share: bool = True
@@ -80,54 +80,54 @@ class Preemption:
 
 @register("checkpoint", "default")
 class Checkpointer(core.Checkpointer):
-    """Saves the state of a training run without stopping it, and brings the run back to where it was.
+    """Saves the state of a training run without stopping it, and restores the run.
 
-    Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
-    an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
-    the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`,
+    Every rank constructs a checkpointer, calls the same methods with the same steps, and gives the same names; a
+    process without an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any
+    time leaves the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`,
     :meth:`should_save` or :meth:`save` locks it, or :meth:`restore` if the same command has saved there. A program
-    that calls none of these is a reader: it locks nothing, leaves nothing, and may run next to training.
+    that calls none of these is a reader: it locks nothing, writes nothing, and may run next to training.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
     lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
-    optimizer must be in the same state. :func:`stagereg.per_rank` marks what each rank has for itself. The step and
-    each rank's random number generators are added. docs/guarantees.md has the rules for several ranks.
+    optimizer must be in the same state. :func:`stagereg.per_rank` marks a value that each rank has for itself. The step
+    and each rank's random number generators are added. docs/guarantees.md has the rules for several ranks.
 
     Args:
-        dir: where the checkpoints go; created if it is not there. It has to be the same directory on all machines.
-            ``None`` where ``tier`` alone keeps them.
-        every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
-            loses least time to checkpoints and failures, by what saves turn out to cost and ``failure.mtbf``.
-        keep: how many of the newest checkpoints stay, at least 1, or which of all: :class:`stagereg.Keep` or a
-            component of the kind ``keep``. The disk needs space for one more: an old one goes when a new one is there.
-        resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
-            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint, also of plain torch. A
-            bare name, ``step-00000300``, is one in ``dir``, or else in the working folder.
-        stager: copies the state, or its name, ``None`` for ``overlapped``; the checkpointer closes it.
-        storage: writes the files, or its name, ``None`` for ``dcp``. A checkpoint is read by the one that wrote it.
+        dir: the checkpoint directory, a path or a URL; created if it does not exist. All machines must see the same
+            directory. ``None`` if ``tier`` alone keeps checkpoints.
+        every: ``maybe_save`` saves at the multiples of this number of steps, at least 1. ``"auto"`` chooses the number
+            that loses least time to checkpoints and failures, from the measured cost of saves and ``failure.mtbf``.
+        keep: the number of newest checkpoints to retain, at least 1, or a rule: :class:`stagereg.Keep` or a component
+            of the kind ``keep``. The disk needs space for one more: an old one is deleted once the new one is complete.
+        resume: the checkpoint that ``restore`` loads: ``"auto"`` the newest valid one, if there is one; ``"never"``
+            none; ``"latest"`` the newest, which must exist; or the path of a checkpoint, also one of plain torch. A
+            bare name such as ``step-00000300`` is looked up in ``dir``, then in the working folder.
+        stager: copies the state: an object or its name, ``None`` for ``overlapped``; the checkpointer closes it.
+        storage: writes the files: an object or its name, ``None`` for ``dcp``. The same storage reads the checkpoint.
         process_group: the ranks that save together, ``None`` for all of them. Constructing is collective.
         restore: how :meth:`restore` chooses and reads a checkpoint: :class:`stagereg.Restore`.
-        failure: what may fail, and what then: :class:`stagereg.Failure`.
-        replicas: how what several ranks hold alike is saved: :class:`stagereg.Replicas`.
-        preemption: what the run does on SIGTERM or SIGUSR1: :class:`stagereg.Preemption`.
-        tier: keeps copies nearer than ``dir``, in memory or on disks of the machines, and saves more often: a component
-            of the kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md has what it survives.
-        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
-            :meth:`maybe_save` or :meth:`should_save` was called with, unless it is saved.
+        failure: timeouts, and the reaction to failed saves: :class:`stagereg.Failure`.
+        replicas: how replicated tensors are saved: :class:`stagereg.Replicas`.
+        preemption: the reaction to SIGTERM and SIGUSR1: :class:`stagereg.Preemption`.
+        tier: keeps copies on the machines that train, in memory or on disk, and saves more often: a component of the
+            kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md lists the failures that it survives.
+        save_last: whether a ``with`` block that ends without an exception saves the last step that
+            :meth:`maybe_save` or :meth:`should_save` was called with, unless that step is saved.
         enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
-        on_commit: what rank 0 calls in the background for each complete checkpoint: components of the kind
+        on_commit: called on rank 0 in the background for each complete checkpoint: components of the kind
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name.
-            One that fails, or takes longer than ``failure.timeout``, is logged and counted in ``stats``, and fails
-            nothing. :meth:`close` waits as long.
+            A call that fails, or takes longer than ``failure.timeout``, is logged and counted in ``stats``, and fails
+            no save. :meth:`close` waits as long.
 
     Attributes:
-        preemption: whether the ranks are to leave; ``None`` without ``preemption.grace_period``.
-        restored: the directory of the checkpoint that :meth:`restore` loaded last, a URL if it is one; else ``None``.
-        stats: what the checkpoints have cost so far, on this rank; goes on counting.
+        preemption: whether the ranks must exit; ``None`` without ``preemption.grace_period``.
+        restored: the directory, or URL, of the checkpoint that :meth:`restore` loaded last; otherwise ``None``.
+        stats: the cost of the checkpoints so far, on this rank; updated by each save.
 
     Raises:
-        ConfigError: an option is of no use, the ranks differ in one, or ``dir`` is another directory on some machine.
-        CheckpointError: on all ranks: another job of the sweep has had ``dir``; with a tier, see :meth:`lock`.
+        ConfigError: an option is invalid, the ranks differ in an option, or some machine has another ``dir``.
+        CheckpointError: on all ranks: another job of the sweep has used ``dir``; with a tier, see :meth:`lock`.
 
     Example::
 
@@ -140,7 +140,7 @@ class Checkpointer(core.Checkpointer):
 
     @staticmethod
     def check_options(given: Mapping[str, Any]) -> None:
-        """Check options by name, before anything is made; some of them, if the others are not known yet."""
+        """Check options by name, before anything is constructed; options that are not known yet may be missing."""
         options.check_all(given, {"replicas": Replicas, "preemption": Preemption})
 
     @suggests_arguments
@@ -148,12 +148,12 @@ class Checkpointer(core.Checkpointer):
         self,
         dir: str | None,
         every: int | Literal["auto"] = 100,
-        keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # it cannot change
+        keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # immutable
         resume: str = "auto",
         stager: AsyncStager | str | None = None,
         storage: Storage | str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        restore: Restore = Restore(),  # noqa: B008  # it cannot change, nor can those below
+        restore: Restore = Restore(),  # noqa: B008  # immutable
         failure: Failure = Failure(),  # noqa: B008
         replicas: Replicas = Replicas(),
         preemption: Preemption = Preemption(),
@@ -197,7 +197,7 @@ class Checkpointer(core.Checkpointer):
 
     @property
     def preemption(self) -> PreemptionConsensus | None:
-        """Whether the ranks are to leave; ``None`` without ``preemption.grace_period``."""
+        """Whether the ranks must exit; ``None`` without ``preemption.grace_period``."""
         return self._preemption if self._preemption is not None and self._preemption.started else None
 
 
@@ -220,7 +220,7 @@ def _tiering(tier: Any, failure: Failure) -> Any:
 
 
 def _tier(tier: Any) -> Any:
-    """Return the tier that was chosen, ``None`` for none."""
+    """Return the chosen tier, ``None`` for no tier."""
     if tier is None or tier == "none" or isinstance(tier, NoTier):
         return None
     _needs("tiers", choice("tier", tier if isinstance(tier, str) else "..."))
@@ -229,10 +229,10 @@ def _tier(tier: Any) -> Any:
 
 
 def _notes(chosen: Any) -> str:
-    """Return where a run without a checkpoint directory notes what it has to."""
+    """Return the directory of the records of a run without a checkpoint directory."""
     if chosen is None:
         raise ConfigError(
-            f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the steps: choose "
+            f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the checkpoints: "
             f"{choice('tier', 'disk', dir='PATH')}, or {choice('tier', 'memory')}."
         )
     notes: str = _made("tiers", "tiering.notes_of", chosen)
@@ -240,7 +240,7 @@ def _notes(chosen: Any) -> str:
 
 
 def _schedule(name: str, every: int | str, failure: Failure, in_tier: bool) -> Schedule:
-    """Return the schedule of an option ``every``, by the failures that are expected, and that the run has seen."""
+    """Return the schedule of an option ``every``, from the expected failures and the failures of the run so far."""
     if isinstance(every, int):
         return Schedule(every)
     _needs("planning", option(name, every))

@@ -51,36 +51,36 @@ Own = TypeVar("Own", bound="Checkpointer")
 
 
 class Checkpointer:
-    """The core of :class:`stagereg.Checkpointer`, which builds it with extensions. Constructing it is collective.
+    """The core of :class:`stagereg.Checkpointer`, which builds the core with extensions. Constructing is collective.
 
-    Arguments that are not below are those of :class:`stagereg.Checkpointer`.
+    Arguments that are not listed here are those of :class:`stagereg.Checkpointer`.
 
     Args:
-        every: ``maybe_save`` saves at the multiples of this, at least 1; or when a schedule says.
-        save_last: whether the end of a ``with`` block, where nothing was raised, saves the last step that
-            :meth:`maybe_save` or :meth:`should_save` was called with, unless it is saved.
+        every: ``maybe_save`` saves at the multiples of this number, at least 1; or at the steps of a schedule.
+        save_last: whether a ``with`` block that ends without an exception saves the last step that
+            :meth:`maybe_save` or :meth:`should_save` was called with, unless that step is saved.
         extensions: accompany this checkpointer, in one order on all ranks.
-        sharding: which rank writes what several ranks hold identically; ``None`` for the lowest one, unchecked.
-        notes: a directory for the lock and for notes; checkpoints then go to the targets of extensions alone, and
+        sharding: decides which rank writes replicated tensors; ``None``: the lowest rank, without a comparison.
+        notes: a directory for the lock and for records; checkpoints then go to the targets of extensions alone, and
             ``dir`` is their directory in messages.
         compared: more options that must be the same on all ranks, by name.
 
     Raises:
-        ConfigError: an option is of no use, the ranks differ in one or in their extensions, or ``dir`` is another
-            directory on some machine.
-        CheckpointError: on all ranks: another job of the sweep has had ``dir``; or an extension raises it.
+        ConfigError: an option is invalid, the ranks differ in an option or in their extensions, or ``dir`` is a
+            different directory on some machine.
+        CheckpointError: on all ranks: another job of the sweep has used ``dir``; or an extension raises the error.
     """
 
     def __init__(
         self,
         dir: str,
         every: int | Schedule = 100,
-        keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # it cannot change
+        keep: int | Keep | KeepRule = Keep(),  # noqa: B008  # immutable
         resume: str = "auto",
         stager: AsyncStager | str | None = None,
         storage: Storage | str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        restore: Restore = Restore(),  # noqa: B008  # it cannot change, nor can those below
+        restore: Restore = Restore(),  # noqa: B008  # immutable
         failure: Failure = Failure(),  # noqa: B008
         save_last: bool = True,
         enable: bool = True,
@@ -104,8 +104,8 @@ class Checkpointer:
         expect_fit(self._storage, self._store.root)
         self.stats = CheckpointStats()
         self.restored: Path | str | None = None
-        self._seen: int | None = None  # the step last asked about
-        self._resumed: int | None = None  # the step that ``resume`` has led to
+        self._seen: int | None = None  # the step of the last call of maybe_save or should_save
+        self._resumed: int | None = None  # the step that ``resume`` has restored
         self._how: str | None = None  # ``resume``, once :meth:`restore` is called
         self._closed, self._pid = False, os.getpid()
         self._extensions = Extensions(extensions)
@@ -127,7 +127,7 @@ class Checkpointer:
             self._begin(process_group, sharding)
 
     def _begin(self, process_group: dist.ProcessGroup | None, sharding: ReplicaSharding | None) -> None:
-        """Make what saves and exchanges, on all ranks: one group for each kind of exchange, which must not meet."""
+        """Create the saver and the exchanges on all ranks: one group for each kind of exchange, so that none mix."""
         called, target, timeout, names = self._extensions, self._target, self._failure.timeout, ParameterNames()
         every = target.schedule.every if type(target.schedule) is Schedule else None
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
@@ -154,17 +154,17 @@ class Checkpointer:
             followers.add(self._together)
 
     def lock(self) -> None:
-        """Lock ``dir`` now, and not at the first call that asks for a save. Collective. Raises as :meth:`save`."""
+        """Lock ``dir`` now, instead of at the first call that asks for a save. Collective. Raises as :meth:`save`."""
         expect_usable(self._closed, self._pid)
         if self._enabled:
             self._hold.acquire_on_all()
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
-        """Save at the end of a step if :meth:`should_save` says so; return whether it did. Raises as :meth:`save` does.
+        """Save at the end of a step if :meth:`should_save` returns True; return whether it did. Raises as :meth:`save`.
 
         The checkpoint is complete once it is written and its copy is confirmed; a kill before that loses it. The next
-        optimizer step or call confirms the copy. A loop that evaluates or idles has neither: there it takes 0.5 s, or
-        as long as the copy has taken.
+        optimizer step or call confirms the copy. A loop that evaluates or idles has no such step or call: there the
+        confirmation takes 0.5 s, or as long as the copy has taken.
         """
         self.remember(state, step)
         if self.should_save(step):
@@ -176,10 +176,10 @@ class Checkpointer:
         return False
 
     def should_save(self, step: int) -> bool:
-        """Whether to save, or to leave, after ``step``: of the ranks that call it with one step, all get one answer.
+        """Return whether to save, or to exit, after ``step``; all ranks that call with one step get the same answer.
 
-        For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`: true at positive
-        multiples of ``every``, at what ``"auto"`` has agreed upon, and when one rank got SIGTERM or SIGUSR1.
+        For programs that call :meth:`save` themselves, once a step instead of :meth:`maybe_save`. True at positive
+        multiples of ``every``, at the steps of an ``"auto"`` schedule, and after one rank got SIGTERM or SIGUSR1.
         """
         first_step.take_step()
         self._seen = checked_step(step)
@@ -191,27 +191,27 @@ class Checkpointer:
         return self._saver.due(step, everywhere=self._extensions.due(step) > Due.NO)
 
     def goes_everywhere(self, step: int) -> bool:
-        """Whether a save of ``step`` goes to ``dir`` and the tier, not to the tier alone, by :meth:`should_save`."""
+        """Return whether a save of ``step`` goes to ``dir`` and the tier, not to the tier alone."""
         return not self._enabled or self._saver.goes_everywhere(step)
 
     def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
-        """Stage ``state`` and let it be written and committed in the background.
+        """Stage ``state``, then write and commit it in the background.
 
         Returns when the stager allows the state to change again. One save may be written while the next one waits; a
-        third call first waits for the oldest to end. A step that is there already is replaced.
+        third call first waits for the oldest save to end. A checkpoint of the same step is replaced.
 
         Args:
             step: the training step, not negative; the same on all ranks.
-            state: what to save, see the class.
-            everywhere: in ``dir`` also if :meth:`should_save` has asked for the tier alone.
+            state: the objects and values to save, see the class.
+            everywhere: save in ``dir`` also if :meth:`should_save` returned True for the tier alone.
 
         Raises:
             CheckpointError: an earlier save failed, or this rank could not stage the state; or, on rank 0, another run
-                saves in ``dir``, or it cannot be written to. The other ranks then raise at their next call. Checkpoints
-                that were complete stay.
-            Preempted: (a ``SystemExit`` with code 75) the ranks have agreed to leave after this step, since one of them
-                got SIGTERM or SIGUSR1, and it is saved and committed.
-            Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
+                saves in ``dir``, or ``dir`` is not writable. The other ranks then raise at their next call. Complete
+                checkpoints are not touched.
+            Preempted: (a ``SystemExit`` with code 75) the ranks agreed to exit after this step because one of them
+                got SIGTERM or SIGUSR1; the step is saved and committed.
+            Stopped: (a ``SystemExit`` with code 128 + signal) likewise, but the step could not be saved.
         """
         expect_usable(self._closed, self._pid)
         if self._enabled:
@@ -228,16 +228,16 @@ class Checkpointer:
     def listen(self, listener: Callable[[int], object]) -> None:
         """Call ``listener(step)`` on this rank for each complete checkpoint from now on, before :meth:`wait` returns.
 
-        On the background thread: it must not use the process group. What it raises is logged; the checkpoint is there.
+        Runs on the background thread and must not use the process group. Its exceptions are logged.
         """
         if self._enabled:
             self._background.last.listen(listener)
 
     def wait(self) -> None:
-        """Wait until every save has ended, or has taken longer than ``timeout``; not for the deletion of older ones.
+        """Wait until every save has ended or exceeded ``timeout``; does not wait until older checkpoints are deleted.
 
         Raises:
-            CheckpointError: one failed, and no call has raised that yet.
+            CheckpointError: a save failed, and no call has raised that failure yet.
         """
         expect_usable(self._closed, self._pid)
         if self._enabled:
@@ -249,24 +249,24 @@ class Checkpointer:
             self._background.raise_failure()
 
     def restore(self, state: MutableMapping[str, Any], source: str | os.PathLike[str] | None = None) -> int | None:
-        """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
+        """Load the checkpoint that ``resume`` chooses into the objects and values of ``state``. Collective.
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
         values are replaced in ``state``. The random number generators of each rank are set as well. ``"auto"`` logs
-        which checkpoints it passes over, why, and how many steps are lost.
+        which checkpoints it skips, why, and how many steps the run repeats.
 
         Args:
-            state: the same names as were saved, or some of them; of what others saved, modules and optimizers are
-                found by the names of their parameters.
-            source: what to load in place of what ``resume`` says: one checkpoint, or a directory of checkpoints, of
-                which it is the newest undamaged one. It is read only, also while another run writes there.
+            state: the same names as were saved, or some of them. In checkpoints of other programs, modules and
+                optimizers are found by the names of their parameters.
+            source: the checkpoint to load instead of ``resume``: the path of one checkpoint, or a directory whose
+                newest valid checkpoint is loaded. The directory is only read, also while another run writes there.
 
         Returns:
-            The step of the checkpoint, or ``None`` if none was to be loaded.
+            The step of the checkpoint, or ``None`` if there was no checkpoint to load.
 
         Raises:
-            CheckpointError: on all ranks: what ``resume`` names is not there or damaged; there are checkpoints and none
-                is good; one cannot be looked at; it has no entry of some name, or an object does not take it.
+            CheckpointError: on all ranks: the checkpoint of ``resume`` is missing or corrupt; none of the checkpoints
+                is valid; one cannot be accessed; it lacks an entry of ``state``; or an object refuses its entry.
         """
         expect_usable(self._closed, self._pid)
         if not self._enabled:
@@ -289,15 +289,15 @@ class Checkpointer:
         self._store.retention.spared.clear()
         self._hold.continues = True
         choosing.log_begin(restored, asked, self.dir, source)
-        if restored is None or step is None:  # now, and not at the first save
+        if restored is None or step is None:  # now, instead of at the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
-        trains = self._hold.acquired or is_program(restored.manifest.command)  # else it may be an evaluation
+        trains = self._hold.acquired or is_program(restored.manifest.command)  # otherwise it may be an evaluation
         self._resumed = step if source is None and trains else None
         if self._resumed is not None and self.resume in choosing.RESUME:
             record.emit("resumed", step=step, dir=str(self.dir))
-        self._saver.reached = -1  # also a run that begins with what another one has trained counts anew
+        self._saver.reached = -1  # a run that begins with another run's checkpoint counts from the start
         self._background.restored(step, restored.path)
         return step
 
@@ -307,9 +307,9 @@ class Checkpointer:
             self._hold.acquire_to_restore()
 
     def close(self) -> None:
-        """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
+        """Wait for every save, at most ``timeout``, end the thread and close the stager. Idempotent.
 
-        Raises: ``CheckpointError`` if a save failed, and no call has raised that yet; all is closed nevertheless.
+        Raises: ``CheckpointError`` if a save failed and no call has raised that failure yet; all is closed anyway.
         """
         if self._closed:
             return
@@ -328,7 +328,7 @@ class Checkpointer:
                 each.abandon()
         self._extensions.notify(CheckpointExtension.close, ended)
         self._background.close()
-        if ended:  # else a thread hangs, and no other run may write before this process ends
+        if ended:  # otherwise a thread hangs, and no other run may write before this process ends
             self._hold.release()
         try:
             self._stager.close()
@@ -357,7 +357,7 @@ class Checkpointer:
                 self.close()
             except Exception as also:
                 if error is None or (is_consequence(error) and not is_consequence(also)):
-                    raise  # the failed save is the cause; the error that another rank caused adds nothing
+                    raise  # the failed save is the cause; the error that another rank caused adds no information
                 self._background.failures.log_after(also, error)
         resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
         stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
@@ -366,7 +366,7 @@ class Checkpointer:
             log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
 
     def _end(self) -> None:
-        """End the block with all ranks, none of which has raised."""
+        """End the block together with all ranks; no rank has raised an exception."""
         if self._save_last:
             self._together.end(self._seen)
         self._extensions.notify(CheckpointExtension.ended)
@@ -377,20 +377,20 @@ class Checkpointer:
 
     @property
     def latest(self) -> Path | str | None:
-        """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
+        """The directory of the last committed checkpoint, a URL if ``dir`` is a URL; ``None`` before the first."""
         return path_or_url(found.path) if self._enabled and (found := self._store.latest()) else None
 
     @property
     def every(self) -> int:
-        """Steps from one checkpoint to the next; with ``"auto"``, as it is at present."""
+        """The number of steps between checkpoints; with ``"auto"`` the current number."""
         return self._target.schedule.every if self._enabled else 0
 
     @property
     def saved(self) -> int | None:
-        """The step last saved, with ``dir`` not in the tier alone, or ``None``: shows whether the last one is saved."""
+        """The step last saved to ``dir`` (or, without ``dir``, to the tier); ``None`` before the first save."""
         return self._saver.stored if self._enabled and self._saver.retake.pending is None else None
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Keep what there is to save if this rank leaves a loop, or others are lost; ``step`` ends with it, if any."""
+        """Remember the state to save if this rank leaves a loop or other ranks fail; ``step``, if given, ends now."""
         if self._enabled:
             self._saver.remember(checked_state(state), step)

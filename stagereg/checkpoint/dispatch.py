@@ -1,4 +1,4 @@
-"""Calls the extensions of one checkpointer, in their order; :mod:`.extension` says whose errors reach the program."""
+"""Calls the extensions of one checkpointer in order; :mod:`.extension` defines whose errors reach the program."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ _log = logging.getLogger(__name__)
 class Extensions(SaveObserver):
     """The extensions of one checkpointer. Thread-safe as far as the extensions are.
 
-    What observes saves calls all; only :meth:`capturing` returns what another thread calls.
+    Each method of an observer calls all extensions; only :meth:`capturing` returns a function for another thread.
     """
 
     def __init__(self, extensions: Sequence[CheckpointExtension]) -> None:
         self.all = tuple(extensions)
         self._failed: set[tuple[str, str]] = set()  # methods of extensions whose error was logged
-        self._answered: tuple[int, Due] | None = None  # by :meth:`due`
+        self._answered: tuple[int, Due] | None = None  # the last answer of :meth:`due`, with its step
 
     def options(self) -> dict[str, Any]:
-        """Return what has to be the same on all ranks: their options, and their names in order."""
+        """Return the values that must be the same on all ranks: the options of extensions, and their names in order."""
         found: dict[str, Any] = {}
         for each in self.all:
             found |= each.options
         return {**found, EXTENSIONS: [each.name for each in self.all]}
 
     def targets(self, setup: Setup) -> list[SaveTarget]:
-        """Return the targets of all. Collective. Raises: any error."""
+        """Return the targets of all extensions. Collective. Raises: any error."""
         return [target for each in self.all for target in each.targets(setup)]
 
     def start(self, setup: Setup, saves: Saves) -> None:
-        """Start all. Collective. Raises: any error, on the ranks on which an extension raises it."""
+        """Start all extensions. Collective. Raises: any error, on the ranks on which an extension raises it."""
         for each in self.all:
             each.start(setup, saves)
 
     def due(self, step: int) -> Due:
-        """Return the largest answer of all, each of which is asked. Once a step. Raises: any error."""
+        """Return the largest answer of all extensions; calls each of them. Once a step. Raises: any error."""
         answer = max([each.due(step) for each in self.all], default=Due.NO)
         self._answered = step, answer
         return answer
 
     def leaves_after(self, step: int) -> bool:
-        """Whether the ranks leave after ``step``, which is about to be saved: asked now, unless that was done."""
+        """Return whether the ranks exit after ``step``, which is about to be saved; calls :meth:`due` if needed."""
         known = self._answered
         answer = known[1] if known is not None and known[0] == step else self.due(step)
         return answer is Due.LEAVE
@@ -65,7 +65,7 @@ class Extensions(SaveObserver):
         raise SystemExit(RESUME_CODE if failure is None else 1) from failure
 
     def is_urged(self) -> bool:
-        """Whether this rank has a reason to leave. Any thread."""
+        """Whether this rank has a reason to exit. Any thread."""
         return any(self._results(CheckpointExtension.urges))
 
     def given(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Extensions(SaveObserver):
         return inspect
 
     def manifest_fields(self, step: int) -> dict[str, Any]:
-        """Return the fields of all for the manifest of a step, without those that a manifest cannot have."""
+        """Return the manifest fields of all extensions for a step, except fields that a manifest cannot have."""
         found: dict[str, Any] = {}
         for each in self.all:
             with self._logs(each, CheckpointExtension.manifest_fields.__name__):
@@ -100,26 +100,26 @@ class Extensions(SaveObserver):
                 alone = Manifest(step, world_size=1, serial=0, files={}, storage="dcp", command="", **fields)
                 Manifest.loads(alone.dumps())
                 if both := sorted(found.keys() & fields.keys()):
-                    raise ValueError(f"an extension before it gives {', '.join(both)} too")
+                    raise ValueError(f"an earlier extension also gives {', '.join(both)}")
                 found |= fields
         return found
 
     def committed(self, where: str, target: SaveTarget, step: int) -> None:
-        """A save is complete in a target, ``"store"`` or ``"tier"``; on its thread."""
+        """Report a save that is complete in a target, ``"store"`` or ``"tier"``; on its thread."""
         self.notify(CheckpointExtension.committed, step, where, target.committed)
 
     def locked(self) -> None:
-        """The run has the lock of the checkpoint directory from now on. On rank 0."""
+        """Report that the run has taken the lock of the checkpoint directory. On rank 0."""
         self.notify(CheckpointExtension.locked)
 
     def outlook(self) -> str:
-        """Return the sentences of all on the next start."""
+        """Return the sentences of all extensions about the next start."""
         return " ".join(filter(None, self._results(CheckpointExtension.outlook)))
 
     def notify(
         self, method: Callable[Concatenate[CheckpointExtension, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call a method of all. What an extension raises is logged, and the others are called nevertheless."""
+        """Call a method of all extensions. An exception of one is logged, and the others are called nevertheless."""
         self._results(method, *args, **kwargs)
 
     def _results(
@@ -133,19 +133,19 @@ class Extensions(SaveObserver):
 
     @contextmanager
     def _logs(self, extension: CheckpointExtension, method: str) -> Iterator[None]:
-        """Log what the block raises: once at the level of an error, so that no step repeats it."""
+        """Log the exceptions of the block: the first one as an error, so that no step repeats it."""
         try:
             yield
         except Exception as error:
             key = extension.name, method
             level = logging.DEBUG if key in self._failed else logging.ERROR
             self._failed.add(key)
-            text = "stagereg: %s of the extension %s has failed, and is called again as usual: %s"
+            text = "stagereg: %s of the extension %s has failed, and will be called again as usual: %s"
             _log.log(level, text, method, extension.name, reason(error), exc_info=error)
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
-    """Return what calls a bound method, whose object it does not keep; ``otherwise`` once that is collected."""
+    """Return a function that calls a bound method without keeping its object; ``otherwise`` once that is collected."""
     found = weakref.WeakMethod(method)
 
     def call() -> T:

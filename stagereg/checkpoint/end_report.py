@@ -1,4 +1,4 @@
-"""The end of a checkpointer: the log of what a next run resumes from, and the refusals afterwards."""
+"""The end of a checkpointer: log how the next run resumes, and refuse later calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stagereg.errors import CheckpointError, ClosedError
 _log = logging.getLogger(__name__)
 
 _NO_STEP = (
-    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had none left. To train from "
-    "scratch, give the run another directory, %s, or add %s; to train on, give it more steps."
+    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had no steps left. To train from "
+    "scratch, give the run another directory, %s, or add %s. To train longer, give the run more steps."
 )
 
 
@@ -27,8 +27,8 @@ def describe_end(
 ) -> str:
     """Return which checkpoint the next run can resume from, and how.
 
-    ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``. ``skipped`` says
-    what the next start skips, if it skips something.
+    ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``. ``skipped`` names
+    the checkpoints that the next start skips, if there are any.
     """
     newest = background.describe_newest()
     if skipped:
@@ -36,25 +36,23 @@ def describe_end(
     if all(each.newest is None for each in background.all):
         return newest
     if resume is None:
-        return f"{newest} To resume from there, have the program call restore(state) before its loop."
+        return f"{newest} To resume from this checkpoint, call restore(state) before the loop."
     command = command_to_resume(str(dir))
     if ".dir=" in command:
-        return (
-            f"{newest} The same command would start from scratch, in a directory of its own; to resume, run {command}."
-        )
+        return f"{newest} The same command would start from scratch in a new directory. To resume, run {command}."
     if resume not in ("auto", "latest"):
-        return f"{newest} To resume from there, start the run with {option('checkpoint.resume', 'auto')}."
+        return f"{newest} To resume from this checkpoint, start the run with {option('checkpoint.resume', 'auto')}."
     return f"{newest} The same command resumes from there{', if it has more steps to take' * finished}."
 
 
 def expect_usable(closed: bool, pid: int) -> None:
-    """Raise ``ClosedError`` for a checkpointer that is closed, ``CheckpointError`` for one of another process."""
+    """Raise ``ClosedError`` if the checkpointer is closed, ``CheckpointError`` if it is another process's."""
     if closed:
-        raise ClosedError("This checkpointer is closed; construct another one.")
+        raise ClosedError("This checkpointer is closed. Construct another one.")
     if os.getpid() != pid:
         raise CheckpointError(
-            f"This checkpointer is of process {pid}; a forked child, such as a worker of a DataLoader, can neither "
-            "save nor restore through it."
+            f"This checkpointer belongs to process {pid}. A forked child, such as a worker of a DataLoader, can "
+            "neither save nor restore with it."
         )
 
 
@@ -68,8 +66,8 @@ def log_end(
 ) -> None:
     """Log how to resume, on a rank that has the lock.
 
-    ``stayed`` is the step that the run resumed from, and its path, if the run has come no further. The other arguments
-    are as of :func:`describe_end`.
+    ``stayed`` is the step that the run resumed from, and its path, if the run has taken no further step. The other
+    arguments are those of :func:`describe_end`.
     """
     if finished and stayed is not None:
         _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
@@ -79,11 +77,11 @@ def log_end(
 
 
 def warn_of_unclosed(dir: Path | str, saver: Saver, hold: DirectoryLock, pid: int) -> None:
-    """Log that a program that saves has dropped a checkpointer, or has ended, without ``close()``."""
-    own = hold.acquired and os.getpid() == pid  # and not a forked child's
-    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # which has what ended the program
+    """Log that the program has dropped a checkpointer that saves, or has ended, without ``close()``."""
+    own = hold.acquired and os.getpid() == pid  # a forked child does not own the lock
+    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # an uncaught exception is the reason
         _log.warning(
-            "stagereg: the Checkpointer of %s was not closed: its last step is saved only if that was one to save. Put "
-            "the loop into `with Checkpointer(...) as checkpointer:`, whose end saves it; or call close() at the end.",
+            "stagereg: The Checkpointer of %s was not closed: its last step is saved only if it was due for a save. "
+            "Use `with Checkpointer(...) as checkpointer:` around the loop, or call close() at the end.",
             dir,
         )

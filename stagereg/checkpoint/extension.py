@@ -128,7 +128,7 @@ class Candidate:
     @property
     def word(self) -> str:
         """Completes "the checkpoint is ..." for a candidate that is skipped."""
-        return self.rejections[0].word if self.rejections else "damaged"
+        return self.rejections[0].word if self.rejections else "corrupt"
 
     def lines(self) -> list[str]:
         """Return why the candidate is skipped, one line a reason."""

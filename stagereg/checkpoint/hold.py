@@ -1,13 +1,13 @@
-"""The lock of a run on the directory that it writes to: rank 0 has it, and no other run writes there meanwhile.
+"""The lock of a run on its checkpoint directory: rank 0 holds the lock, and no other run writes there meanwhile.
 
-A program that never saves is a reader, and a constructor cannot tell. So constructing takes no lock. Rank 0 takes the
-lock when the program first asks for a save (``maybe_save``, ``should_save``, ``save``), or at ``restore`` if the newest
-checkpoint was saved by the same command: the same program with the same arguments (:func:`.command_key`). A crash
+A program that never saves is a reader, and a constructor cannot know that. So constructing takes no lock. Rank 0 takes
+the lock when the program first asks for a save (``maybe_save``, ``should_save``, ``save``), or at ``restore`` if the
+same command saved the newest checkpoint: the same program with the same arguments (:func:`.command_key`). A crash
 between ``restore`` and the first ``maybe_save`` is counted then, and a second run is refused before it trains. An
-evaluation runs next to training, whichever starts first. With a tier, whose folder is locked, constructing takes both.
+evaluation can run next to training and start before it. With a tier, whose folder is locked, constructing takes both.
 
-At the start the ranks make sure that they see one directory and not, on each machine, another one of that path: rank 0
-leaves a reader's lease, which no run deletes meanwhile.
+At the start the ranks check that they see one directory, and not a different directory with the same path on each
+machine: rank 0 writes a reader's lease, which no run deletes meanwhile.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
 
 SCRATCH = "stagereg-scratch-"
-"""What the name of a folder begins with that nothing is saved to, so that each machine may have one of that path."""
+"""Prefix of a folder that receives no checkpoints, so that each machine may have its own folder of that path."""
 
-_PATIENCE_S = 5.0  # for a network file system to show what another machine has made
+_PATIENCE_S = 5.0  # seconds for a network file system to show a file that another machine has created
 _POLL_INTERVAL_S = 0.05
 _SHOWN = 3  # machines that a message names
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class DirectoryLock:
-    """The lock of one run, on one rank; only rank 0 acquires it.
+    """The lock of one run, on one rank; only rank 0 acquires the lock.
 
     Args:
         acquired: called on rank 0 once the lock is acquired.
@@ -66,44 +66,44 @@ class DirectoryLock:
         acquired: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
-        self._process = os.getpid()  # a forked child takes nothing
+        self._process = os.getpid()  # a forked child takes no lock
         self._lock: StoreLock | None = None
-        self._failing = ""  # how a message begins
+        self._failing = ""  # prefix of error messages
         self._warned = False
-        self._known: int | None = None  # the serial of the checkpoint committed last, as the run has seen it
+        self._known: int | None = None  # serial of the last committed checkpoint that the run has seen
         self.continues = False
         self._when_acquired = acquired
 
     @property
     def acquired(self) -> bool:
-        """Whether this process has taken the lock, which it may have released since."""
+        """Whether this process has taken the lock; it may have released the lock since."""
         return self._lock is not None
 
     def open(self, given: str | None) -> str:
         """Make sure that all ranks see the directory, and return a token of this run. Collective.
 
-        ``given`` is the directory as the user wrote it, ``None`` if each machine has one.
+        ``given`` is the directory as the user wrote it, ``None`` if each machine has its own.
 
         Raises:
-            CheckpointError: another job of the sweep has had the directory.
-            ConfigError: not all ranks see what rank 0 writes.
+            CheckpointError: another job of the sweep has used the directory.
+            ConfigError: some rank does not see the file that rank 0 writes.
         """
         root = self._store.root
         named = root if given is None else option("checkpoint.dir", given)
-        self._failing = f"{named} cannot be written to"
+        self._failing = f"Cannot write to {named}"
         scratch = os.path.basename(root).startswith(SCRATCH)
         looks = given is not None and not self._store.backend.remote and not scratch and self._ranks.size > 1
-        token, probe = self._ranks.run_on_all(f"{named} cannot be used", partial(self._open, looks))[0]
+        token, probe = self._ranks.run_on_all(f"Cannot use {named}", partial(self._open, looks))[0]
         if probe:
             self._expect_one_directory(named, probe)
         return token
 
     def acquire_to_save(self) -> None:
-        """Take the lock on rank 0, unless it is taken; clear away what dead runs have left.
+        """Take the lock on rank 0, unless the rank has it; delete the leftovers of dead runs.
 
-        Warns of what a run that has restored nothing will delete.
+        Warns of checkpoints that a run without a restore will delete.
 
-        Raises: ``CheckpointError`` if another run has it, or it cannot be written to, or does not answer in time.
+        Raises: ``CheckpointError`` if another run holds the lock, or the directory is not writable or not responding.
         """
         try:
             self._acquire()
@@ -114,11 +114,11 @@ class DirectoryLock:
             _warn_of_earlier_run(self._store)
 
     def acquire_on_all(self) -> None:
-        """As :meth:`acquire_to_save`, without a warning; all ranks raise together. Collective."""
+        """Take the lock as :meth:`acquire_to_save`, without a warning; all ranks raise together. Collective."""
         self._ranks.run_on_all(self._failing, self._acquire)
 
     def acquire_to_restore(self) -> None:
-        """Take the lock on rank 0 if the same command has saved the newest checkpoint. Raises: any error."""
+        """Take the lock on rank 0 if the same command saved the newest checkpoint. Raises: any error."""
         if self._ranks.rank == 0 and self._lock is None:
             self._known = self._store.last_serial()
         newest = self._store.latest() if self._ranks.rank == 0 else None
@@ -126,14 +126,14 @@ class DirectoryLock:
             self._acquire()
 
     def release(self) -> None:
-        """Let other runs write there. This run takes it no more."""
+        """Release the lock, so that other runs can write. This run does not take the lock again."""
         self._process = 0
         if self._lock is not None:
             self._store.settle()
             self._lock.release()
 
     def _open(self, looks: bool) -> tuple[str, str]:
-        """Return a token and the path of a lease that the other ranks are to see, or nothing where that cannot be."""
+        """Return a token, and the path of a lease that the other ranks must see; an empty path if none was written."""
         if self._ranks.rank > 0:
             return "", ""
         with within(self._seconds):
@@ -146,30 +146,29 @@ class DirectoryLock:
         try:
             os.makedirs(self._store.root, exist_ok=True)
             self._store.backend.write(probe, LeaseRecord(Owner.ourselves(), token, machine_name(), time.time()).dumps())
-        except OSError:  # a reader need not write; who saves will hear of it
+        except OSError:  # a reader needs no write permission; a save raises the error later
             return token, ""
         return token, probe
 
     def _expect_one_directory(self, named: str, probe: str) -> None:
-        """Raise ``ConfigError`` on all ranks if one does not find what rank 0 has made. Collective."""
+        """Raise ``ConfigError`` on all ranks if some rank does not find the file of rank 0. Collective."""
         store = self._store
         probe = f"{store.root}/{os.path.basename(probe)}"
         try:
             look = partial(_look, probe)
-            seen = self._ranks.run_on_all(f"The ranks could not compare what they see in {store.root}", look)
+            seen = self._ranks.run_on_all(f"The ranks could not compare their view of {store.root}", look)
             blind: dict[str, list[int]] = {}  # the ranks of each machine that has another directory
             for rank, (machine, sees) in enumerate(seen):
                 if not sees:
                     blind.setdefault(machine, []).append(rank)
             if blind:
                 there = [f"{machine} ({name_ranks(ranks)})" for machine, ranks in blind.items()]
-                more = f", and {len(there) - _SHOWN} machines more" if len(there) > _SHOWN else ""
+                more = f", and {len(there) - _SHOWN} more machines" if len(there) > _SHOWN else ""
                 raise ConfigError(
-                    f"{named} is not the same directory on all machines: what rank 0 has made there on "
-                    f"{seen[0][0]} is not there on {', '.join(there[:_SHOWN])}{more}. Give one that all machines "
-                    "share, in a network file system or an object store, such as s3://BUCKET/RUN; or for copies on "
-                    f"each machine's own disk {choice('tier', 'disk', dir='PATH')}, with a shared directory or without "
-                    "one."
+                    f"{named} is not the same directory on all machines: the file that rank 0 created on {seen[0][0]} "
+                    f"is missing on {', '.join(there[:_SHOWN])}{more}. Give a directory that all machines share, in a "
+                    "network file system or an object store, such as s3://BUCKET/RUN. For copies on each machine's own "
+                    f"disk, with or without a shared directory, add {choice('tier', 'disk', dir='PATH')}."
                 )
         finally:
             if self._ranks.rank == 0:
@@ -190,12 +189,12 @@ class DirectoryLock:
 
 
 def _warn_of_earlier_run(store: CheckpointStore) -> None:
-    """Warn of what a run that saves and has restored nothing will delete."""
+    """Warn of the checkpoints that a run will delete if it saves and has restored nothing."""
     if store.retention.spared:
         _log.warning(
             "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: each is "
-            "deleted when this run has passed its step. Call restore(state) before the loop to resume from them; or "
-            "give this run another directory, %s; or to start from scratch on purpose, add %s.",
+            "deleted once this run has passed its step. To resume from them, call restore(state) before the loop. To "
+            "keep them, give this run another directory, %s. To start from scratch on purpose, add %s.",
             store.root,
             ", ".join(sorted(os.path.basename(each) for each in store.retention.spared)[-2:]),
             option("checkpoint.dir", "PATH"),
@@ -204,10 +203,10 @@ def _warn_of_earlier_run(store: CheckpointStore) -> None:
 
 
 def _look(path: str) -> tuple[str, bool]:
-    """Return the name of this machine, and whether a file made on another one is here, or will be in some seconds."""
+    """Return the name of this machine, and whether a file made on another machine is visible within some seconds."""
     ends = time.monotonic() + _PATIENCE_S
     while True:
-        for folder in [*Path(path).parents][::-1]:  # opening one has NFS ask anew what is in it
+        for folder in [*Path(path).parents][::-1]:  # opening a folder makes NFS refresh its entries
             with contextlib.suppress(OSError):
                 os.close(os.open(folder, os.O_RDONLY))
         if (sees := os.path.lexists(path)) or time.monotonic() > ends:
@@ -221,10 +220,10 @@ def _take(store: CheckpointStore, seconds: float, resume: str, continues: bool, 
         failpoint("locked")
         try:
             store.sweep()
-            if known is not None and store.last_serial() > known:  # what this run saves would replace that
+            if known is not None and store.last_serial() > known:  # a save of this run would replace that checkpoint
                 raise CheckpointError(
                     "another run has saved a checkpoint there since this run began. Start this run again with "
-                    f"{option('checkpoint.resume', 'auto')}: it resumes from that checkpoint"
+                    f"{option('checkpoint.resume', 'auto')}: it then resumes from that checkpoint"
                 )
             expect_own_job(store, resume)
             note_job(store)

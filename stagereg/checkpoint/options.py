@@ -26,18 +26,18 @@ class Restore:
     """How :meth:`.Checkpointer.restore` chooses and reads a checkpoint.
 
     Args:
-        verify: what is looked at before anything is loaded: ``"full"`` the content of every file, ``"fast"`` the
+        verify: the check before anything is loaded: ``"full"`` reads the content of every file, ``"fast"`` only the
             manifest and the sizes.
-        read: ``"each"``: every rank reads what it needs, after the ranks of a machine have checked the files between
-            them. ``"once"``: every byte is read by one rank, which checks it and passes it on to the ranks that need
-            it, so objects may have changed before damage is found. ``"auto"``: ``"once"`` from URLs and network file
-            systems, where there are several ranks, else ``"each"``.
-        max_crashes: how many times runs may crash after a checkpoint was restored and before one beyond it is complete;
-            then ``resume="auto"`` skips it. A crash is a process that a signal or too little memory has ended, or the
-            same exception in runs that a launcher or a scheduler has started again. Counted for the directory and for
-            the tier; after five times as many crashes in a row nothing more is tried. ``None`` counts none.
-        cast: whether tensors of floating point are converted to the dtypes of the objects, as ``copy_`` does: for a
-            stager that makes smaller copies. Else modules refuse what was saved with another dtype.
+        read: ``"each"``: every rank reads the data that it needs, after the ranks of a machine have checked the files
+            together. ``"once"``: one rank reads and checks every byte, and passes it on to the ranks that need it, so
+            objects may have changed before corruption is found. ``"auto"``: ``"once"`` for URLs and network file
+            systems if there are several ranks, otherwise ``"each"``.
+        max_crashes: how many times runs may crash between the restore of a checkpoint and the next complete one; then
+            ``resume="auto"`` skips that checkpoint. A crash is a process that a signal or a lack of memory has ended,
+            or the same exception again in runs that a launcher or a scheduler restarted. Counted for the directory and
+            for the tier; five times as many crashes in a row stop all attempts. ``None`` counts none.
+        cast: whether floating-point tensors are converted to the dtypes of the objects, as ``copy_`` does: for a
+            stager that makes smaller copies. Otherwise modules refuse tensors that were saved with another dtype.
         exact: whether ``resume="auto"`` skips emergency saves, which lack values of a failed rank, such as its random
             numbers. The run then repeats the steps since the newest exact checkpoint. Other values of ``resume`` refuse
             such a checkpoint. ``False`` resumes from an emergency save, and seeds the random numbers of the failed rank
@@ -51,7 +51,7 @@ class Restore:
             then. Without it, they are an error, and so is the state of another kind of optimizer.
 
     Raises:
-        ConfigError: a value is of no use.
+        ConfigError: a value is invalid.
     """
 
     verify: Literal["full", "fast"] = "full"
@@ -81,15 +81,15 @@ class Restore:
         for new, other in ((new, other) for old, new in renames.items() for other in renames if other != old):
             if f"{new}.".startswith(f"{other}.") or f"{other}.".startswith(f"{new}."):
                 raise ConfigError(
-                    f"{option('checkpoint.restore.rename')}: {new!r} is a new name, and {other!r} an old one. A run "
-                    "that resumes again could not tell which of them a checkpoint has. Rename one of them, let the run "
-                    "save, and rename the other one in the next run."
+                    f"{option('checkpoint.restore.rename')}: {new!r} is a new name, and {other!r} an old one, so a run "
+                    "that resumes again could not find out which of them a checkpoint has. Rename one of them, let the "
+                    "run save, and rename the other one in the next run."
                 )
         object.__setattr__(self, "rename", renames)
 
 
 def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield old and new names of a mapping, in which a command line may have nested dotted names."""
+    """Yield old and new names of a mapping; a command line may have nested its dotted names."""
     if not isinstance(given, Mapping):
         name = option("checkpoint.restore.rename")
         raise ConfigError(f"{name} must be a mapping of saved names to names here, not {given!r}.")
@@ -105,19 +105,19 @@ def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What may fail, and what then.
+    """Timeouts, and the reaction to failed saves.
 
     Args:
-        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log, at once, and let
-            training go on; then the process ends with exit status 1 if its last save has failed.
-        timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
-            until it ends no other begins; one whose ``stage`` has not returned by then ends the process. A store that
-            does not answer at the start is waited for as long.
+        on_error: the effect of a failed save: ``"raise"`` at the next call, or ``"warn"`` in the log at once, after
+            which training continues; then the process exits with code 1 if its last save has failed.
+        timeout: of one save, from the end of the previous save to the commit. A save that takes longer has failed, and
+            no other save begins until it ends; if ``stage`` has not returned by then, the process exits. Also how long
+            the start waits for storage that does not respond.
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together. It counts
-            as one failure seen in that time, beside those that the run's record has.
+            as one failure in that time, in addition to the failures in the record of the run.
 
     Raises:
-        ConfigError: a value is of no use.
+        ConfigError: a value is invalid.
     """
 
     on_error: Literal["raise", "warn"] = "raise"
@@ -134,13 +134,13 @@ _GROUPS: Mapping[str, Any] = {"restore": Restore, "failure": Failure}
 
 
 def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS) -> None:
-    """Check those of a checkpointer, by name; some of them, where the others are not known yet."""
+    """Check options of a checkpointer by name; options that are not known yet may be missing."""
     groups = {**_GROUPS, **more_groups}
     for name, value in given.items():
         of_config = isinstance(value, Mapping) and not isinstance(value, dict)
         if (name in groups and of_config) or (name == "keep" and isinstance(value, Mapping)):
             raise ConfigError(
-                f"checkpoint.{name} is a mapping, of which hydra.utils.instantiate makes no object. Build the "
+                f"checkpoint.{name} is a mapping, not an object. Build the "
                 "checkpointer by stagereg.instantiate(cfg.checkpoint)"
                 + (", or give stagereg.Keep(newest=...)." if name == "keep" else ".")
             )
@@ -165,19 +165,19 @@ def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS
 
 
 def at_directory(given: object) -> None:
-    """Check what is to be the path or URL of a directory."""
+    """Check that a value is the path or URL of a directory."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise ConfigError(f"{option('checkpoint.dir')} must be the path or URL of a directory, not {given!r}.")
     for each in (Path(given), *Path(given).parents):
         if os.path.isfile(each):
             named = option("checkpoint.dir", os.fspath(given))
-            raise ConfigError(f"{named} must be the path or URL of a directory, and {each} is a file.")
+            raise ConfigError(f"{named} must be the path or URL of a directory, but {each} is a file.")
 
 
 def _resumable(given: object, dir: str | os.PathLike[str]) -> None:
     choices = (*RESUME, "the path of a checkpoint")
     if not isinstance(given, str) or not given:
-        raise ConfigError(f"{option('checkpoint.resume')} is one of {', '.join(choices)}, not {given!r}.")
+        raise ConfigError(f"{option('checkpoint.resume')} must be one of {', '.join(choices)}, not {given!r}.")
     if given.isidentifier() and not any(map(os.path.exists, (given, os.path.join(dir, given)))):
         one_of(option("checkpoint.resume"), given, choices)
 
@@ -194,7 +194,7 @@ def expect_flag(name: str, given: object) -> None:
 
 
 def compared(**given: Any) -> dict[str, Any]:
-    """Return options as ranks compare them: a group of them as its fields."""
+    """Return options as ranks compare them: a group of options as its fields."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         value = value.name if isinstance(value, GuardedRule) else value
@@ -204,9 +204,9 @@ def compared(**given: Any) -> dict[str, Any]:
 
 
 def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same options; each gives its own. Collective."""
+    """Check that all ranks have the same options; each rank gives its own. Collective."""
     ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
-    for name in dict.fromkeys(name for each in ranks for name in each):  # some have options of their extensions
+    for name in dict.fromkeys(name for each in ranks for name in each):  # includes options of extensions
         first, *_ = values = [each.get(name) for each in ranks]
         for rank, other in enumerate(values):
             if other != first:
@@ -214,7 +214,7 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
                 if name == EXTENSIONS:
                     raise ConfigError(
                         f"The extensions of the checkpointer are not the same on all ranks: {has}. Construct it with "
-                        "the same ones, in one order, and install the same stagereg on all machines."
+                        "the same ones in one order, and install the same stagereg on all machines."
                     )
                 how = (
                     f"Give all ranks one path: {option('checkpoint.dir', 'PATH')}. A path with the time "
@@ -227,12 +227,12 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
 
 
 def component(kind: str, given: Any, usual: str) -> Any:
-    """Return a component of a kind, built where its name is given, the ``usual`` one for ``None``."""
+    """Return a component of a kind: built from its name, the ``usual`` one for ``None``, or the given object."""
     if given is None or isinstance(given, str):
         return build(kind, usual if given is None else given)
     try:
         if isinstance(given, type):
-            raise RegistryError("a class is no component yet; call it")
+            raise RegistryError("a class is not a component. Call it")
         check(kind, type(given).__name__, given)
     except RegistryError as error:
         such = f"a {kind} or the name of one, such as {usual!r}"

@@ -1,4 +1,4 @@
-"""What checkpoints have cost."""
+"""The cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CheckpointStats:
-    """What this process's checkpoints have cost so far.
+    """The cost of this process's checkpoints so far.
 
     Attributes:
-        saves: checkpoints committed.
-        tier_saves: steps written to the tier, by all ranks.
+        saves: number of committed checkpoints.
+        tier_saves: number of steps that all ranks have written to the tier.
         bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
-        stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
-        write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
-        on_commit_calls: calls of ``on_commit`` components, of all together; on rank 0.
-        on_commit_failures: what went wrong with these: raised, took too long, was left out, lost the checkpoint.
+        stall_seconds: seconds that each call of ``save`` blocked the training loop, in order of the calls.
+        write_seconds: seconds to write and commit each checkpoint in the background, in order of the commits.
+        on_commit_calls: number of calls of all ``on_commit`` components; on rank 0.
+        on_commit_failures: number of those calls that raised, took too long, were skipped or lost the checkpoint.
     """
 
     saves: int = 0

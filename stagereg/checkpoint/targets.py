@@ -1,4 +1,4 @@
-"""The protocols of what saves write to: targets with their schedules, and the sharding of replicas."""
+"""The protocols of the destinations of saves: targets with their schedules, and the sharding of replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagereg.checkpoint.storage.protocol import Storage
 class Schedule:
     """Saves at the positive multiples of ``every``, whatever saves cost.
 
-    For the training thread, but :meth:`ended`, which may be called on any.
+    For the training thread, except :meth:`ended`, which any thread may call.
     """
 
     def __init__(self, every: int) -> None:
@@ -43,34 +43,34 @@ class Schedule:
         return step > 0 and step % self._every == 0
 
     def held(self, step: int, seconds: float) -> None:
-        """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
+        """Record how long a save has blocked the training loop. Collective: all ranks, also ranks that failed."""
 
     def ended(self, age: float | None) -> None:
-        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost."""
+        """Record how old a state was when its checkpoint was complete; ``None`` if the save failed."""
 
     def restored(self, step: int) -> None:
-        """Go on from ``step``. On all ranks."""
+        """Resume from ``step``. On all ranks."""
 
 
 ReadBack: TypeAlias = Callable[[Storage, str, bytes, Mapping[str, int], Mapping[Written, int]], None]
-"""Compares what a storage has written with what it was given, as :func:`stagereg.checkpoint.load.read_back.read_back`.
+"""Compares written files with the values given to a storage, as :func:`stagereg.checkpoint.load.read_back.read_back`.
 """
 
 
 class SaveTarget(ABC):
-    """Where a staged copy is written: the checkpoint directory, a local tier.
+    """A destination of staged copies: the checkpoint directory, or a local tier.
 
-    A save goes to several targets, and each has a thread of its own, which calls these methods. They are called in the
-    order in which they stand here, on all ranks of the target. No method is collective unless its docstring says so.
+    A save goes to several targets, and each has its own thread, which calls these methods in the order in which they
+    are listed here, on all ranks of the target. No method is collective unless its docstring says so.
 
     Attributes:
         where: its directory or URL, for messages.
         ranks: the ranks that save together, in a group that no other thread uses.
         storage: writes the files.
-        schedule: says at which steps the target gets a save.
-        required: a failure fails the save. Otherwise a failure after all ranks have staged is a warning.
-        repeats: the storage writes the same metadata again for the same plan and results, so that ranks need not send
-            them again.
+        schedule: decides at which steps the target gets a save.
+        required: whether a failure fails the save. Otherwise a failure after all ranks have staged is a warning.
+        repeats: whether the storage writes the same metadata again for the same plan and results, so that ranks need
+            not send them again.
         read_back: reads the first save back before it is committed; ``None`` for a storage that is trusted.
         committed: on rank 0 the newest checkpoint that this run has committed there; ``None`` in a tier.
     """
@@ -83,17 +83,17 @@ class SaveTarget(ABC):
         self.where, self.ranks, self.storage, self.schedule, self.repeats = where, ranks, storage, schedule, repeats
 
     def names(self, path: str) -> bool:
-        """Return whether ``path`` is that of a checkpoint in this target. Training thread."""
+        """Return whether ``path`` is the path of a checkpoint in this target. Training thread."""
         return False
 
     @abstractmethod
     def begin(self, step: int) -> tuple[str, bool]:
         """Begin a save; return the path to write in, and whether all ranks skip this save. Collective."""
 
-    def expect_new(self, path: str) -> None:  # noqa: B027  # a tier makes it at once
-        """Raise ``CheckpointError`` if ``path`` has files of others. On each rank, before it makes ``path``."""
+    def expect_new(self, path: str) -> None:  # noqa: B027  # a tier creates the path at once
+        """Raise ``CheckpointError`` if ``path`` has other files. On each rank, before it creates ``path``."""
 
-    def expect_room(self, nbytes: int) -> None:  # noqa: B027  # usually it is not known
+    def expect_room(self, nbytes: int) -> None:  # noqa: B027  # the free space is usually unknown
         """Raise ``OSError`` if ``nbytes`` of each rank are known not to fit. On each rank."""
 
     @abstractmethod
@@ -104,28 +104,28 @@ class SaveTarget(ABC):
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Write what the storage writes last; ``None`` if that is as in the save before. On rank 0.
+        """Write the last files of the storage; ``None`` if they equal those of the previous save. On rank 0.
 
         Returns the digests that the storage does not have.
         """
 
     @abstractmethod
     def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
-        """Make a checkpoint of what all ranks have written. On rank 0."""
+        """Make a checkpoint of the files that all ranks have written. On rank 0."""
 
-    def complete(self, step: int) -> None:  # noqa: B027  # usually nothing is
-        """Do what is left to do once it is one. On each rank; raises nothing."""
+    def complete(self, step: int) -> None:  # noqa: B027  # usually there is no such work
+        """Do the remaining work after the commit. On each rank; raises nothing."""
 
     @abstractmethod
     def discard(self, step: int) -> None:
-        """Delete what was written: the save has failed. On each rank."""
+        """Delete the written files: the save has failed. On each rank."""
 
-    def clear(self) -> None:  # noqa: B027  # a tier keeps no more than it should
-        """Delete what is no longer retained. On each rank, after each save, which has ended by then."""
+    def clear(self) -> None:  # noqa: B027  # a tier has nothing to delete here
+        """Delete checkpoints that are no longer retained. On each rank, after each save has ended."""
 
 
 class Part(NamedTuple):
-    """Where what a rank has of a tensor lies in the whole."""
+    """The position of a rank's shard in the whole tensor."""
 
     offset: torch.Size
     whole: torch.Size
@@ -133,12 +133,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank writes of a copy.
+    """The portion of a copy that one rank writes.
 
     Attributes:
         entries: the entries of the copy, in which slices may replace tensors.
-        parts: where such a tensor lies in the whole, by its dotted name; ``None`` for one that another rank writes.
-        post: what rank 0 checks of it (:meth:`ReplicaSave.check`); can be pickled.
+        parts: the offsets of such a tensor in the whole, by its dotted name; ``None`` if another rank writes it.
+        post: the value that rank 0 checks (:meth:`ReplicaSave.check`); can be pickled.
     """
 
     entries: dict[str, Any]
@@ -148,7 +148,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Question:
-    """What one rank sends if the ranks have to compare before they can write. Both parts can be pickled.
+    """The message of one rank if the ranks must compare before they can write. Both parts can be pickled.
 
     Attributes:
         post: differs in every save.
@@ -160,28 +160,28 @@ class Question:
 
 
 class ReplicaSave:
-    """Which tensors that several ranks hold this rank writes in one save. Here: all of its own, as for one rank.
+    """Decides which replicated tensors this rank writes in one save. Here: all of its own, as for one rank.
 
-    Of a tensor that several ranks write, the planner has the first one write it, as torch's planner does: by name and
+    If several ranks write a tensor, the planner assigns it to the first one, as torch's planner does: by name and
     layout, without comparing values. No method is collective:
-    the exchange of the save carries what they return. :meth:`stage` is called on the training thread, the other methods
-    on the thread of the first target, in the order in which they stand here.
+    the exchange of the save carries their results. :meth:`stage` is called on the training thread, the other methods
+    on the thread of the first target, in the order in which they are listed here.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Any] = {}  # written by the thread of the first target
 
     def stage(self, state: Mapping[str, Any], captured: dict[str, Any], follows: bool) -> dict[str, Any]:
-        """Return what this rank stages of captured entries. ``follows``: it has left its loop, and is stale."""
+        """Return the captured entries that this rank stages. ``follows``: it has left its loop, and is stale."""
         return captured
 
     def cut(self, copy: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries that this rank writes of the staged copy, as far as that is known."""
+        """Return the entries of the staged copy that this rank writes, as far as they are known."""
         self._entries = copy
         return copy
 
     def post(self, objects: Collection[str]) -> Shards | Question:
-        """Return what this rank writes, or what the ranks compare before: all ranks do either.
+        """Return the portion that this rank writes, or a question; all ranks return the same kind.
 
         ``objects`` are the dotted names of values that JSON cannot carry.
         """
@@ -192,22 +192,22 @@ class ReplicaSave:
         raise NotImplementedError
 
     def take(self, answer: Any) -> Shards:
-        """Return what this rank writes, by the answer that it got."""
+        """Return the portion that this rank writes, from the answer that it got."""
         raise NotImplementedError
 
     def check(self, posts: Sequence[Any], order: Sequence[int]) -> None:
-        """Raise ``RankMismatchError`` if what ranks would write does not fit together. On rank 0.
+        """Raise ``RankMismatchError`` if the portions of the ranks do not fit together. On rank 0.
 
-        ``posts`` are in rank order; in ``order`` the ranks come first whose values go before others'.
+        ``posts`` are in rank order; ``order`` lists the ranks, those with precedence first.
         """
 
     def ended(self, error: BaseException | None) -> None:
-        """All ranks know what they write, or skip the save; or ``error`` kept a rank from it."""
+        """Report that all ranks know their portions or skip the save; or ``error``, which kept a rank from it."""
 
 
 class ReplicaSharding(Protocol):
-    """Decides which rank writes what several ranks hold identically. For all saves of a checkpointer."""
+    """Decides which rank writes replicated tensors. For all saves of a checkpointer."""
 
     def begin_save(self) -> ReplicaSave:
-        """Return what the next save does. On any thread; in one order on all ranks."""
+        """Return the object for the next save. On any thread; in one order on all ranks."""
         ...

@@ -1,7 +1,7 @@
-"""What the ranks of a checkpointer do together beside training: this rank's part in it, and its answers to others.
+"""Coordination of a checkpointer's ranks outside of training: the operations of this rank, and its answers to others.
 
-A rank puts what it does into the list of requests first. One that has left its loop does the same; one that has passed
-over something says so, in place of others' waiting for it; and in the end all wait for each other.
+A rank appends each operation to a common log first. A rank that has left its loop does the same operations; a rank that
+has missed an operation reports that, so that the others do not wait for it; at the end all ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 
 SAVE, LEAVE, RESTORE = "save", "leave", "restore"
-"""What a request begins with: to save a step, in the targets of some numbers; to save it and exit; to restore."""
+"""Prefixes of log entries: save a step, in the targets of some numbers; save it and exit; restore."""
 
 
 class RankCoordinator:
-    """This rank's part.
+    """This rank's part of the coordination.
 
     ``follow`` is a method. After this rank has left its loop, ``follow(what, step, targets, True)`` saves as other
-    ranks do. The other arguments are the checkpointer's.
+    ranks do. The other arguments are those of the checkpointer.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class RankCoordinator:
         self._follow, self._left = weakref.WeakMethod(follow), False
 
     def post(self, what: str) -> None:
-        """This rank does ``what`` now; all others are to. On the training thread."""
+        """Append the operation ``what``, which this rank begins now and all others must do. On the training thread."""
         self._requests.post(what)
 
     def save(self, step: int, everywhere: bool) -> None:
-        """This rank saves ``step`` now, or the ranks exit after it: in the targets that are due, or ``everywhere``."""
+        """Append a save of ``step`` (or the last one before the exit): in the due targets, or ``everywhere``."""
         what, targets, request = SAVE, None, ""
         if not self._saver.leaving:
             if self._extensions.leaves_after(step):
@@ -65,7 +65,7 @@ class RankCoordinator:
             save(what, step, targets, False)
 
     def follow(self) -> None:
-        """Do as ranks in a loop do that this rank has left. Called by a join, between two steps."""
+        """Do the operations of ranks in a loop that this rank has left. Called by a join, between two steps."""
         self._extensions.notify(CheckpointExtension.follow, False)
         while not self._left and (entry := self._requests.take_next()) is not None:
             what, step, targets = _read(entry)
@@ -75,11 +75,11 @@ class RankCoordinator:
                 follow(what, step, targets, True)
 
     def loop_ended(self) -> None:
-        """No rank is in the loop of a join any more. Called by the join, on all ranks."""
+        """Record that no rank is in the loop of a join any more. Called by the join, on all ranks."""
         self._extensions.notify(CheckpointExtension.follow, True)
 
     def answer(self, entry: str | None) -> None:
-        """Have other ranks know that this one does not do what they do."""
+        """Report to other ranks that this rank does not do their operation."""
         what, step, targets = _read(entry or "")
         if what == RESTORE:
             with contextlib.suppress(CheckpointError):
@@ -88,38 +88,38 @@ class RankCoordinator:
             self._saver.miss_save(step, targets)
 
     def reject_pending(self) -> None:
-        """Answer what ranks still ask for, now that this one has come to its end."""
+        """Answer the pending operations of other ranks, because this rank has reached its end."""
         while (entry := self._requests.take_next()) is not None:
             self.answer(entry)
 
     def look_for_missed(self) -> None:
-        """Answer what other ranks wait for, where this one has passed over it; on the background thread."""
+        """Answer operations of other ranks that this rank has missed; on the background thread."""
         self._saver.look_for_hang()
         self._extensions.notify(CheckpointExtension.idle)
         self.answer(self._requests.take_missed())
         self._ending.look()
 
     def end(self, seen: int | None) -> None:
-        """Wait until all ranks have come to the end. Raises: ``CheckpointError`` if one will not come, or has not."""
+        """Wait until all ranks have reached the end. Raises: ``CheckpointError`` if a rank cannot reach it."""
         try:
             self._ending.wait(seen, self.reject_pending, self._ranks.limit.total_seconds())
         except CheckpointError:
-            self._background.raise_failure()  # of a save, which says more
+            self._background.raise_failure()  # the failure of a save is more specific
             raise
 
     def leave(self) -> None:
-        """This rank does nothing together with others any more."""
+        """Stop all coordination with other ranks."""
         self._left = True
         self._ending.leave()
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the rendezvous store is gone
             self.reject_pending()
 
     def _refuse_restore(self) -> None:
-        raise RankMismatchError(f"{name_ranks([self._ranks.rank])} did not call restore(), which is for all ranks")
+        raise RankMismatchError(f"{name_ranks([self._ranks.rank])} did not call restore(), which all ranks must call")
 
 
 def _read(entry: str) -> tuple[str, int, Sequence[int] | None]:
-    """Return what a request is for, the step, and the numbers of the targets, ``None`` for all of them."""
+    """Return the operation of a log entry, the step, and the numbers of the targets, ``None`` for all of them."""
     what, *numbers = entry.split(" ")
     step, *targets = [*map(int, numbers)] or [-1]
     return what, step, targets or None

@@ -57,7 +57,7 @@ def test_ranks_that_see_another_directory_are_named_and_no_file_of_the_look_stay
     first, second = run_ranks(refusals, 2, args=(str(tmp_path),))
     assert second == first.replace(f"{tmp_path}/", f"{tmp_path}/elsewhere/")
     assert first.startswith('dir="a" is not the same directory on all machines')
-    assert f"is not there on {socket.gethostname()} (rank 1). Give" in first
+    assert f"is missing on {socket.gethostname()} (rank 1). Give" in first
 
 
 def is_killed(rank: int, world_size: int, root: str) -> None:

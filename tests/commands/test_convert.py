@@ -208,9 +208,9 @@ def test_of_a_directory_the_newest_good_one_is_converted(tmp_path: Path, command
     shown = command("convert", root, out).err
     assert torch.load(out)["x"][0] == 1
     assert "Skipping" in shown
-    assert "step-00000003: __0_0.distcp: flipped bits" in shown
+    assert "step-00000003: __0_0.distcp: CRC-32 mismatch" in shown
     out.unlink()
-    assert "no good checkpoint" in command("convert", root / "step-00000003", out, code=2).err
+    assert "no valid checkpoint" in command("convert", root / "step-00000003", out, code=2).err
     assert not out.exists()
 
 

@@ -137,7 +137,7 @@ def test_damaged_ones_are_passed_over_and_reported(tmp_path: Path, job: Job, com
     (path_of(root, 100) / "manifest.json").unlink()
     seen = command("follow", root, "--idle", "0", *job.command, code=1)
     assert job.steps == [300]
-    assert f"{path_of(root, 200)} is corrupt and was skipped: a: flipped bits" in seen.err
+    assert f"{path_of(root, 200)} is corrupt and was skipped: a: CRC-32 mismatch" in seen.err
     assert f"{path_of(root, 100)} is corrupt and was skipped: manifest.json: missing" in seen.err
     assert "skipped corrupt checkpoints: step-00000100, step-00000200" in seen.err
     (path_of(root, 200) / "a").write_bytes(content)  # put back

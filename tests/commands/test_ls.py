@@ -94,7 +94,7 @@ def test_a_shell_gets_what_is_verified_and_what_is_not(tmp_path: Path) -> None:
     assert listed(tmp_path) == [["not verified", "latest"], ["not verified"]]
     newest, *_, oldest = listed(tmp_path, "--verify")
     assert newest[0] == "corrupt"
-    assert newest[1].startswith("latest; a: flipped bits")
+    assert newest[1].startswith("latest; a: CRC-32 mismatch")
     assert oldest == ["good"]
     (path_of(tmp_path, 200) / "a").unlink()
     assert listed(tmp_path) == [["corrupt", "a: missing"], ["not verified"]]

@@ -40,22 +40,22 @@ def test_one_checkpoint_can_be_asked_for(tmp_path: Path, command: Command, monke
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (lambda old, new: flip(new / "a"), ["a: flipped bits"]),
+        (lambda old, new: flip(new / "a"), ["a: CRC-32 mismatch"]),
         (lambda old, new: (new / "a").write_bytes(b""), ["a: truncated: 0 of "]),
         (lambda old, new: (new / "a").open("ab").write(b"more"), ["a: too long: "]),
         (lambda old, new: (new / "a").replace(new / "b"), ["a: missing", "b: "]),
-        (lambda old, new: (old / "a").replace(new / "a"), ["a: flipped bits", "a: missing"]),
+        (lambda old, new: (old / "a").replace(new / "a"), ["a: CRC-32 mismatch", "a: missing"]),
         (lambda old, new: shutil.copy(old / "manifest.json", new), ["manifest.json: of step 100"]),
         (lambda old, new: (new / "manifest.json").unlink(), ["manifest.json: missing"]),
-        (lambda old, new: (new / "manifest.json").write_text("[" * 10**5), ["manifest.json: damaged (it is n"]),
-        (lambda old, new: os.truncate(new / "manifest.json", 1 << 40), ["manifest.json: damaged (it has 1,099,511"]),
-        (lambda old, new: instead(new / "manifest.json", os.mkfifo), ["manifest.json: no regular file"]),
+        (lambda old, new: (new / "manifest.json").write_text("[" * 10**5), ["manifest.json: corrupt (it is n"]),
+        (lambda old, new: os.truncate(new / "manifest.json", 1 << 40), ["manifest.json: corrupt (it has 1,099,511"]),
+        (lambda old, new: instead(new / "manifest.json", os.mkfifo), ["manifest.json: not a regular file"]),
         (
             lambda old, new: instead(new / "c", lambda c: c.symlink_to(old / "c")),
             ["c: a link (cp -rL copies the file itself)"],
         ),
-        (lambda old, new: instead(new / "c", Path.mkdir), ["c: no regular file"]),
-        (lambda old, new: instead(new / "c", os.mkfifo), ["c: no regular file"]),
+        (lambda old, new: instead(new / "c", Path.mkdir), ["c: not a regular file"]),
+        (lambda old, new: instead(new / "c", os.mkfifo), ["c: not a regular file"]),
     ],
 )
 def test_the_damage_of_a_file_is_named(
@@ -65,8 +65,8 @@ def test_the_damage_of_a_file_is_named(
     change(path_of(tmp_path, 100), path_of(tmp_path, 200))
     seen = [text for each in damages(command, tmp_path, code=1).values() for text in each]
     assert [text[: len(message)] for text, message in zip(seen, messages, strict=True)] == messages
-    # Without the content, only flipped bits are not found.
-    damages(command, tmp_path, "--fast", code=int(messages != ["a: flipped bits"]))
+    # Without the content, only CRC-32 mismatch are not found.
+    damages(command, tmp_path, "--fast", code=int(messages != ["a: CRC-32 mismatch"]))
 
 
 def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command: Command) -> None:
@@ -94,7 +94,7 @@ def test_a_url_is_looked_at_as_a_directory_is(command: Command) -> None:
     objects.put(f"{second}/a", flipped(objects.get(f"{second}/a")))
     objects.delete(f"{first}/c")
     seen = damages(command, root, code=1)
-    assert [text[:15] for text in seen[second.rpartition("/")[2]]] == ["a: flipped bits"]
+    assert [text[:18] for text in seen[second.rpartition("/")[2]]] == ["a: CRC-32 mismatch"]
     assert seen[first.rpartition("/")[2]] == ["c: missing"]
     assert [line.split()[0] for line in command("ls", root).out.splitlines()[3:]] == ["200", "100", "300"]
     command("verify", "memory://nowhere/run/latest", code=2)

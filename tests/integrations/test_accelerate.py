@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         other.accelerator.load_state(tmp_path / "checkpoints")
     assert other.seen() == states[0]
-    assert "step-00000001 is damaged and skipped" in caplog.text
+    assert "step-00000001 is corrupt and was skipped" in caplog.text
 
 
 def test_automatic_names_are_steps_and_total_limit_is_keep(tmp_path: Path) -> None:

@@ -60,14 +60,16 @@ def test_another_number_of_ranks_is_an_error_that_says_what_to_do(
 ) -> None:
     run_ranks(taken, nproc=2, args=(str(tmp_path), 0), timeout_s=100)
     with stagereg.Checkpointer(str(tmp_path)) as checkpointer:
-        with pytest.raises(CheckpointError, match="'loader' is a position in data that each of 2 ranks had") as refused:
+        with pytest.raises(
+            CheckpointError, match="'loader' is the state of a data loader that each of 2 ranks saved"
+        ) as refused:
             checkpointer.restore({"loader": loader_of(0, 0), "epoch": 9})
-        for advice in ("and there are 1 now", "Start 2;", "stagereg.per_rank(loader)", "ResumableSampler"):
+        for advice in ("the world size is now 1", "Start 2 ranks;", "stagereg.per_rank(loader)", "ResumableSampler"):
             assert advice in str(refused.value)
         with caplog.at_level(logging.WARNING):
             state = {"loader": stagereg.per_rank(loader_of(0, 0)), "epoch": 9}
             assert checkpointer.restore(state) == 10
-    assert "loader (each rank's own) stay as they are" in caplog.text
+    assert "loader (each rank's own) stay as the program made them" in caplog.text
     assert len(list(state["loader"].value)) == LENGTH // 2
 
 

@@ -74,11 +74,11 @@ checkpoint: {every: 10, keep: 9}
 DEFAULTS = f"defaults: [stagereg, _self_]\njoin: {{timeout: {JOIN_TIMEOUT_S}}}\n"
 NONE = "This run has no complete checkpoint in RUN/checkpoints yet."
 BEGINS = "checkpoints go to RUN/checkpoints; training starts from scratch"
-ANEW = "The same command would start from scratch, in a directory of its own; to resume, run the same command with "
+ANEW = "The same command would start from scratch in a new directory. To resume, run the same command with "
 
 
 def newest(step: int, goes_on: str = f"{ANEW}checkpoint.dir=RUN/checkpoints.") -> str:
-    return f"The newest good checkpoint is step {step}, in RUN/checkpoints. {goes_on}"
+    return f"The newest valid checkpoint is step {step}, in RUN/checkpoints. {goes_on}"
 
 
 def app_in(folder: Path) -> App:
@@ -94,8 +94,8 @@ SAVE_ALONE = f"""\
 rank N: Step 10 was not saved: rank 0 called save(step 10), ranks 1, 2 did not: call save and maybe_save on all ranks, \
 with an empty batch too, and not under `if rank == 0`. {NONE}"""
 RESTORE_ALONE = """\
-rank N: Nothing was restored from RUN/checkpoints: rank 1 did not call restore(), which is for all ranks; rank 2 did \
-not call restore(), which is for all ranks"""
+rank N: Nothing was restored from RUN/checkpoints: rank 1 did not call restore(), which all ranks must call; rank 2 \
+did not call restore(), which all ranks must call"""
 MADE_ALONE = "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
 INTERRUPT = """\
 stopped by SIGINT
@@ -156,9 +156,9 @@ GOES_ON = {
         0,
         [
             "checkpoints go to RUN/checkpoints; resumed from RUN/checkpoints/step-00000025",
-            "NO STEP WAS TAKEN: this run resumed from step 25, in RUN/checkpoints/step-00000025, and had none left. To "
-            "train from scratch, give the run another directory, checkpoint.dir=PATH, or add checkpoint.resume=never; "
-            "to train on, give it more steps.",
+            "NO STEP WAS TAKEN: this run resumed from step 25, in RUN/checkpoints/step-00000025, and had no steps "
+            "left. To train from scratch, give the run another directory, checkpoint.dir=PATH, or add "
+            "checkpoint.resume=never. To train longer, give the run more steps.",
         ],
     ),
     "hydra.run.dir=outputs/1/${now:b} checkpoint.dir=outputs/1/a/checkpoints steps=26": (

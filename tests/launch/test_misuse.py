@@ -94,7 +94,7 @@ def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
     line = 1 + MINE.splitlines().index('    def stage(self, state_dict): raise KeyError("no cheese")')
     where = f"({app.folder / 'mine.py'}:{line}), raised in stage() of mine.Raises"
     assert f"rank 0: Step 10 was not saved: KeyError: 'no cheese' {where}\n" in raises
-    assert ": stage() of mine.Nothing returned None, and has to return a copy of its dict. This run has no " in nothing
+    assert ": stage() of mine.Nothing must return a copy of its dict, but returned None. This run has no " in nothing
     assert ": stage() of mine.Less returned a copy of another structure: 'optimizer' is missing. A stager may" in less
 
 
@@ -140,7 +140,7 @@ UNFIT = {
     "checkpoint.every=0": "checkpoint.every must be a whole number of at least 1, not 0.",
     "checkpoint.keep=-1": "checkpoint.keep must be a whole number of at least 1, not -1.",
     "checkpoint.keep={newest: 0}": "checkpoint.keep.newest must be a whole number of at least 1, not 0.",
-    "checkpoint.dir=app.py": "checkpoint.dir=app.py must be the path or URL of a directory, and app.py is a file.",
+    "checkpoint.dir=app.py": "checkpoint.dir=app.py must be the path or URL of a directory, but app.py is a file.",
 }
 
 

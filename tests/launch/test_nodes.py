@@ -180,6 +180,6 @@ def test_a_sweep_below_torchrun_names_the_command_that_does_it(
 
 @pytest.mark.parametrize(("why", "is_one"), [("Application timeout caused pair closure", True), ("it is full", False)])
 def test_an_exchange_that_ends_since_a_rank_is_lost_is_no_cause(why: str, is_one: bool) -> None:
-    error = CheckpointError("Nothing was restored: rank 1 did not come to this exchange within 2.95 s, and may hang.")
+    error = CheckpointError("Nothing was restored: rank 1 did not reach this exchange within 2.95 s, and may hang.")
     error.__cause__ = RuntimeError(why)
     assert rank.is_consequence(error) is is_one

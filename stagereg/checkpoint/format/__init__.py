@@ -1,1 +1,1 @@
-"""What a checkpoint is: its parts, their names, checksums and structure, and what may be wrong with them; no disk."""
+"""The parts of a checkpoint, their names, checksums and structure, and their possible errors. Touches no disk."""

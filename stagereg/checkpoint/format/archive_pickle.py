@@ -1,8 +1,8 @@
-"""The pickle in an archive of ``torch.save``, gone through before torch reads it.
+"""Check the pickle in an archive of ``torch.save`` before torch reads it.
 
-``torch.load(weights_only=True)`` runs no code of a pickle, and does allocate what it says: ``torch.Tensor(1 << 30)`` is
-as much memory, not filled. Here the same instructions make placeholders, so that torch gets only what ``torch.save``
-writes: tensors lie within the records, and nothing is larger than the bytes allow for.
+``torch.load(weights_only=True)`` runs no code of a pickle, but allocates the sizes in it: ``torch.Tensor(1 << 30)``
+takes that much memory. Here the same instructions make placeholders, so that torch gets only pickles as ``torch.save``
+writes them: tensors lie within the records, and no object is larger than the bytes allow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
-_DEEPEST = 1000  # tuples inside each other, which Python hashes and compares on the stack of the thread
+_DEEPEST = 1000  # nested tuples; Python hashes and compares them on the stack of the thread
 _WAYS = 1 << 20  # paths into a tuple, in addition to one for each byte of the pickle
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
 _STORAGES = {f"torch.{kind}": dtype.itemsize for dtype, kind in torch.storage._dtype_to_storage_type_map().items()} | {
@@ -39,13 +39,13 @@ class _Tensor(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """Stands for any other object that was made."""
+    """Stands for any other object."""
 
     kind: str
 
 
 class _Dict(dict[Any, Any]):
-    """Stands for a dict of a kind of its own."""
+    """Stands for a dict of a subclass."""
 
 
 class _Bytes(str):
@@ -58,7 +58,7 @@ class _Tuple(tuple[Any, ...]):
     """Stands for a tuple."""
 
     depth: int
-    ways: int  # to all that is in it, where what is in it several times counts as often
+    ways: int  # number of paths to its items; an item that occurs several times counts each time
 
 
 def expect_bounded(found: Mapping[str, memoryview]) -> None:
@@ -80,7 +80,7 @@ class _Walk(BoundedUnpickler):
         else:
             module = IMPORT_MAPPING.get(module, module)
         full = f"{module}.{name}"
-        if full == _MESH:  # torch allows it without being asked
+        if full == _MESH:  # torch allows it without a check
             raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
         return Name(full)
 
@@ -120,7 +120,7 @@ class _Walk(BoundedUnpickler):
             raise CheckpointError("it sets an item of something that is no dict")
         for key in items[::2]:
             self.gone_through(key.ways if type(key) is _Tuple else 0)
-        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # as many, since it may be copied
+        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # equally many, since it may be copied
 
 
 def _tensor(_: _Walk, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
@@ -148,7 +148,7 @@ def _of_type(reader: _Walk, of: Any, kind: Any, given: Any, state: Any) -> Any:
 
 
 def _made_of(*kinds: type) -> Callable[..., Any]:
-    """Return the rule for a function with arguments of these kinds, all that it makes being as large as they are."""
+    """Return the rule for a function with arguments of these kinds whose results are as large as its arguments."""
 
     def make(_: _Walk, *given: Any) -> Any:
         for each in given:

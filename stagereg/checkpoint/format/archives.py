@@ -1,7 +1,7 @@
-"""The zip archives of ``torch.save``: their records are found here, and torch gets an archive that is made of these.
+"""The zip archives of ``torch.save``: finds their records, and gives torch a new archive of these records.
 
-So torch reads no structure that a file has made up, and no record takes memory that the file does not have: records
-are stored as they are, and do not overlap.
+So torch reads no structure that a file has forged, and no record takes memory that the file does not have: records
+are stored without compression, and do not overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 _LOCAL, _ENTRY = b"PK\3\4", b"PK\1\2"
 _LOCAL_FORM, _ENTRY_FORM = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
 _END64, _LOCATOR, _END = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL"), struct.Struct("<4s4H2LH")
-_SHORT, _LONG = (1 << 16) - 1, (1 << 32) - 1  # where a number has two or four bytes, they say that eight have it
+_SHORT, _LONG = (1 << 16) - 1, (1 << 32) - 1  # values of 2 or 4 bytes that mean "stored in the field of 8 bytes"
 _BIG = 1  # kind of an extra field: numbers of eight bytes
 _NAME = re.compile(r"[^/]+/([\w.+/-]+)", re.ASCII)
 
@@ -29,7 +29,7 @@ def records(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
     try:
         with zipfile.ZipFile(_Parts([view])) as archive:
             entries = archive.infolist()
-    except Exception as error:  # any class of error: the file may hold anything
+    except Exception as error:  # any class of error: the file may hold any bytes
         raise ValueError("it is no archive as torch writes them") from error
     if view[:4] != _LOCAL:
         raise ValueError("it is no archive as torch writes them")
@@ -47,7 +47,7 @@ def records(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
         if name is None or end > len(view):
             raise ValueError("it has a record that torch does not write")
         found[name[1]] = view[begin:end]
-    if len({name.lower() for name in found}) < len(entries):  # torch does not tell cases apart
+    if len({name.lower() for name in found}) < len(entries):  # torch ignores case in names
         raise ValueError("it has two records of one name")
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 _POLYNOMIAL = 0xEDB88320  # the highest bit is the coefficient of x**0
 _ONE = 1 << 31
-_EIGHTH_POWER = 1 << 23  # x**8, which a byte of zeros multiplies by
+_EIGHTH_POWER = 1 << 23  # x**8, the factor of one zero byte
 
 
 def _fastest() -> Callable[..., int]:
@@ -25,11 +25,11 @@ def _fastest() -> Callable[..., int]:
     return zlib.crc32
 
 
-crc32 = _fastest()  # CRC-32 of bytes; given the number of the bytes before as well, that of all so far. Any thread.
+crc32 = _fastest()  # CRC-32 of bytes; with a second argument, the CRC-32 so far, of all bytes. Any thread.
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of bytes from that of their first part, and that of the rest, which has ``length`` bytes.
+    """Return the CRC-32 of bytes from the CRC-32 of their first part and of the rest, which has ``length`` bytes.
 
     A CRC is a remainder modulo a polynomial over GF(2); the following bytes multiply the first remainder.
     """
@@ -38,7 +38,7 @@ def combined(first: int, second: int, length: int) -> int:
 
 @functools.lru_cache(256)  # most parts have the same length
 def _power(length: int) -> int:
-    """Return what ``length`` bytes of zeros multiply by."""
+    """Return the factor of ``length`` zero bytes."""
     found, power = _ONE, _EIGHTH_POWER
     while length:
         if length & 1:

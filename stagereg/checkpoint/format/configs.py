@@ -21,17 +21,17 @@ def is_config(value: Any) -> bool:
 
 
 def content_of(config: Any) -> Any:
-    """Return what a config consists of, as plain containers; interpolations and missing values are text."""
+    """Return the content of a config as plain containers; interpolations and missing values are text."""
     return sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=False)
 
 
 def flags_of(config: Any) -> list[bool | None]:
-    """Return whether it refuses new keys, and whether it refuses changes; ``None`` where nothing was set."""
+    """Return whether it refuses new keys, and whether it refuses changes; ``None`` for a flag that is not set."""
     return [config._get_flag(flag) for flag in _FLAGS]
 
 
 def expect_whole(config: Any) -> None:
-    """Raise ``TypeError`` for a part of a config with interpolations that the part alone resolves otherwise."""
+    """Raise ``TypeError`` for a part of a config with interpolations that have another value in the part alone."""
     if config._get_parent() is None:
         return
     convert = sys.modules["omegaconf"].OmegaConf.to_container
@@ -46,7 +46,7 @@ def expect_whole(config: Any) -> None:
 
 
 def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
-    """Return the config of a kind in ``KINDS``; its content alone without OmegaConf."""
+    """Return the config of a kind in ``KINDS``; only its content without OmegaConf."""
     try:
         import omegaconf
     except ImportError:
@@ -58,7 +58,7 @@ def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
 
 
 def of_type(live: Any, config: Any) -> Any:
-    """Return a config with the structured type of ``live``, if it has one that takes the content; else unchanged."""
+    """Return a config with the structured type of ``live``, if the type accepts the content; otherwise unchanged."""
     omegaconf = sys.modules["omegaconf"].OmegaConf
     kind: Any = omegaconf.get_type(live) if is_config(live) else None
     if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")):

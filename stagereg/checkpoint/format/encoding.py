@@ -1,8 +1,8 @@
 """The structure of a state as JSON: its containers and plain values, and a mark for each tensor and object.
 
 Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). A *leaf*, ``{}``, is a tensor, or an
-object that JSON cannot carry (:mod:`.pickled`), stored under its dotted name, as torch's ``traverse_state_dict`` has
-it: ``optimizer.state.0.exp_avg``. A value that could not be read back is refused at the save; reading runs no code.
+object that JSON cannot carry (:mod:`.pickled`), stored under its dotted name, as in torch's ``traverse_state_dict``:
+``optimizer.state.0.exp_avg``. A value that could not be read back is refused at the save; reading runs no code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
-PER_RANK = "per_rank"  # the type of a value that ranks have each for itself (:mod:`.merging`)
+PER_RANK = "per_rank"  # the type of a value that each rank has for itself (:mod:`.merging`)
 PLAIN, REPLICATED = "plain", "replicated"
-"""How a tensor of an optimizer's state comes back beside a ``DTensor``, where that cannot be told by its shape."""
-DEEPEST = 200  # containers inside each other
-_LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
+"""The placement of a tensor of an optimizer's state next to a ``DTensor``, if its shape does not decide it."""
+DEEPEST = 200  # nested containers
+_LONGEST_INTEGER_BITS = 255 * 8 - 1  # longest integer that torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
-_NUMPY = "numpy."  # before the dtype, the type of a scalar of NumPy; without NumPy it is read as Python's number
+_NUMPY = "numpy."  # prefix of the dtype of a NumPy scalar; without NumPy it is read as Python's number
 _NUMBERS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)")
 _CONFIG = (
     "Save plain data of it: OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and text for other objects"
@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
     """The structure of one entry."""
 
     text: str  # JSON
-    # the dotted names of what is read as it was pickled: objects, and tensors that wrap others (:mod:`.wrappers`)
+    # the dotted names of values that are read as pickled: objects, and tensors that wrap others (:mod:`.wrappers`)
     objects: list[str]
 
 
@@ -54,18 +54,18 @@ class Leaf:
     """Stands for a tensor or an object in a structure that was read."""
 
     name: str  # its dotted name in the checkpoint
-    stored: Any = None  # where it lies, if that was looked up
-    live: torch.Tensor | None = None  # the tensor that the program has in its place, if that was looked up
-    in_place: bool = False  # whether it is to be read into the memory of that
-    dtype: torch.dtype | None = None  # that it is converted to while it is read, if any
-    strides: tuple[int, ...] | None = None  # that it gets, if they are not row-major
-    placed: str | None = None  # ``PLAIN``, ``REPLICATED``; ``None`` if that follows from ``live`` and the shape
-    value: Any = None  # what was read
+    stored: Any = None  # its place in the files, if that was looked up
+    live: torch.Tensor | None = None  # the tensor of the program under that name, if it was looked up
+    in_place: bool = False  # whether to read into the memory of ``live``
+    dtype: torch.dtype | None = None  # the dtype to convert to while reading, if any
+    strides: tuple[int, ...] | None = None  # the strides to use, if they are not row-major
+    placed: str | None = None  # ``PLAIN``, ``REPLICATED``; ``None`` if ``live`` and the shape decide
+    value: Any = None  # the value that was read
 
 
 @contextlib.contextmanager
 def without_gc() -> Generator[None, None, None]:
-    """Keep the garbage collector away while a million containers are made: it goes through them again and again."""
+    """Turn off the garbage collector while a million containers are made: it would scan them again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,7 +76,7 @@ def without_gc() -> Generator[None, None, None]:
 
 
 def walk(value: Any, *path: str | int) -> list[tuple[tuple[str | int, ...], Any]]:
-    """Return each leaf of a state or structure, plain values included, with the keys and positions that lead to it."""
+    """Return each leaf of a state or structure, plain values included, with the keys and positions of its path."""
     found: list[tuple[tuple[str | int, ...], Any]] = []
     _collect(value, path, found)
     return found
@@ -88,7 +88,7 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[st
     elif isinstance(value, (dict, Mapping)):
         if configs.is_config(value):
             value = configs.content_of(value)
-            if not isinstance(value, dict):  # all of it is missing, None or an interpolation
+            if not isinstance(value, dict):  # a whole config that is missing, None or an interpolation
                 found.append((path, value))
                 return
         for key, item in value.items():
@@ -111,7 +111,7 @@ def marks(structure: Any) -> Iterator[Leaf]:
 
 
 def _is_walked(value: object) -> bool:
-    """Whether it is a list with a tensor or a walked container in it; mappings are always walked."""
+    """Whether a value is a list with a tensor or a walked container in it; mappings are always walked."""
     holders = (torch.Tensor, Leaf, Mapping)
     return isinstance(value, list) and any(isinstance(item, holders) or _is_walked(item) for item in value)
 
@@ -156,7 +156,7 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return any value without tensors as JSON. Raises: ``TypeError`` if it has something else than plain data."""
+    """Return any value without tensors as JSON. Raises ``TypeError`` for a value that is not plain data."""
     kind = type(value)
     if kind in (NoneType, bool, str) or (kind is float and math.isfinite(value)):
         return value
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
         return {"type": kind.__name__, "value": [_plain(configs.content_of(value)), configs.flags_of(value)]}
     numpy = sys.modules.get("numpy")
     is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
-    if is_number and value.dtype.itemsize <= 8:  # a wider one is none of Python's
+    if is_number and value.dtype.itemsize <= 8:  # Python has no wider number
         return {"type": f"{_NUMPY}{value.dtype.name}", "value": _plain(value.item())}
     raise TypeError(f"a {kind.__name__} is no plain data")
 
@@ -191,7 +191,7 @@ def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dic
         items = [[_key(key), item] for key, item in items.items()]
     made = {"type": kind.__name__, "value": items}
     attributes = getattr(value, "__dict__", None) if kind is not dict else None
-    if attributes:  # those of torch's state dicts: the versions of modules
+    if attributes:  # of torch's state dicts: the versions of modules
         made["attributes"] = _plain(attributes)
     return made
 
@@ -211,7 +211,7 @@ def _key(key: Any) -> Any:
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
     """Return the structure of an entry from JSON, with a :class:`Leaf` for each tensor and object.
 
-    Values that differ between ranks are those of ``rank``; else of the lowest rank. Raises: ``CheckpointError``.
+    Values that differ between ranks are those of ``rank``, or of the lowest rank. Raises: ``CheckpointError``.
     """
     try:
         return _decode(tree, name, str(rank), 0)
@@ -222,7 +222,7 @@ def decode(tree: Any, name: str, rank: int | None = None) -> Any:
 
 
 def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
-    """``name`` is ``None`` inside of a value that has no leaves."""
+    """Decode recursively; ``name`` is ``None`` inside of a value that has no leaves."""
     if type(tree) not in (list, dict):
         return tree
     if not tree and type(tree) is dict and name is not None:

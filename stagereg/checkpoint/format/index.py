@@ -2,7 +2,7 @@
 
 ``index.json`` is all that another program needs to read a checkpoint (docs/format.md). :func:`make_index` makes it on
 rank 0. :meth:`Index.loads` checks every number in it against the sizes of the files, each other, and memory, before
-anything is opened, allocated or loaded.
+any file is opened, or any memory allocated or loaded.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ INDEX = "index.json"
 INDEX_BYTES = 1 << 30  # a longer index is not read; each entry takes less than a hundred bytes
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
-ARCHIVE = "archive"  # what a chunk says that lies in its file as ``torch.save`` has made it
-SUBCLASS = "subclass"  # the same of a part that wraps other tensors
+ARCHIVE = "archive"  # layout of a chunk that ``torch.save`` has written
+SUBCLASS = "subclass"  # the same for a shard that wraps other tensors
 _FORMAT = 1
 MOST_DIMENSIONS = 64
 _SHORT = 1 << 20  # characters of a structure
-_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
 
 
 @dataclass(frozen=True)
 class TensorResult(WriteResult):
-    """What ``write_data`` may return of a tensor in place of torch's ``WriteResult``: where its own bytes are.
+    """The result of ``write_data`` for a tensor, instead of torch's ``WriteResult``, with the offset of its bytes.
 
     Attributes:
-        content: the byte of the file ``storage_data.relative_path`` at which the elements of the written part begin,
+        content: the offset in the file ``storage_data.relative_path`` at which the elements of the written shard begin,
             without gaps.
         stride: of the elements, as ``Tensor.stride``; None if they are in row-major order.
     """
@@ -51,33 +51,33 @@ class TensorResult(WriteResult):
 
 @dataclass(frozen=True)
 class ArchiveResult(WriteResult):
-    """What ``write_data`` may return of any item that ``torch.save`` has made; ``storage_data`` has its place."""
+    """The result of ``write_data`` for an item in the form of ``torch.save``; ``storage_data`` has its place."""
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor in a file."""
+    """A shard of a tensor in a file."""
 
     file: str  # its name in the checkpoint's directory
     offset: int  # of the first byte
-    length: int  # how many bytes
-    start: tuple[int, ...]  # where the part begins in the whole tensor, in each dimension
-    shape: tuple[int, ...]  # of the part
-    # ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in another order,
-    # without holes; ``"archive"`` or ``"subclass"`` if they are what ``torch.save`` has made of the part
+    length: int  # in bytes
+    start: tuple[int, ...]  # offsets of the shard in the whole tensor, in each dimension
+    shape: tuple[int, ...]  # of the shard
+    # ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they have another order
+    # without holes; ``"archive"`` or ``"subclass"`` if ``torch.save`` has written the shard
     layout: tuple[int, ...] | str | None
 
 
 class Stored(NamedTuple):
     """A tensor or an object of a checkpoint."""
 
-    dtype: torch.dtype | None  # of the tensor; ``None`` if it is an object
+    dtype: torch.dtype | None  # of the tensor; ``None`` for an object
     shape: torch.Size  # of the whole tensor
-    # its parts, which cover it once, an object's single one; ``None`` if only the storage that wrote it can read it
+    # its shards, which cover it once, or an object's single one; ``None`` if only the storage that wrote it can read it
     chunks: tuple[Chunk, ...] | None
 
     @property
     def is_subclass(self) -> bool:
-        """Whether a part of it is a tensor that wraps others, which is read as the tensor that it was."""
+        """Whether a shard of it is a tensor that wraps others, which is read in the form in which it was saved."""
         return any(chunk.layout == SUBCLASS for chunk in self.chunks or ())
 
 
@@ -86,13 +86,13 @@ class Index:
 
     Args:
         content: of ``index.json``.
-        sizes: of the files of the checkpoint, by name, as the manifest has them.
+        sizes: of the files of the checkpoint, by name, from the manifest.
 
     Attributes:
         state: the structure of each entry, for :func:`.encoding.decode`.
 
     Raises:
-        Exception: of any kind, if something in it does not fit.
+        Exception: of any kind, if the content is invalid.
     """
 
     def __init__(self, content: Any, sizes: Mapping[str, int]) -> None:
@@ -105,7 +105,7 @@ class Index:
     @classmethod
     @without_gc()
     def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
-        """Read the content of ``index.json``. Raises: ``CheckpointError`` if something in it does not fit."""
+        """Read the content of ``index.json``. Raises ``CheckpointError`` if it is invalid."""
         try:
             return cls(json.loads(data), sizes)
         except RecursionError:
@@ -114,7 +114,7 @@ class Index:
             raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor or object of that name."""
+        """Whether a tensor or object of that name exists."""
         return name in self._tensors or name in self._objects
 
     def find(self, name: str) -> Stored | None:
@@ -135,7 +135,7 @@ class Index:
 
 
 def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """Return start, shape and layout of a chunk; what the index leaves out is that of the whole tensor."""
+    """Return start, shape and layout of a chunk; values that the index omits are those of the whole tensor."""
     start, shape, layout = (*part, None)[:3] if part else ([0] * len(whole), whole, None)
     return tuple(start), tuple(shape), tuple(layout) if type(layout) is list else layout
 
@@ -169,8 +169,8 @@ def expect_readable(
 ) -> Readable:
     """Read an index before its commit as the reader will, and return its parts. Raises: ``CheckpointError``.
 
-    With the tables of ``before`` only short structures that have changed are read: of 100,000 tensors the whole takes a
-    second or two of the background thread.
+    With the tables of ``before`` only short structures that have changed are read: for 100,000 tensors a complete read
+    takes a second or two of the background thread.
     """
     found = Index.loads(index, sizes) if tables != before.tables else None
     for name, encoded in state.items():
@@ -185,7 +185,7 @@ def expect_readable(
 
 @without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
-    """Return ``index.json`` without structures, of torch's metadata and of the results of each rank's ``write_data``.
+    """Return ``index.json`` without structures, from torch's metadata and the results of each rank's ``write_data``.
 
     ``objects`` has the names of objects, and of tensors that wrap others. Raises: ``CheckpointError``.
     """
@@ -272,7 +272,7 @@ def _elements(shape: Any) -> int:
 
 
 def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any], itemsize: int) -> None:
-    """Make sure that chunks lie within their tensor and cover each element of it once."""
+    """Check that chunks lie within their tensor and cover each element of it once."""
     boxes: list[_Box] = []
     for _, _, length, *part in chunks:
         start, shape, layout = _part(whole, part)
@@ -290,7 +290,7 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
 
 
 def expect_strides(shape: Sequence[int], strides: Any) -> None:
-    """Raise ``ValueError`` if the strides do not fit the shape, or leave holes, or have elements overlap."""
+    """Raise ``ValueError`` if the strides do not match the shape, leave holes, or make elements overlap."""
     expected = 1
     if len(strides) != len(shape) or any(type(each) is not int or not 0 <= each <= MOST for each in strides):
         raise ValueError("there are no strides where some belong")
@@ -301,7 +301,7 @@ def expect_strides(shape: Sequence[int], strides: Any) -> None:
 
 
 def overlap(boxes: list[_Box]) -> bool:
-    """Whether two boxes have an element in common; sweeps along the dimension that is cut most often."""
+    """Whether two boxes have an element in common; sweeps along the dimension with most cuts."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:
         return True
@@ -316,7 +316,7 @@ def overlap(boxes: list[_Box]) -> bool:
 
 
 def _check_extents(extents: list[Any], ends: list[int]) -> None:
-    """Make sure that all lie within their files, and that none overlaps another one; tied tensors may share one."""
+    """Check that all lie within their files, and that none overlaps another one; tied tensors may share one."""
     for file, offset, length in extents:
         if type(file) is not int or type(offset) is not int or type(length) is not int:
             raise TypeError("there is something else where a number belongs")

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's parts, its manifest, and the marks of its files. This module touches no disk.
+"""The names of a checkpoint's parts, its manifest, and the digests of its files. Touches no disk.
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
 commits, so "newest" means committed last, also after a run was resumed from an older step.
@@ -22,17 +22,17 @@ from stagereg.errors import CheckpointError
 RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
-FOLLOWED = "done.json"  # the note of `stagereg follow`, in its own directory
+FOLLOWED = "done.json"  # the record of `stagereg follow`, in its own directory
 RUN = ".run.json"  # the id and the branches of a run with a tier
 LATEST = "latest"
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # of `DcpWriter`, whose directories have no manifest
 METADATA = ".metadata"  # of torch
 _FORMAT = 2
-_STEP_NAME = re.compile(r"step-(?P<step>\d{1,19}(?!\d))(\.[0-9a-f]+)?", re.ASCII)  # a token, where a step has several
-_LONGEST_NAME = 255  # bytes, as file systems have it
-MOST = (1 << 63) - 1  # the greatest number that a manifest may have, of a step as of bytes
-LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
+_STEP_NAME = re.compile(r"step-(?P<step>\d{1,19}(?!\d))(\.[0-9a-f]+)?", re.ASCII)  # with a token if a step has several
+_LONGEST_NAME = 255  # bytes, the limit of file systems
+MOST = (1 << 63) - 1  # the greatest number in a manifest, of a step as well as of bytes
+LATEST_TIME = 1 << 37  # in the year 6325; every platform can convert it to a date
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Manifest:
         step: the training step.
         world_size: the number of ranks that wrote it.
         serial: its number among all commits, from 1.
-        files: their marks, by the name inside the directory.
+        files: their digests, by the name inside the directory.
         storage: the name of the storage that reads it.
         time: of the commit, whole seconds since the epoch.
-        metrics: rank 0 logged them before the save; may have NaN, so two manifests are compared without.
-        lost: in a survivors' save the lost ranks, each with the values that are missing or inexact, in words.
-        command: the key of the command that saved it (:func:`.command_key`); empty where that is not known.
+        metrics: rank 0 logged them before the save; may have NaN, so two manifests are compared without them.
+        lost: in an emergency save the failed ranks, each with the values that are missing or inexact, in words.
+        command: the key of the command that saved it (:func:`.command_key`); empty if it is not known.
     """
 
     step: int
@@ -76,7 +76,7 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The greater, the later it was committed; by the step where two have one serial."""
+        """The order of commits: greater means later; by the step if two have one serial."""
         return self.serial, self.step
 
     @property
@@ -85,7 +85,7 @@ class Manifest:
         return "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in self.lost.items() if names)
 
     def dumps(self) -> str:
-        """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
+        """Return the text of ``manifest.json``; its checksum is the CRC-32 of the JSON with sorted keys, no spaces."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
         for name in ("metrics", "lost", "command"):
             if not data[name]:
@@ -94,7 +94,7 @@ class Manifest:
         return json.dumps({**data, "crc32": crc32(checked)}, indent=1) + "\n"
 
     def expect_readable(self, path: str) -> None:
-        """Raise ``CheckpointError`` if :meth:`loads` would refuse what would be written to ``path``."""
+        """Raise ``CheckpointError`` if :meth:`loads` would refuse the manifest for ``path``."""
         try:
             self.loads(self.dumps())
         except ValueError as error:
@@ -106,20 +106,20 @@ class Manifest:
         try:
             data = json.loads(text)
         except RecursionError:
-            raise ValueError("it is nested too deeply to be one") from None
+            raise ValueError("it is nested too deeply to be a manifest") from None
         if type(data) is not dict or data.get("format") != _FORMAT:
-            raise ValueError(f"it is no manifest of format {_FORMAT}")
+            raise ValueError(f"it is not a manifest of format {_FORMAT}")
         storage, files = data.get("storage"), data.get("files")
         if not isinstance(storage, str) or not is_name(storage):
-            raise ValueError(f"storage is {storage!r:.100}, which is no name")
+            raise ValueError(f"storage is {storage!r:.100}, which is not a name")
         if not isinstance(files, dict) or not all(isinstance(mark, dict) for mark in files.values()):
             raise ValueError("it lists no files")
         for name in files:
             if not is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
-                raise ValueError(f"{name!r:.100} is no plain name of a file")
+                raise ValueError(f"{name!r:.100} is not a plain file name")
         command = data.get("command", "")
         if not isinstance(command, str) or (command and not is_name(command)):
-            raise ValueError(f"command is {command!r:.100}, which is no name")
+            raise ValueError(f"command is {command!r:.100}, which is not a name")
         manifest = cls(
             step=_whole(data, "step"),
             world_size=_whole(data, "world_size", least=1),

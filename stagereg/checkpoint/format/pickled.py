@@ -2,7 +2,7 @@
 
 A tuple with a tensor in it, or a value of an allowed type (``torch.serialization.add_safe_globals([T])``), is stored by
 ``torch.save`` and read with ``torch.load(weights_only=True)``. Both are tried before the save, without tensor data.
-What is read goes through :mod:`.archives` and :mod:`.archive_pickle` first.
+Archives are checked by :mod:`.archives` and :mod:`.archive_pickle` before they are read.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _NO_POSITION = (
     "  for batch in sampler.batches(loader, epochs=...):\n"
     "A loader with a state, such as StatefulDataLoader of torchdata, may be in the state itself"
 )
-_loadable: set[object] = set()  # kinds of tensors that wrap others, each tried out once
+_loadable: set[object] = set()  # kinds of tensors that wrap others, each tested once
 
 
 def expect_loadable(name: str, value: Any) -> None:
-    """Raise ``CheckpointError``, with what to do, if a value called ``name`` could not be read back."""
+    """Raise ``CheckpointError``, with advice, if a value called ``name`` could not be read back."""
     if type(value) is ShardedTensor:  # of dense shards
         return
     if isinstance(value, torch.Tensor) and wraps(value):
-        if not value.numel():  # no part of it would be written
+        if not value.numel():  # no shard of it would be written
             raise CheckpointError(
                 f"{name!r} cannot be saved: it is a {name_of(value)} without elements, which would come back as "
                 "a plain tensor. Leave it out of the state, or save the tensors in it."
@@ -74,14 +74,14 @@ def expect_loadable(name: str, value: Any) -> None:
 
 
 def _types_in(attribute: tuple[str, Any]) -> tuple[object, ...]:
-    """Return the name of an attribute, its type, and those of its items."""
+    """Return the name of an attribute, its type, and the types of its items."""
     name, value = attribute
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return name, type(value), *(map(type, items) if isinstance(value, (dict, list, tuple, set, frozenset)) else ())
 
 
 def _expect_read_back(name: str, value: Any, form: str = "") -> None:
-    """Try out whether a value can be read back, and, if that is given, whether in the same ``form``."""
+    """Test whether a value can be read back, and, if ``form`` is given, whether in the same form."""
     stream = io.BytesIO()
     try:
         with torch.serialization.skip_data():
@@ -112,20 +112,20 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value has a state of its own, which is to be saved and restored in place of the value."""
+    """Whether a value has its own state, which is saved and restored instead of the value."""
     return is_stateful(value) or is_generator(value)
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a random number generator of the program's own."""
+    """Whether a value is a random number generator of the program."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # SystemRandom has no state
 
 
 def expect_no_data(name: str, value: Any, kinds: tuple[type, ...] = _LOADERS) -> None:
-    """Raise ``CheckpointError`` for a data loader or a sampler without a state, which restores no position in data."""
+    """Raise ``CheckpointError`` for a data loader or sampler without a state, which could not continue its data."""
     if isinstance(value, kinds):
         raise CheckpointError(
             _NO_POSITION.format(name=name, kind=f"{type(value).__module__}.{type(value).__qualname__}")
@@ -138,7 +138,7 @@ def find_object(value: Any) -> str | None:
         _ObjectFinder(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
     except _FoundError as found:
         return str(found)
-    except Exception:  # what cannot be pickled is refused for that
+    except Exception:  # a later check refuses values that cannot be pickled
         return None
     return None
 
@@ -148,7 +148,7 @@ class _FoundError(Exception):
 
 
 class _ObjectFinder(pickle.Pickler):
-    """Raises ``_FoundError`` at the first object that has a state of its own; leaves out the content of tensors."""
+    """Raises ``_FoundError`` at the first object with its own state; omits the content of tensors."""
 
     def reducer_override(self, x: Any) -> Any:
         if is_object(x):
@@ -162,7 +162,7 @@ def _expect_no_object(name: str, value: Any, error: Exception) -> None:
 
 
 def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:
-    """Raise ``CheckpointError`` for a tensor of a kind that ``copy_`` does not fill right when it is read."""
+    """Raise ``CheckpointError`` for a kind of tensor that ``copy_`` does not fill correctly when it is read."""
     if dtype in QUANTIZED:
         raise CheckpointError(
             f"{name!r} cannot be {verb}: it is quantized, and would get the scale of what it is loaded into. "
@@ -190,7 +190,7 @@ def _read(found: Mapping[str, memoryview]) -> Any:
 
 
 def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) -> str:
-    """Return what an archive has that torch does not read, and the call that would allow it."""
+    """Return the refused type of an archive, and the call that would allow it."""
     try:
         stream: Any = Archive(found)
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]
@@ -206,4 +206,4 @@ def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) 
 
 
 def _printable(text: str) -> str:
-    return text if text.isprintable() else ascii(text)  # a terminal takes some characters for commands
+    return text if text.isprintable() else ascii(text)  # a terminal interprets some characters as commands

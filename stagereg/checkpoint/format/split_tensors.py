@@ -1,6 +1,6 @@
-"""Plain tensors that declare themselves to be parts of a larger one, torch 2.14's ``CheckpointableTensor``.
+"""Plain tensors with attributes that make them shards of a larger one, torch 2.14's ``CheckpointableTensor``.
 
-Four attributes are the protocol: ``global_shape`` of the larger tensor, and of each part its offsets there
+Four attributes are the protocol: ``global_shape`` of the larger tensor, and for each shard its offsets there
 (``global_offsets``) and in the tensor itself (``local_offsets``), and its shape (``local_sizes``). Other elements are
 padding.
 """
@@ -20,14 +20,14 @@ _NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class LocalPart(NamedTuple):
-    """A part that a tensor has of a larger one."""
+    """A shard of a larger tensor in a tensor."""
 
-    start: torch.Size  # where it begins there
+    start: torch.Size  # its offsets in the larger tensor
     data: torch.Tensor  # a view of the tensor
 
 
 def is_split(x: Any) -> bool:
-    """Whether it is a tensor with the attributes."""
+    """Whether a value is a tensor with the attributes."""
     if type(x) in _PLAIN:
         attributes = x.__dict__
         return bool(attributes) and all(name in attributes for name in _NAMES)
@@ -35,7 +35,7 @@ def is_split(x: Any) -> bool:
 
 
 def shape_of(x: Any) -> torch.Size:
-    """Return the shape of a tensor, of a part that of the larger one."""
+    """Return the shape of a tensor, or of the larger tensor of a shard."""
     return torch.Size(x.global_shape) if is_split(x) else x.shape
 
 
@@ -46,7 +46,7 @@ def layout_of(x: Any) -> tuple[Any, ...]:
 
 
 def parts_of(x: Any) -> Iterator[LocalPart]:
-    """Yield the parts of a tensor with the attributes, but for empty ones of what is not empty as a whole."""
+    """Yield the shards in a tensor with the attributes, except empty ones of a tensor that is not empty."""
     empty = not torch.Size(x.global_shape).numel()
     for start, at, shape in zip(x.global_offsets, x.local_offsets, x.local_sizes, strict=True):
         data = x.detach()
@@ -65,7 +65,7 @@ def carry(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def expect_valid(name: str, x: Any) -> None:
-    """Raise ``CheckpointError`` if the attributes of the tensor called ``name`` do not fit it, or each other."""
+    """Raise ``CheckpointError`` if the attributes of the tensor called ``name`` do not match it, or each other."""
     try:
         whole, starts, places, shapes = layout_of(x)
         boxes = [(starts, whole), (places, tuple(x.shape))]

@@ -1,7 +1,7 @@
-"""Pickles of others, read one instruction at a time: nothing is imported or called but what a reader knows by name.
+"""Reads untrusted pickles one instruction at a time: imports and calls only functions that a reader knows by name.
 
-Python's own unpickler in C allocates by the numbers in a file before it looks at them, and changes classes. This one
-takes memory in proportion to the bytes of the file. An instruction that is not listed here ends it.
+Python's own unpickler in C allocates by the numbers in a file before it checks them, and changes classes. This one
+takes memory in proportion to the bytes of the file. An instruction that is not listed here is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-_TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` knows
+_TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` accepts
     pickle.PROTO + pickle.MARK + pickle.GLOBAL + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET
     + pickle.LONG_BINGET + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1
     + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT + pickle.BINUNICODE + pickle.SHORT_BINSTRING
@@ -20,7 +20,7 @@ _TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` knows
 )  # fmt: skip
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # instructions of later protocols
 
-_ITEMS = 1 << 15  # copied by all calls at most, and one more for each byte of the pickle
+_ITEMS = 1 << 15  # most copied items of all calls, in addition to one for each byte of the pickle
 
 
 class _Instructions(dict[int, Any]):
@@ -29,13 +29,13 @@ class _Instructions(dict[int, Any]):
 
 
 class Name(str):
-    """The full name of a class or function in a pickle, which stands for it."""
+    """The full name of a class or function in a pickle, a placeholder for it."""
 
     __slots__ = ()
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Reads ``data`` by :meth:`load`. Raises: any exception, if something in it is not known."""
+    """Reads ``data`` by :meth:`load`. Raises any exception, if an instruction or a name is unknown."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         stream = io.BytesIO(data)
@@ -48,7 +48,7 @@ class BoundedUnpickler(pickle._Unpickler):
         self.pop_mark: Callable[[], list[Any]]
 
     def load(self) -> Any:
-        """Return what the pickle makes. Frames, which are for readers of streams, count for nothing."""
+        """Return the result of the pickle. Ignores frames, which are for readers of streams."""
         read, dispatch = self.read, self.dispatch
         while (code := read(1)) != pickle.STOP:
             dispatch[ord(code)](self)
@@ -76,19 +76,19 @@ class BoundedUnpickler(pickle._Unpickler):
                 self._count(value, levels - 1)
 
     def call(self, of: Any, given: Any) -> Any:
-        """Return what a function or class called ``of`` makes of arguments."""
+        """Return the result of a function or class called ``of`` for arguments."""
         raise NotImplementedError
 
     def build(self, made: Any, state: Any) -> None:
-        """Give an object that :meth:`call` has made a state."""
+        """Set the state of an object that :meth:`call` has made."""
         raise NotImplementedError
 
     def make_tuple(self, items: list[Any]) -> Any:
-        """Return a tuple that can be hashed and shown in little time: Python does both once for each way into it."""
+        """Return a tuple that can be hashed and printed quickly: Python does both once for each path into it."""
         raise NotImplementedError
 
     def set_items(self, of: Any, items: list[Any]) -> None:
-        """Put keys and values, one after the other, into a dict."""
+        """Set keys and values, one after the other, in a dict."""
         raise NotImplementedError
 
     def _tuple_of(self, count: int) -> None:

@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def wraps(x: Any) -> bool:
-    """Whether it is a tensor of a subclass that has no storage of its own."""
+    """Whether a value is a tensor of a subclass that has no storage of its own."""
     if type(x) in _PLAIN or not isinstance(x, torch.Tensor):
         return False
     if isinstance(x, DTensor):
@@ -34,7 +34,7 @@ def wraps(x: Any) -> bool:
 
 
 def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with storage that a tensor is made of; itself if it wraps none.
+    """Yield the tensors with storage in a tensor; the tensor itself if it wraps none.
 
     Yield nothing if it does not name its inner tensors.
     """
@@ -47,7 +47,7 @@ def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def form_of(x: torch.Tensor) -> str:
-    """Return all but the bytes of a tensor as text: its class, and dtypes and shapes of it and its inner tensors."""
+    """Return everything but the bytes of a tensor as text: its class, and dtypes and shapes of inner tensors."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     kind = f"{x.dtype} {[*x.shape]}"
     if not is_traceable_wrapper_subclass(x):
@@ -72,7 +72,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bits, whatever their strides and devices."""
     for dim, n in enumerate(x.shape):
-        if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all of them are the first
+        if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all elements equal the first
             x, y = x.narrow(dim, 0, 1), y.narrow(dim, 0, 1)
     return torch.equal(_bytes_of(x), _bytes_of(y))
 
@@ -92,6 +92,6 @@ def cloned(x: torch.Tensor) -> torch.Tensor:
 
 
 def owning(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose inner tensors lie in host memory, in storages without anything else; itself if they do."""
+    """Return a tensor whose inner tensors are in host memory, in storages of just their elements; itself if so."""
     own = all(each.is_cpu and each.untyped_storage().nbytes() == each.nbytes for each in inner_tensors(x))
     return x if own else cloned(x)

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes from, and report the skipped and refused ones."""
+"""Choose the checkpoint that a run resumes from, and report the skipped and refused checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagereg.checkpoint.store.located import nothing_in
 from stagereg.checkpoint.store.open_store import local_part, open_parent_store, open_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 
-RESUME = ("auto", "latest", "never")  # what `resume` may be beside the path of a checkpoint
+RESUME = ("auto", "latest", "never")  # values of `resume` besides the path of a checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ NOT_EXACT = "not exact"
 
 
 def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]:
-    """Reject inexact checkpoints, so that ``"auto"`` skips them. Raises: ``CheckpointError`` for another ``resume``."""
+    """Reject inexact checkpoints, so that ``"auto"`` skips them. Raises ``CheckpointError`` for another ``resume``."""
     found = []
     for each in listed:
         if each.manifest is None or not each.manifest.lacks or each.found.damages:
@@ -43,7 +43,7 @@ def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]
                 f"{each.manifest.lacks}. Resume from the newest exact checkpoint with "
                 f"{option('checkpoint.resume', 'auto')}; or from this one with {_exact(False)}."
             )
-        advice = f"To resume from the newest that is not exact, give {_exact(False)}.\n"
+        advice = f"To resume from the newest inexact checkpoint, give {_exact(False)}.\n"
         why = Rejection(NOT_EXACT, NOT_EXACT, f"it lacks {each.manifest.lacks}", advice=advice)
         found.append(replace(each, rejections=(*each.rejections, why)))
     return found
@@ -55,15 +55,15 @@ def no_reader(path: str) -> CheckpointError:
 
 
 def none_complete(root: str) -> CheckpointError:
-    """Return the error if ``resume="latest"`` finds nothing."""
+    """Return the error if ``resume="latest"`` finds no checkpoint."""
     return CheckpointError(
-        f"{option('checkpoint.resume', 'latest')}, but there is no complete checkpoint in {root}; "
+        f"{option('checkpoint.resume', 'latest')}, but there is no complete checkpoint in {root}. "
         f"{option('checkpoint.resume', 'auto')} starts from scratch."
     )
 
 
 def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
-    """Log that a resume is not exact. ``seeded``: generators, by rank that seeded them; ``names``: of the state."""
+    """Log that a resume is not exact. ``seeded``: generators, by the rank that seeded them; ``names``: of the state."""
     for each, missing in chosen.manifest.lost.items():
         if not missing:
             continue
@@ -71,7 +71,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
         new = [] if generators is None else generators.anew
         began = [name for name in missing if name in names and name not in new]
         how = f" Random numbers of rank {each}: {generators}." if generators else ""
-        how += f" As the program begins: {', '.join(began)}." if began else ""
+        how += f" Left as the program made them: {', '.join(began)}." if began else ""
         _log.warning(
             "The resume from step %d is not exact: %s was saved after rank %s had failed, and lacks %s of that rank.%s "
             "To repeat the steps since the newest exact checkpoint instead, add %s.",
@@ -84,15 +84,15 @@ def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
     for each in skipped if ranks.rank == 0 else ():
         if each.word != NOT_EXACT:
             hints = "".join(f"\n  {why.hint}" for why in each.rejections if why.hint)
-            _log.warning("%s is %s and skipped:\n%s%s", each.path, each.word, _indented(each), hints)
+            _log.warning("%s is %s and was skipped:\n%s%s", each.path, each.word, _indented(each), hints)
 
 
 def log_begin(
     restored: Checkpoint | None, asked: RestoreRequest, dir: object, source: str | os.PathLike[str] | None
 ) -> None:
-    """Log on rank 0 what a run resumes from, and where its checkpoints go, unless ``source`` chose the checkpoint.
+    """Log on rank 0 the checkpoint that a run resumes from, and its directory, unless ``source`` chose the checkpoint.
 
-    Raises: ``CheckpointError``, on all ranks, if there is nothing in ``source``.
+    Raises: ``CheckpointError``, on all ranks, if ``source`` has no checkpoint.
     """
     if asked.ranks.rank == 0:
         begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
@@ -103,7 +103,7 @@ def log_begin(
 
 
 def log_fallback(chosen: Checkpoint, passed: Sequence[Candidate], ranks: RankGroup) -> None:
-    """Log on rank 0 how many steps are lost since newer checkpoints were skipped."""
+    """Log on rank 0 how many steps the run repeats because newer checkpoints were skipped."""
     if not passed or ranks.rank != 0:
         return
     step = chosen.manifest.step
@@ -112,40 +112,39 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Candidate], ranks: RankGro
             _log.warning("Skipped step %s, which is %s (%s): %s", each.step, each, _exact(True), each.path)
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    done = "repeated" if newest.word == NOT_EXACT else "lost"
-    text = f"{newest.word}{f': {lost} step' + ('s are' if lost > 1 else ' is') + f' {done}' if lost else ''}"
-    _log.warning("Resumed from step %d, NOT from step %s, which is %s.", step, newest.step, text)
+    repeated = f": {lost} step{'s are' if lost > 1 else ' is'} repeated" if lost else ""
+    _log.warning("Resumed from step %d instead of step %s%s.", step, newest.step, repeated)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
 def nothing_good(root: str, skipped: Sequence[Candidate]) -> CheckpointError:
-    """Return the error if no checkpoint is good; ``root`` is the directory, or the directory of the tier."""
+    """Return the error if no checkpoint is valid; ``root`` is the directory, or the directory of the tier."""
     names = [each.found.name if os.path.dirname(each.path) == root else each.path for each in skipped]
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
     words = {each.word for each in skipped}
     reasons = sorted((why for each in skipped for why in each.rejections), key=lambda why: why.word == NOT_EXACT)
     how = "".join(dict.fromkeys(why.advice for why in reasons))
-    put_back = "Put back what is missing, or " if "damaged" in words else "Else "
-    good, command = ("exact", "ls") if words == {NOT_EXACT} else ("good", "verify")
+    put_back = "Restore the missing files, or " if "corrupt" in words else "Otherwise "
+    good, command = ("exact", "ls") if words == {NOT_EXACT} else ("valid", "verify")
     text = (
-        f"There are checkpoints in {root}, and none of them is {good}:\n"
-        f"{every}\n{how}Starting from scratch would abandon the run, so no step was taken. {put_back}start from "
-        f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` shows them "
-        "again."
+        f"There are checkpoints in {root}, but none of them is {good}:\n"
+        f"{every}\n{how}No step was taken, because starting from scratch would abandon the run. {put_back}start from "
+        f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` lists the "
+        "checkpoints again."
     )
     return CheckpointError(text) if good == "exact" else CorruptCheckpointError(text)
 
 
 def not_that_one(resume: str, damaged: Candidate) -> CorruptCheckpointError:
-    """Return the error if the checkpoint that ``resume`` names is not good."""
-    what = f"it is damaged:\n{_indented(damaged)}\n"
+    """Return the error if the checkpoint that ``resume`` names is not valid."""
+    what = f"it is corrupt:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.found.damages.values()) == {"missing"}:
         there = local_part(damaged.path) is None or os.path.exists(damaged.path)
-        what = f"there is no {MANIFEST} in it. " if there else "it is not there. "
+        what = f"it has no {MANIFEST}. " if there else "it does not exist. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
     return CorruptCheckpointError(
-        f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` shows which are good."
+        f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` lists the valid checkpoints."
     )
 
 
@@ -182,4 +181,4 @@ def path_named(store: CheckpointStore, name: str) -> str:
         return inside
     if not os.path.lexists(inside) and store.look(inside).manifest is None:
         return here
-    raise CheckpointError(f"{name} is both in {store.root} and in the working folder: write which, {inside} or {here}")
+    raise CheckpointError(f"{name} is in {store.root} and in the working folder. Give the path: {inside} or {here}.")

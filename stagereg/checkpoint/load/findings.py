@@ -1,4 +1,4 @@
-"""What the ranks have found of a checkpoint before they load it: corrupt files, and entries that fit nothing."""
+"""The results of the ranks' check of a checkpoint before loading: corrupt files, and entries that fit no object."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from stagereg.checkpoint.format.manifest import Checkpoint
 
 
 class ScanResult(NamedTuple):
-    """What a rank sends: what it found of its share of the files, whether it can load, and what is left of entries."""
+    """The message of one rank: results for its portion of the files, whether it can load, and unmatched entries."""
 
     marks: dict[str, Found]
     can_load: bool = True
     left: Mapping[str, Sequence[str]] = {}
-    missing: Sequence[str] = ()  # parameters that were not saved, and may be missing
-    unused: Sequence[str] = ()  # of ``allow_missing``, what is nothing of this rank
-    corrupt: str = ""  # why no copy that this rank can reach is good, if reading has shown that
+    missing: Sequence[str] = ()  # parameters without saved values that ``allow_missing`` permits
+    unused: Sequence[str] = ()  # names of ``allow_missing`` that match nothing of this rank
+    corrupt: str = ""  # why no copy that this rank can reach is valid, if reading has shown that
 
 
 class MergedScan(NamedTuple):
-    """What all ranks have found: what is wrong with the files, whether one cannot load, and what none of them takes."""
+    """The results of all ranks: errors of the files, whether a rank cannot load, and entries that no rank takes."""
 
     unclear: list[str]
     missed: list[tuple[int, str]]
@@ -34,7 +34,7 @@ class MergedScan(NamedTuple):
 
 
 def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[ScanResult]) -> MergedScan:
-    """Put together what the ranks have sent; on rank 0."""
+    """Merge the messages of the ranks. On rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
     unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, InaccessibleFile)]
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]

@@ -1,4 +1,4 @@
-"""Whether objects take what was saved, decided before anything is written into one of them."""
+"""Check whether objects accept the saved state, before anything is written into one of them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from stagereg.checkpoint.state.nested import is_module_state, state_dicts
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, MissingEntryError, listed
 
-_LISTS = ("_schedulers", "lr_lambdas")  # states of schedulers and functions that a scheduler passes on, one by one
-_DATA_PARALLEL = "module."  # what DataParallel and DistributedDataParallel put before names
+_LISTS = ("_schedulers", "lr_lambdas")  # states that a scheduler passes to its schedulers and functions one by one
+_DATA_PARALLEL = "module."  # prefix that DataParallel and DistributedDataParallel add to names
 
 
 def select_of_modules(
     name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool, name_map: NameMap
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what modules take of the entry called ``name``, and the rest of it. Raises: ``CheckpointError``.
+    """Return the values that modules take of the entry ``name``, and the rest of it. Raises: ``CheckpointError``.
 
-    ``exact``: they load as torch's own modules do, so everything must fit.
+    ``exact``: the modules load as torch's own modules do, so everything must match.
     """
     if not isinstance(structure, Mapping):
-        raise CheckpointError("it is no state of a module")
+        raise CheckpointError("it is not the state of a module")
     live, extra = module_state.state_of(modules), module_state.extra_states(modules)
     taken = dict.fromkeys([*(key for key in live if not module_state.is_extra_state(key)), *extra])
     structure = _without_wrappers(structure, name_map.possible(name, taken))
@@ -54,7 +54,7 @@ def select_of_modules(
     if exact or module_state.has_flat_parameters(modules):
         missing = [key for key in missing if key not in may_miss]
         wrong, converts = _misfits(name, live, missing, own, rest, cast)
-        more = f". If that was meant, {option('checkpoint.restore.cast', True)} converts them" if converts else ""
+        more = f". If that is intended, {option('checkpoint.restore.cast', True)} converts them" if converts else ""
         if wrong:
             proposed = advice(name, missing, rest, own, partial(_is_alike, live, rest, cast))
             raise CheckpointError(f"{'; '.join(wrong)}{more}{proposed}")
@@ -62,7 +62,7 @@ def select_of_modules(
 
 
 def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Any]:
-    """Return the state of a module without what wrappers put into names, as :func:`plain_names`."""
+    """Return the state of a module without the prefixes that wrappers add to names, as :func:`plain_names`."""
     plain = plain_names(saved, wanted)
     if [*plain] == [*plain.values()]:
         return saved
@@ -74,7 +74,7 @@ def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str
 
 
 def plain_names(saved: Iterable[str], wanted: set[str]) -> dict[str, str]:
-    """Return saved names without what wrappers put into them, if more of ``wanted`` is among these, by the saved ones.
+    """Return the saved names without wrappers' prefixes, by the saved names, if more of ``wanted`` match then.
 
     torch's ``state_dict()`` of a wrapped module has ``module.`` before all names, or ``_orig_mod`` in some.
     """
@@ -98,7 +98,7 @@ def _misfits(
     rest: Mapping[str, Any],
     cast: bool,
 ) -> tuple[list[str], bool]:
-    """Return all that is not saved, or otherwise than it is here; and whether only dtypes that can be cast differ."""
+    """Return all parameters that are missing or differ, and whether they differ only in dtypes that can be cast."""
     other: list[str] = []
     unfilled, converts = [], True
     for key, leaf in saved.items():
@@ -106,21 +106,21 @@ def _misfits(
         if not isinstance(here, torch.Tensor) or module_state.is_extra_state(key):
             continue
         if not isinstance(leaf, Leaf):
-            other.append(f"{key} (a {type(leaf).__name__} in it, a tensor here)")
+            other.append(f"{key} (a {type(leaf).__name__} in the checkpoint, a tensor here)")
             converts = False
         elif (there := _kind_of(leaf)) is not None:
             wanted = entries.TensorKind(here.dtype, there.shape) if is_lazy(here) else entries.TensorKind.of(here)
             if leaf.stored.is_subclass != wraps(here):
                 converts = False
                 own = name_of(here) if wraps(here) else wanted
-                other.append(f"{key} ({there}{' of a subclass' * leaf.stored.is_subclass} in it, {own} here)")
+                other.append(f"{key} ({there}{' of a subclass' * leaf.stored.is_subclass} saved, {own} here)")
             elif not there.fits(wanted, cast):
                 converts &= there.fits(wanted, True)
-                other.append(f"{key} ({there} in it, {wanted} here)")
+                other.append(f"{key} ({there} in the checkpoint, {wanted} here)")
         if why := module_state.unfilled(here):
             unfilled.append(f"'{name}.{key}' {why}")
-    wrong = [f"{len(missing)} missing in it: {listed(missing)}"] if missing else []
-    wrong += [f"{len(rest)} in it that are not here: {listed(sorted(rest))}"] if missing and rest else []
+    wrong = [f"{len(missing)} missing in the checkpoint: {listed(missing)}"] if missing else []
+    wrong += [f"{len(rest)} in the checkpoint but not here: {listed(sorted(rest))}"] if missing and rest else []
     wrong += [f"{len(other)} of another shape or dtype: {listed(other)}"] if other else []
     wrong += unfilled[:1]
     return wrong, bool(other and converts and not missing and not unfilled)
@@ -141,12 +141,12 @@ def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> Non
     own = {key: saved[key] for key in value if key in saved}
     wrong, _ = _misfits(name, value, missing, own, rest, cast)
     if rest and not missing:
-        wrong.append(f"{len(rest)} in it that are not here: {listed(sorted(rest))}")
+        wrong.append(f"{len(rest)} in the checkpoint but not here: {listed(sorted(rest))}")
     if wrong:
         raise CheckpointError(
             f"{'; '.join(wrong)}. {name!r} is the state dict of a module here, and restore() would change that dict "
             "and leave the module as it is. Put the module itself into the state, as in {'model': model}: restore() "
-            "then fits names that wrappers such as torch.compile have changed, and has options for renamed layers"
+            "then handles names that wrappers such as torch.compile have changed, and has options for renamed layers"
         )
 
 
@@ -155,9 +155,9 @@ def not_filled(path: str, value: Any, structure: Any, cast: bool) -> Iterator[st
     if isinstance(value, torch.Tensor):
         there = _kind_of(structure)
         if structure is None:
-            yield f"{path} (missing in it)"
+            yield f"{path} (missing in the checkpoint)"
         elif there and value.numel() and not wraps(value) and not there.fits(entries.TensorKind.of(value), cast):
-            yield f"{path} ({there} in it, {entries.TensorKind.of(value)} here)"
+            yield f"{path} ({there} in the checkpoint, {entries.TensorKind.of(value)} here)"
     elif isinstance(value, dict) and (structure is None or isinstance(structure, Mapping)):
         for key, item in value.items():
             yield from not_filled(f"{path}.{key}", item, (structure or {}).get(key), cast)
@@ -178,24 +178,24 @@ def _kind_of(saved: Any) -> entries.TensorKind | None:
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
-    """Raise ``CheckpointError`` if an object surely refuses a state; ``rank`` as :func:`.placing.assign` has it."""
+    """Raise ``CheckpointError`` if an object surely refuses a state; ``rank`` as in :func:`.placing.assign`."""
     if isinstance(value, GeneratorState):
         value.expect_loadable(structure)
     elif isinstance(value, ResumableSampler) and isinstance(structure, list):
-        copy.copy(value).load_state_dicts(structure, rank)  # which sets attributes alone
+        copy.copy(value).load_state_dicts(structure, rank)  # sets only attributes
     elif is_stateful(value) and type(value).__module__.startswith("torch."):
         live = value.state_dict()
         if live and structure == {}:
-            raise MissingEntryError("the state dict is empty, as of an object that was turned off")
+            raise MissingEntryError("the state dict is empty, as saved from an object that was disabled")
         if isinstance(live, Mapping) and not isinstance(structure, Mapping):
             raise CheckpointError(f"it is not the state of a {type(value).__name__}")
         for key in _LISTS if isinstance(value, LRScheduler) else ():
             there, here = structure.get(key, ()), live.get(key, ())
             if len(there) != len(here):
-                raise CheckpointError(f"{key} has {len(there)} items in it, and {len(here)} here")
+                raise CheckpointError(f"{key} has {len(there)} items in the checkpoint, but {len(here)} here")
         there, here = (len(each.get("base_lrs", ())) for each in (structure, live))
-        if isinstance(value, LRScheduler) and there != here:  # torch would leave the others without a schedule
+        if isinstance(value, LRScheduler) and there != here:  # torch would leave the other groups without a schedule
             raise MissingEntryError(
-                f"it is of {there} groups of parameters, and the optimizer here has {here}. Put new parameters into a "
-                "group that there was"
+                f"it has {there} groups of parameters, but the optimizer here has {here}. Put new parameters into an "
+                "existing group"
             )

@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint, and how the objects of a state take it."""
+"""The data that one rank reads from a checkpoint, and how the objects of a state take it."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """What this rank takes of a checkpoint; all methods run on the training thread, and none is collective.
+    """The part of a restore that runs on this rank; all methods run on the training thread, and none is collective.
 
     ``once``: whether :meth:`prepare` leaves all bytes to :class:`.SharedReader`. ``twins`` is from
     :func:`.seeding.lowest_twins`. ``touched``: whether objects have changed in part, so that all of them need a value.
     """
 
     files: CheckpointFiles  # of the checkpoint, from :meth:`prepare` on
-    transfer: Transfer  # what goes straight into the objects; with ``once`` all, which is read before :meth:`assign`
+    transfer: Transfer  # data read straight into objects; with ``once`` all data, which is read before :meth:`assign`
 
     def __init__(
         self, chosen: Checkpoint, asked: RestoreRequest, once: bool, twins: Mapping[str, list[int]], touched: bool
     ) -> None:
         self._chosen, self._asked, self._once, self._twins, self._touched = chosen, asked, once, twins, touched
         self._found: dict[str, Any] = {}
-        self._seeding: seeding.Seeding | None = None  # if the checkpoint has no generators of this rank
-        self._sources: dict[int, str] = {}  # by rank, the generators that it reads instead
-        # By entry what this rank does not take of it, by the names of parameters.
+        self._seeding: seeding.Seeding | None = None  # set if the checkpoint has no generators of this rank
+        self._sources: dict[int, str] = {}  # generators that this rank reads instead, by their rank
+        # Parts of entries that this rank does not take, by entry and by the names of parameters.
         self.left: dict[str, dict[str, Any]] = {}
         self.names = NameMap(asked.rename, asked.allow_missing)
-        self.missing: Sequence[str] = ()  # parameters of all ranks that stay as they are
+        self.missing: Sequence[str] = ()  # parameters of all ranks that stay as the program made them
 
     def prepare(self, files: CheckpointFiles) -> None:
-        """Read all that does not go straight into the objects from ``files``."""
+        """Read from ``files`` all data that does not go straight into the objects."""
         chosen, asked = self._chosen, self._asked
         self.files = files
         files.match(asked.state, asked.names, self.names)
@@ -63,7 +63,7 @@ class Loading:
         self._read()
 
     def take_rests(self, found: MergedScan) -> None:
-        """Take what is left of entries on all ranks as well, where an object may want it."""
+        """Take the parts of entries that no rank has taken, if an object accepts them."""
         if found.unused:
             raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():
@@ -86,13 +86,13 @@ class Loading:
                 rng.expect_valid(fill(self._found[entries.rng_name(self._asked.ranks.rank)]))
 
     def assign(self) -> seeding.Seeded | None:
-        """Have the objects take what was read, and read the rest into them; return the generators that it seeds."""
+        """Give the objects their values, and read the rest into them; return the generators that were seeded."""
         saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None
         own = [name for name in state if name not in self._found]
         new = [name for name in own if self.names.may_miss(name)]
         if (begun := [*new, *self.missing]) and ranks.rank == 0:
-            _log.warning("%s has nothing for %s: begun from scratch.", self._chosen.path, listed(begun))
+            _log.warning("%s has nothing for %s: started from scratch.", self._chosen.path, listed(begun))
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
         if ranks.rank == 0:
@@ -116,16 +116,16 @@ class Loading:
         if self._seeding is None:
             try:
                 rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
-            except CheckpointError as error:  # of a checkpoint that is read once; else :meth:`_read` has found it
+            except CheckpointError as error:  # if a checkpoint is read once; otherwise :meth:`_read` has raised it
                 raise CheckpointError(placing.changed_in_part(error)) from error
             return None
         saved = {each: fill(self._found[name]) for each, name in self._sources.items()}
         seeded = self._seeding.apply(state, self._found, saved)
         if rank is None and ranks.rank == 0:
             own = [name for name in own if name not in new and name not in seeded.anew]
-            more = f"; {', '.join(own)} (each rank's own) stay as they are" if own else ""
+            more = f"; {', '.join(own)} (each rank's own) stay as the program made them" if own else ""
             by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
             seed = "the checkpoint" if saved_size else "the seed of the program"
-            text = "%s is %s: random numbers start anew, seeded from %s, the step and the rank%s."
+            text = "%s is %s: random numbers do not continue; they are seeded from %s, the step and the rank%s."
             _log.warning(text, self._chosen.path, by, seed, more)
         return seeded

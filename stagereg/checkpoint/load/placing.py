@@ -1,7 +1,7 @@
-"""Where saved values go: the entries of a checkpoint put back into the caller's objects and values.
+"""Where saved values go: gives the entries of a checkpoint to the caller's objects and values.
 
-:func:`find` selects what each object takes, as leaves that are not read yet; :func:`pair_live` gives the leaves the
-tensors to read into; :func:`assign` loads them. An entry that does not fit is refused before anything is read.
+:func:`find` selects the leaves that each object takes, which are not read yet; :func:`pair_live` gives the leaves the
+tensors to read into; :func:`assign` loads them. An entry that does not match is refused before anything is read.
 """
 
 from __future__ import annotations
@@ -44,57 +44,57 @@ _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
 _RANKS_OWN = re.compile(r"\.rank\d+$")
 _MORE_GROUPS = (
     ". No group of the optimizer here has these parameters. If the run that saved them added a group, call "
-    "optimizer.add_param_group(...) as that run did, before restore()"
+    "optimizer.add_param_group(...) before restore(), as that run did"
 )
 
 
 def refusal(name: str, why: str) -> str:
-    """Return the message about an entry that does not fit, and what to do."""
+    """Return the message about an entry that does not match, with advice."""
     return (
-        f"{name!r} does not take what was saved under its name: {why.rstrip('.')}. If the checkpoint is another "
-        f"model's, give this one a directory of its own, {option('checkpoint.dir', 'PATH')}, or start from scratch "
+        f"{name!r} does not accept its saved state: {why.rstrip('.')}. If the checkpoint is of "
+        f"another model, give this run its own directory, {option('checkpoint.dir', 'PATH')}, or start from scratch "
         f"with {option('checkpoint.resume', 'never')}"
     )
 
 
 def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
-    """Return the message about an object that refused its state when ``changed`` had theirs."""
+    """Return the message about an object that refused its state after the objects ``changed`` had taken theirs."""
     others = [each for each in changed if each != name]
     more = f" Objects that were restored before it have changed: {listed(others)}." if others else ""
     return (
-        f"{refusal(name, why)}. {name!r} may have changed in part.{more} Restore another checkpoint, or start again, "
-        "before you train with them"
+        f"{refusal(name, why)}. {name!r} may have changed in part.{more} Do not train with them: restore another "
+        "checkpoint, or start the program again"
     )
 
 
 def changed_in_part(error: Exception) -> str:
-    """Return the message about a restore that failed while objects were taking what was read."""
+    """Return the message about a restore that failed while objects were taking values."""
     return (
-        f"{error}. The objects have changed in part: restore another checkpoint, or start again, before you train with "
-        "them"
+        f"{error}. The objects have changed in part. Do not train with them: restore another checkpoint, or start the "
+        "program again"
     )
 
 
 def from_scratch(name: str) -> str:
-    """Return the way out where nothing was saved for an entry."""
+    """Return the advice if nothing was saved for an entry."""
     return f"To begin {name!r} alone from scratch, add {option('checkpoint.restore.allow_missing', [name])}"
 
 
 def find(
     files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name_map: NameMap
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the structures of what the objects and values of a state take. Each rank on its own.
+    """Return the structures that the objects and values of a state take. Each rank on its own.
 
-    ``name_map`` has what is renamed and what may be missing. Where the checkpoint was saved without this rank, values
-    that only this rank had may be missing.
+    ``name_map`` has the renamed names, and the names that may be missing. If the checkpoint was saved without this
+    rank, values that only this rank had may be missing.
 
     Returns:
-        By name what :func:`assign` takes, with leaves that are not read yet; under :func:`.rng_name` the random number
-        generators of this rank, if as many ranks wrote it. And by name the parameters that this rank does not take.
+        By name the argument of :func:`assign`, with leaves that are not read yet; under :func:`.rng_name` the random
+        number generators of this rank, if equally many ranks saved. And by name the parameters that this rank skips.
 
     Raises:
-        CheckpointError: an entry is missing or of another kind; modules and optimizers do not take it; a position in
-            data was saved by another number of ranks.
+        CheckpointError: an entry is missing or of another kind; modules and optimizers do not accept it; or a data
+            loader's state was saved with another world size.
     """
     state, size = asked.state, chosen.manifest.world_size
     rank = asked.ranks.rank if size == asked.ranks.size else None  # in the checkpoint
@@ -111,7 +111,7 @@ def find(
                 continue
             structure = _structure(files, name, rank)
             if structure == {} and name_map.may_miss(name):
-                continue  # as of a GradScaler that was off
+                continue  # for example a GradScaler that was disabled
             with _refusing(name):
                 found[name], left[name] = _taken(asked, name, structure, name_map)
         except MissingEntryError:
@@ -148,7 +148,7 @@ def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of plain values that were saved beside objects in a container, which does not have them yet."""
+    """Return the names of saved plain values in a container with objects, if the container does not have them yet."""
     names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
     names = [name for name in names if not _RANKS_OWN.search(name)]
     structures = {name: files.structure(name) for name in names}
@@ -160,14 +160,14 @@ def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
 
 
 def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Add the plain values of ``found`` that containers of ``state`` do not have yet, to be restored."""
+    """Add to containers of ``state`` the plain values of ``found`` that they lack, so that these are restored."""
     if isinstance(state, NestedState):
         for name in filter(state.takes, found):
             state.add(name)
 
 
 def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name: str) -> Any | None:
-    """Return what this rank takes of what each rank has for itself; ``None`` if nothing."""
+    """Return the value that this rank takes of a per-rank entry; ``None`` if there is none."""
 
     def of(rank: int) -> Any:
         own = entries.rank_name(name, rank)
@@ -183,10 +183,10 @@ def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name
     if isinstance(asked.state[name], entries.PerRank):
         return None
     raise CheckpointError(
-        f"{name!r} is a position in data that each of {saved_size} ranks had for itself, and there are {size} now: a "
-        f"{type(value).__name__} goes on with as many ranks only. Start {saved_size}; or leave it where it is, at the "
-        f"beginning of its data, by stagereg.per_rank({name}). A stagereg.data.ResumableSampler goes on with any "
-        "number of ranks."
+        f"{name!r} is the state of a data loader that each of {saved_size} ranks saved, and the world size is "
+        f"now {size}: a {type(value).__name__} can only resume with as many ranks. Start {saved_size} ranks; or start "
+        f"its data from the first sample with stagereg.per_rank({name}). A stagereg.data.ResumableSampler resumes with "
+        "any number of ranks."
     )
 
 
@@ -198,14 +198,14 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
         if outer in there and (inner := find_inside(files.structure(outer, rank), keys)) is not NOTHING:
             return inner
     if entries.rank_name(name, 0) in there:
-        raise CheckpointError(f"{name!r} was saved by each rank for itself: restore it into per_rank({name}).")
+        raise CheckpointError(f"{name!r} was saved per rank: restore it into per_rank({name}).")
     others = sorted(other for other in there if not other.startswith(f"{entries.RESERVED}."))
     only = f"only {listed(others)}.{nearest(name, others)} {from_scratch(name)}"
-    raise MissingEntryError(f"There is no {name!r} in it, {only}.")
+    raise MissingEntryError(f"The checkpoint has no {name!r}, {only}.")
 
 
 def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) -> tuple[Any, dict[str, Any]]:
-    """Return what this rank takes of an entry, and the rest of it."""
+    """Return the part of an entry that this rank takes, and the rest of it."""
     state, value = asked.state, entries.value_of(asked.state, name)
     if modules := module_state.modules_of(value):
         return fits.select_of_modules(name, modules, structure, _are_torchs_own(modules), asked.cast, name_map)
@@ -239,19 +239,19 @@ def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) 
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Give the rest of an entry to a module that loads it by itself. Raises: ``CheckpointError`` otherwise."""
+    """Give the rest of an entry to a module with its own loading method. Raises: ``CheckpointError`` otherwise."""
     modules = module_state.modules_of(state[name])
     if modules and not _are_torchs_own(modules):
         structure.update(rest)
     elif rest:
-        more = "" if modules else _MORE_GROUPS
-        raise CheckpointError(refusal(name, f"{len(rest)} in it that nothing here takes: {listed(sorted(rest))}{more}"))
+        why = f"{len(rest)} in the checkpoint but not here: {listed(sorted(rest))}"
+        raise CheckpointError(refusal(name, why + ("" if modules else _MORE_GROUPS)))
 
 
 def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
-    """Give the leaves of a structure the tensors of the object or value that is to take it, and return the leaves.
+    """Give the leaves of a structure the tensors of the object or value that takes it, and return the leaves.
 
-    A parameter stands for optimizer state that does not exist yet. Tensors may be written in place only if torch would
+    A parameter stands for optimizer state that does not exist yet. Tensors are written in place only if torch would
     do the same. With ``asked.cast`` leaves get the floating-point dtype of these tensors.
     """
     state, names, found = asked.state, asked.names, list(marks(structure))
@@ -261,7 +261,7 @@ def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
     each = [*modules, *optimizers] or [value]
     live = entries.current_value(state, name, names)
-    if modules:  # extra state is given to the module as it was saved
+    if modules:  # modules get their extra state as it was saved
         live = {key: each for key, each in live.items() if not module_state.is_extra_state(key)}
     _pair(structure, live, _are_torchs_own(each), asked.cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
@@ -291,22 +291,22 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
 
 
 def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, Any], cast: bool) -> None:
-    """Log the tensors of plain values that a restore of the checkpoint ``path`` leaves as they are."""
+    """Log the tensors of plain values that a restore of the checkpoint ``path`` does not fill."""
     values = {name: entries.value_of(state, name) for name in found if name in state}
     plain = {name: x for name, x in values.items() if not (module_state.modules_of(x) or is_stateful(x))}
     lost = [each for name, value in plain.items() for each in fits.not_filled(name, value, found[name], cast)]
     if lost:
         _log.warning(
             "stagereg: the state has tensors that %s does not fill: %s. restore() replaces them in their dicts, or "
-            "drops them, and a module or a variable that has them keeps their values. If they are the weights of a "
+            "drops them; a module or a variable that refers to them keeps their values. If they are the weights of a "
             "module, put the module itself into the state, as in {'model': model}.",
             *(path, listed(lost)),
         )
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
-    """Return the merger of the plain values of ``state``, which have been read. Raises: as :func:`.differing`."""
-    own = sharing.buffers_of_ranks(state)  # these change the memory of their modules
+    """Return the merger of the plain values of ``state``, which have been read. Raises as :func:`.differing`."""
+    own = sharing.buffers_of_ranks(state)  # entries that change the memory of their modules
     modules, plain = written(state, {name: each for name, each in found.items() if name not in own})
     exact = {name: _are_torchs_own(module_state.modules_of(entries.value_of(state, name))) for name in modules}
     return sharing.Merger(sharing.differing(modules, exact, plain))
@@ -314,7 +314,7 @@ def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger
 
 def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
     if isinstance(structure, Leaf):
-        if isinstance(live, torch.Tensor) and not is_lazy(live):  # a lazy one gets its memory from load_state_dict
+        if isinstance(live, torch.Tensor) and not is_lazy(live):  # a lazy tensor gets memory in load_state_dict
             structure.live = live
             stored, wanted = structure.stored, entries.TensorKind.of(live)
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
@@ -341,12 +341,12 @@ def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
             continue
         there, here = form_of(leaf.value), form_of(leaf.live)
         if there != here:
-            kinds = f"{there} in it, and {here} here"
+            kinds = f"{there} in the checkpoint, but {here} here"
             raise CheckpointError(refusal(name, f"{leaf.name!r:.100} is {kinds}"))
 
 
 def _is_plain(live: torch.Tensor) -> bool:
-    """Whether bytes can go straight into the memory of a tensor."""
+    """Whether bytes can be read straight into the memory of a tensor."""
     x = entries.local_part(live)
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
 
@@ -356,7 +356,7 @@ def _are_torchs_own(values: Iterable[Any]) -> bool:
 
 
 def _is_torchs_own(value: Any) -> bool:
-    """Whether the state of an object is its tensors themselves, and taking it only copies into them."""
+    """Whether the state of an object consists of its tensors, and loading only copies into them."""
     if isinstance(value, Optimizer):
         return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
     if isinstance(value, torch.nn.Module):
@@ -379,20 +379,20 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
 def assign(
     asked: RestoreRequest, name: str, structure: Any, merger: sharing.Merger, rank: int | None, missing: Sequence[str]
 ) -> None:
-    """Load one entry, which was read, into ``state[name]``: into the object in place, or in place of the plain value.
+    """Load one entry, which was read, into ``state[name]``: into the object in place, or instead of the plain value.
 
-    ``rank`` is this rank, if as many ranks saved the entry. ``missing`` names of modules stay as they are.
+    ``rank`` is this rank, if equally many ranks saved the entry. ``missing`` names of modules stay as they are.
 
     Raises:
         CheckpointError: a tensor is still on the meta device, where torch loads nothing and raises nothing; or the
-            object has changed the form of a tensor that wraps others. And what the object raises.
+            object has changed the form of a tensor that wraps others. Also any error of the object.
     """
     state, names, value = asked.state, asked.names, entries.value_of(asked.state, name)
     read = [*marks(structure)]
     loaded = fill(structure)
     wrapped = {path: x for path, x in leaves(loaded, name) if wraps(x)}
-    if is_position(value):  # whose state would start a loader's workers
-        if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # of plain torch there is one
+    if is_position(value):  # reading its state would start the workers of a loader
+        if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # plain torch has one state
             value.load_state_dicts(loaded, rank)
         else:
             value.load_state_dict(loaded)
@@ -419,5 +419,5 @@ def assign(
         shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
             raise CheckpointError(
-                f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
+                f"{path!r} is on the meta device, which has no memory. Allocate memory first, for example by to_empty()"
             )

@@ -1,8 +1,8 @@
 """Reads the first save of a storage back before the checkpoint is committed, as a restore would read the checkpoint.
 
 A storage of another package may write files that its own reader cannot read, or reads as other values. Without this
-check, a run would find that when it needs the checkpoint. Rank 0 compares the metadata of all entries, and the bytes of
-a bounded number of entries with the CRC-32 of the values that each rank gave to the storage.
+check, a run would detect that only when it needs the checkpoint. Rank 0 compares the metadata of all entries, and the
+bytes of some entries with the CRC-32 of the values that each rank gave to the storage.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _UNREAD = 0xA5
 def read_back(
     storage: Storage, path: str, index: bytes, sizes: Mapping[str, int], written: Mapping[Written, int]
 ) -> None:
-    """Raise ``CheckpointError`` if ``storage`` does not read what was given to it.
+    """Raise ``CheckpointError`` if ``storage`` does not read the values that it was given.
 
     Args:
-        storage: wrote the files.
-        path: of the files, which are not committed yet.
+        storage: the storage that wrote the files.
+        path: directory of the files, which are not committed yet.
         index: the content of the index.
         sizes: of the files, by name.
-        written: the CRC-32 that the ranks took.
+        written: the CRC-32 values that the ranks computed.
     """
     reads = getattr(storage, "wraps", None) or storage
     with _Files(path, Index.loads(index, sizes), reads) as files:
@@ -48,20 +48,20 @@ def read_back(
         except _NotReadError as error:
             name = name_of(storage) if reads is storage else type(storage).__qualname__
             raise CheckpointError(
-                f"the storage {name!r} does not read back what it wrote: {error}. The first save of a "
-                "storage of another package is read back before it is committed, so nothing was committed. Try the "
-                f"storage with stagereg.testing.StorageContract; {choice('storage', 'dcp')} is read by stagereg itself"
+                f"the storage {name!r} does not read back the values that it wrote: {error}. Nothing was committed: "
+                "the first save of a storage of another package is read back before its commit. Test the "
+                f"storage with stagereg.testing.StorageContract, or use {choice('storage', 'dcp')} of stagereg"
             ) from error.__cause__
 
 
 class _NotReadError(Exception):
-    """The name of an entry, and how it differs."""
+    """The name of an entry, and its difference."""
 
 
 class _Files(CheckpointFiles):
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         for x in wanted.values():
-            if isinstance(x, torch.Tensor):  # new memory may hold the very bytes that a reader leaves out
+            if isinstance(x, torch.Tensor):  # new memory may hold the same bytes that a reader leaves out
                 torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage()).fill_(_UNREAD)
         super()._read_elsewhere(wanted)
 
@@ -70,7 +70,7 @@ class _Files(CheckpointFiles):
 
 
 def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> None:
-    """Compare dtype and shape of the entries that only the storage's own reader reads."""
+    """Compare dtype and shape of the entries that only the reader of the storage can read."""
     if not leaves:
         return
     try:
@@ -81,12 +81,12 @@ def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> Non
         entry: Any = found.get(leaf.name)
         stored = leaf.stored
         if entry is None:
-            raise _wrong(leaf.name, "is not in the metadata that its reader returns")
+            raise _wrong(leaf.name, "is missing in the metadata that its reader returns")
         is_tensor = isinstance(entry, TensorStorageMetadata)
         have = (entry.properties.dtype, entry.size) if is_tensor else (None, torch.Size())
         if have != (stored.dtype, stored.shape):
             shown = [f"{dtype} {[*shape]}" if dtype else "an object" for dtype, shape in (have, stored[:2])]
-            raise _wrong(leaf.name, f"is {shown[0]} in the metadata that its reader returns, and not {shown[1]}")
+            raise _wrong(leaf.name, f"should be {shown[1]}, but is {shown[0]} in the metadata that its reader returns")
 
 
 def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Mapping[Written, int]) -> None:
@@ -109,7 +109,7 @@ def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Map
             value = leaf.value if leaf.stored.dtype is None else digest(leaf.value[box])
             if value != (given := written[leaf.name, start, shape]):
                 where = f" from {[*start]} on" if any(start) else ""
-                raise _wrong(leaf.name, f"has other bytes{where} (CRC-32 {value:08x}, and {given:08x} was given)")
+                raise _wrong(leaf.name, f"has other bytes{where} (CRC-32: expected {given:08x}, got {value:08x})")
 
 
 def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf], error: Exception) -> _NotReadError:

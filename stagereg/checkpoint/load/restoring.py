@@ -1,13 +1,13 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists the candidates of all sources. The first one without a rejection, and with good files, is restored. Each
-rank reads its share of the files (of the files of its machine, if each machine has a disk of its own) and compares the
-content with the manifest. A file that cannot be accessed is an error, not damage. Every rank opens and reads what does
-not go straight into a live tensor; then the ranks agree, and no object changes before.
+Rank 0 lists the candidates of all sources. The ranks restore the first candidate that has no rejection and no corrupt
+file. Each rank reads its portion of the files (of the files of its machine, if each machine has its own disk) and
+compares the content with the manifest. A file that cannot be accessed is an error, not corruption. Every rank opens and
+reads the entries that do not go straight into a live tensor; then the ranks agree, and no object changes before that.
 
-From an object store or a network file system one rank reads each byte, and checks it on the way
-(:class:`.SharedReader`), so objects may have changed in part when damage is found. The next candidate then overwrites
-all of that.
+From an object store or a network file system one rank reads each byte, and checks it while reading
+(:class:`.SharedReader`), so objects may have changed in part when corruption is found. The next candidate then
+overwrites all changes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from stagereg.stagers.guard import announce_write
 
 
 def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Callable[[], object]) -> Checkpoint | None:
-    """Load what ``asked.resume`` stands for into the objects and values of ``asked.state``. Collective.
+    """Load the checkpoint that ``asked.resume`` names into the objects and values of ``asked.state``. Collective.
 
     With ``"auto"`` a corrupt checkpoint is skipped, with a warning, before any object changes; with ``read="once"`` the
-    next one overwrites what the corrupt one has changed.
+    next candidate overwrites the changes of the corrupt one.
 
     Args:
-        asked: what to restore.
-        own: the extensions of the checkpointer; all installed ones that need no options are called before.
-        ready: called first, on each rank; what it raises keeps all ranks from restoring.
+        asked: the checkpoint, state and options.
+        own: the extensions of the checkpointer; all installed extensions that need no options are called before them.
+        ready: called first, on each rank; an exception of one rank keeps all ranks from restoring.
 
     Returns:
-        The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to resume from.
+        The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is no checkpoint.
 
     Raises:
-        CheckpointError: on all ranks: the checkpoint is missing or corrupt; ``"auto"`` found no good one; some rank's
-            objects do not take the state; reading failed after the check, and the objects have changed in part.
+        CheckpointError: on all ranks: the checkpoint is missing or corrupt; ``"auto"`` found no valid checkpoint;
+            objects of some rank refuse the state; or reading failed after the check, and objects have changed in part.
     """
-    announce_write()  # also into what a step has left, which is not whole then
+    announce_write()  # also into the memory of an unfinished staged copy
     run = _Restore(asked, [*installed(), *own])
     try:
         return run.restore(ready)
@@ -61,20 +61,20 @@ def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Calla
         if not run.touched:
             raise
         raise kind_of([error])(
-            f"{str(error).rstrip()}\nThe objects hold a mixture of what they had and what was read of "
-            f"{run.touched[0]}, since read=once checks on the way: do not train with them; restore another "
-            "checkpoint, or start anew."
+            f"{str(error).rstrip()}\nThe objects now mix their own values with values that were read from "
+            f"{run.touched[0]}, because read=once checks while reading. Do not train with them: restore another "
+            "checkpoint, or start the program again."
         ) from error
 
 
 def installed() -> Iterator[RestoreExtension]:
-    """Yield what each extension offers to every restore, in ``EXTENSIONS`` of its module ``restoring``."""
+    """Yield the restore extensions that the installed extensions list in ``EXTENSIONS`` of their ``restoring``."""
     for module in providers("restoring"):
         yield from (extension() for extension in module.EXTENSIONS)
 
 
 class _Report(NamedTuple):
-    """What a rank sends: what rank 0 has listed, whether all machines see the files, and how the rank is seeded."""
+    """The message of one rank: the candidates (rank 0), whether all machines see the files, and the rank's seed."""
 
     listed: list[Candidate]
     machine: str
@@ -83,23 +83,23 @@ class _Report(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """What all ranks know after the candidates are listed; ``twins`` is from :func:`.lowest_twins`."""
+    """The setup that all ranks share after the candidates are listed; ``twins`` is from :func:`.lowest_twins`."""
 
     listed: list[Candidate]
-    machines: list[list[int]]  # the ranks by who sees the same files
-    shared: bool  # whether all do
+    machines: list[list[int]]  # groups of ranks that see the same files
+    shared: bool  # whether all ranks see the same files
     twins: Mapping[str, list[int]]
 
 
 class _Restore:
-    """One restore, on all ranks together; ``touched`` has the paths of candidates that objects have taken in part."""
+    """One restore on all ranks; ``touched`` has the paths of candidates that objects have taken in part."""
 
     def __init__(self, asked: RestoreRequest, extensions: Sequence[RestoreExtension]) -> None:
         self.asked, self.extensions = asked, extensions
         self.touched: list[str] = []
 
     def restore(self, ready: Callable[[], object]) -> Checkpoint | None:
-        """Try the candidates in their order. Collective."""
+        """Try the candidates in order. Collective."""
         asked, ranks, skips = self.asked, self.asked.ranks, self.asked.resume == "auto"
         sources = self._sources()
         agreed = self._agree(sources, ready)
@@ -129,13 +129,13 @@ class _Restore:
         raise choosing.nothing_good(root, passed) if skips else choosing.not_that_one(asked.resume, passed[0])
 
     def _sources(self) -> list[CheckpointSource]:
-        """Return the sources in the order in which they list: a path is read by the one that claims it."""
+        """Return the sources in the order in which they list; the source that claims a path reads the path."""
         every = [StoreSource(self.asked), *(each for one in self.extensions for each in one.sources(self.asked))]
         claiming = [each for each in every if self.asked.is_path and each.claims(self.asked.resume)]
         return claiming or every
 
     def _agree(self, sources: Sequence[CheckpointSource], ready: Callable[[], object]) -> _Agreed:
-        """List the candidates on rank 0, and find out which ranks see the same files. Collective."""
+        """List the candidates on rank 0, and find the ranks that see the same files. Collective."""
         asked = self.asked
         some = [each.survey() for each in sources]
         resume = "auto" if any(some) and asked.resume == "latest" else asked.resume
@@ -173,7 +173,7 @@ class _Restore:
 
 
 class _Attempt:
-    """The restoring of one candidate, on all ranks together. Nothing has changed until its path is in ``touched``."""
+    """The restore of one candidate, on all ranks. Nothing has changed until its path is in ``touched``."""
 
     def __init__(
         self, run: _Restore, chosen: Checkpoint, candidate: Candidate, source: CheckpointSource, agreed: _Agreed
@@ -181,12 +181,12 @@ class _Attempt:
         self._run, self._chosen, self._candidate, self._source = run, chosen, candidate, source
         self._machines, self._asked, self._ranks = agreed.machines, run.asked, run.asked.ranks
         self._shared = self._shared_reader(agreed.shared)
-        # A shared reader checks each byte as it is read, so all of them are not read before.
+        # A shared reader checks each byte as it reads, so the files are not read before.
         self._checks = self._asked.verify == "full" and self._shared is None
         self._failing = f"{chosen.path} could not be restored"
         touched = bool(run.touched)
         self._loading = Loading(chosen, self._asked, self._shared is not None, agreed.twins, touched)
-        self._failure: Exception | None = None  # of this rank; not raised before all know whether files are corrupt
+        self._failure: Exception | None = None  # of this rank; raised only after all ranks know the corrupt files
 
     def _shared_reader(self, shared: bool) -> SharedReader | None:
         read = self._asked.read
@@ -207,7 +207,7 @@ class _Attempt:
                     return damages
                 failed = self._failure is not None
             if failed:
-                # What could not be read may be corrupt: then it is skipped, and is no error.
+                # An unreadable entry may be corrupt: then the candidate is skipped, and there is no error.
                 if damages := self._exchange(self._check)[1]:
                     return damages
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
@@ -218,7 +218,7 @@ class _Attempt:
         return {}
 
     def _exchange(self, look: Callable[[], ScanResult]) -> tuple[MergedScan, Mapping[str, str]]:
-        """Return what all ranks have found, and the corrupt files. Collective. Raises: ``CheckpointError``."""
+        """Return the merged results of all ranks, and the corrupt files. Collective. Raises: ``CheckpointError``."""
 
         def answer(looked: list[ScanResult]) -> list[MergedScan]:
             return [together(self._chosen, self._machines, looked)] * self._ranks.size
@@ -227,18 +227,18 @@ class _Attempt:
         failing = f"{self._chosen.path} could not be read"
         if found.unclear:
             raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")
-        if found.missed:  # a file that another rank sees is not lost: the ranks see different file systems
+        if found.missed:  # another rank sees the file, so the ranks see different file systems
             complete = self._ranks.run_on_all(failing, lambda: self._source.is_complete(self._candidate))
             if any(complete):
                 rank, name = found.missed[0]
                 raise CheckpointError(
-                    f"Rank {rank} does not find {self._chosen.path}/{name}, which rank {complete.index(True)} does: "
-                    f"all ranks have to see the same files in {self._chosen.path.rpartition('/')[0]}."
+                    f"Rank {rank} does not find {self._chosen.path}/{name}, but rank {complete.index(True)} does. "
+                    f"All ranks must see the same files in {self._chosen.path.rpartition('/')[0]}."
                 )
         return found, found.wrong
 
     def _check(self) -> ScanResult:
-        """Read this rank's share of the files that the ranks of its machine see."""
+        """Read this rank's portion of the files that the ranks of its machine see."""
         [own] = [machine for machine in self._machines if self._ranks.rank in machine]
         found = self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
         corrupt = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
@@ -264,7 +264,7 @@ class _Attempt:
             return None
 
     def _take_rests(self, found: MergedScan) -> bool:
-        """Have objects take what no rank takes, if there is something; whether that fails on some rank."""
+        """Give objects the entries that no rank takes; return whether that failed on some rank."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
             return False

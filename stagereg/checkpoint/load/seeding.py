@@ -19,11 +19,11 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.state.generators import GeneratorState, generator_state
 
-_OF_RANK = entries.rng_name(0)[:-1]  # what the names of their entries begin with
+_OF_RANK = entries.rng_name(0)[:-1]  # prefix of the names of generator entries
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the seed of each generator of this process, and of each one in ``state``, whose name gets a dot."""
+    """Return the seed of each generator of this process, and of each generator in ``state``, whose name gets a dot."""
     return rng.seeds() | {f".{name}": each.seed for name, each in _generators(state)}
 
 
@@ -37,7 +37,7 @@ def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 class Seeded(NamedTuple):
-    """The names of the generators that were seeded, and of those that took the state of a twin, by its rank."""
+    """The names of the seeded generators, and of those that took the state of a twin, by its rank."""
 
     anew: list[str]
     taken: dict[int, list[str]]
@@ -58,7 +58,7 @@ class Seeding:
         self._saved: list[int] = []  # the ranks whose generators are in the checkpoint
 
     def sources(self, there: Collection[str]) -> list[int]:
-        """Return the ranks whose generators this rank reads; ``there`` are the names of the saved entries."""
+        """Return the ranks whose generators this rank reads; ``there`` has the names of the saved entries."""
         ranks = sorted(int(name[len(_OF_RANK) :]) for name in there if re.fullmatch(f"{_OF_RANK}[0-9]{{1,18}}", name))
         self._saved = [rank for rank in ranks if rank < self._saved_size and entries.rng_name(rank) in there]
         return sorted({*self._saved[:1], *(twin for name in rng.seeds() for twin in self._twins(name))})
@@ -88,7 +88,7 @@ class Seeding:
                 found[name] = states[0]
                 seeded.taken.setdefault(twins[0], []).append(name)
                 continue
-            own = self._rank if states else self._lowest(name)[self._rank]  # twins that differ by now are ignored
+            own = self._rank if states else self._lowest(name)[self._rank]  # ignores twins that differ by now
             numbers[name] = rng.seed_from(name, _bytes(first, name) or seed, self._step, own)
             seeded.anew.append(name)
         rng.restore(found | rng.seeded(numbers))

@@ -41,7 +41,7 @@ def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], 
     """Return the ``id`` of each live tensor of a plain value that cannot keep its memory.
 
     ``modules`` has the leaves of modules by entry, which have been read; ``exact``: whether they load as torch's own
-    do.
+    modules do.
 
     Raises:
         CheckpointError: two tensors of such modules share memory, and the checkpoint has different values for them.
@@ -69,8 +69,8 @@ def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], 
                 apart.add(id(view.leaf.live))
             elif view.leaf in refusing:
                 raise CheckpointError(
-                    f"{lost.leaf.name!r} and {view.leaf.name!r} share memory here, and the checkpoint has different "
-                    "values for them. Give each a tensor of its own, as when they were saved"
+                    f"{lost.leaf.name!r} and {view.leaf.name!r} share memory here, but the checkpoint has different "
+                    "values for them. Give each its own tensor, as in the run that saved them"
                 )
     return apart
 
@@ -124,7 +124,7 @@ def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
 
 
 class Merger:
-    """Puts values that were read into the tensors and containers of plain values wherever they fit.
+    """Copies values that were read into the tensors and containers of plain values, where shape and dtype match.
 
     Args:
         apart: the result of :func:`differing`.
@@ -132,10 +132,10 @@ class Merger:
 
     def __init__(self, apart: set[int]) -> None:
         self._apart = apart
-        self._met: dict[int, tuple[Any, Any]] = {}  # containers of the program, and the values that each one took
+        self._met: dict[int, tuple[Any, Any]] = {}  # containers of the program, each with the values that it took
 
     def merged(self, value: Any, loaded: Any) -> Any:
-        """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
+        """Return ``loaded``, in the tensors and containers of ``value`` where they match."""
         if value is loaded:
             return value
         if is_config(loaded):

@@ -64,7 +64,7 @@ class StoreSource(CheckpointSource):
         named = store.retention.pointed()
         complete, damaged = store.checkpoints()
         there = {step_of(each.name) for each in complete} | {step_of(each.name) for each in damaged} | {None}
-        if step_of(named) not in there and store.retention.pointed() == named:  # no run saves there
+        if step_of(named) not in there and store.retention.pointed() == named:  # no run is saving there
             _report_deleted(store.root, named, resume, complete)
         pointed = store.latest()
         found = [VerificationResult(each.path, each.manifest) for each in complete]
@@ -76,11 +76,11 @@ class StoreSource(CheckpointSource):
 
 
 def expect_certain(found: VerificationResult) -> None:
-    """Raise ``CheckpointError`` if a checkpoint may be good, and its files cannot be accessed."""
+    """Raise ``CheckpointError`` if a checkpoint may be valid, but its files cannot be accessed."""
     if any(isinstance(what, InaccessibleFile) for what in found.damages.values()):
         raise CheckpointError(
-            f"{found.path} may be a good checkpoint, and it could not be looked at: {found}. "
-            f"To resume from another one, name it: {option('checkpoint.resume', 'PATH')}."
+            f"{found.path} may be a valid checkpoint, but cannot be accessed: {found}. "
+            f"To resume from another checkpoint, add {option('checkpoint.resume', 'PATH')}."
         )
 
 
@@ -90,7 +90,7 @@ def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint
     if resume == "latest":
         raise CheckpointError(
             f"{option('checkpoint.resume', 'latest')}, but `latest` in {root} points to {name}, which was deleted or "
-            f"moved. Put {name} back, or use {option('checkpoint.resume', 'auto')}, which {instead}."
+            f"moved. Restore {name}, or use {option('checkpoint.resume', 'auto')}, which {instead}."
         )
     text = "stagereg: `latest` in %s points to %s, which was deleted or moved. The run %s."
     _log.warning(text, root, name, instead)

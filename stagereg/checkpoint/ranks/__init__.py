@@ -1,1 +1,1 @@
-"""What is done with the other ranks: exchanges, what they have alike and each has a share of, and when they leave."""
+"""Work with the other ranks: exchanges, merging of their entries, and the log of operations."""

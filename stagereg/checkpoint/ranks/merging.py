@@ -1,10 +1,10 @@
-"""Puts together what ranks have of one entry: pipeline stages its parts, all of them what differs between ranks.
+"""Merges the values that ranks have for one entry: parts from pipeline stages, and values that differ between ranks.
 
-Each rank sends digests of its structures (:mod:`.encoding`); of alike ones rank 0 asks for one, and for none that it
-has from the save before. Mappings are joined, key by key.
-A plain value that differs between ranks, such as a loss, is kept for each of them (``per_rank``). In an optimizer that
-goes for numbers of floating point in its state alone, such as the last loss of LBFGS: what else differs (tensors,
-counters, options of groups) means that the ranks train different models, and is refused.
+Each rank sends digests of its structures (:mod:`.encoding`); rank 0 requests one structure for each digest, except for
+structures that it has from the previous save. Mappings are merged key by key.
+A plain value that differs between ranks, such as a loss, is kept per rank (``per_rank``). In an optimizer that applies
+only to floating-point numbers in its state, such as the last loss of LBFGS: other differences (tensors, counters,
+options of groups) mean that the ranks train different models, and are refused.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from stagereg.checkpoint.state.optimizer_forms import groups_of
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
-"""Those that ranks have, each by the name of its entry and its digest."""
+"""The structures of ranks, by the name of the entry and the digest."""
 
 
-Asked: TypeAlias = list[str]  # the entries of which rank 0 asks a rank for the structure
-Sent: TypeAlias = dict[str, Encoded]  # the structures that a rank was asked for
+Asked: TypeAlias = list[str]  # the entries whose structure rank 0 requests from a rank
+Sent: TypeAlias = dict[str, Encoded]  # the requested structures
 _Differing: TypeAlias = list[tuple[str, bool]]
-"""The paths of values that differ, each with whether they are numbers of floating point."""
+"""The paths of values that differ, each with whether they are floating-point numbers."""
 
 
 T = TypeVar("T", bound=Hashable)
 
 
 def digest(what: object) -> bytes:
-    """Return what two values have in common only if their texts are the same."""
+    """Return a value that is equal for two objects only if their texts are equal."""
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
 def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tuple[T, bytes], list[int]]:
-    """Return the ranks that have the same under one name, in order, by name and digest."""
+    """Return the ranks with equal values under one name, in order, by name and digest."""
     found: dict[tuple[T, bytes], list[int]] = {}
     for rank in order:
         for entry in digests[rank].items():
@@ -46,11 +46,11 @@ def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tu
 
 
 class RankEntries:
-    """What one rank has of the entries of a save. Raises: ``CheckpointError`` for what could not be read back."""
+    """The values of one rank for the entries of a save. Raises: ``CheckpointError`` if a value is not readable."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.structures = {name: encode(value, name) for name, value in entries.items()}
-        self.objects = {name for each in self.structures.values() for name in each.objects}  # that JSON cannot carry
+        self.objects = {name for each in self.structures.values() for name in each.objects}  # not possible in JSON
         # Of the objects in them, and the groups of optimizers.
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(entries)))
 
@@ -62,14 +62,14 @@ class RankEntries:
 
 
 class EntryMerger:
-    """On rank 0: puts together what the ranks have in one save.
+    """On rank 0: merges the values of the ranks in one save.
 
     Args:
-        digests: what each rank has sent first.
-        order: the ranks, those first whose values go before others'.
+        digests: the first message of each rank.
+        order: the ranks, those with precedence first.
         stale: the ranks that have left their loop.
-        before: what ranks had in the save before.
-        numbers: which rank of those that the checkpoint is of each one is; the same by default.
+        before: the structures of the previous save.
+        numbers: the rank in the checkpoint for each of these ranks; the same by default.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class EntryMerger:
         before: Structures,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        self.entries: Structures = {}  # what they have in this save, once it is put together
+        self.entries: Structures = {}  # the structures of this save, once they are merged
         self._numbers = range(len(digests)) if numbers is None else numbers
         self._digests, self._stale, self._before = digests, stale, before
         self._alike = alike(digests, order)
 
     def ask_ranks(self) -> list[Asked]:
-        """Return what to ask each rank for; of what several ranks have alike, the first one."""
+        """Return the requests to each rank; for replicated structures, only the first rank is asked."""
         asked: list[Asked] = [[] for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
@@ -97,7 +97,7 @@ class EntryMerger:
         """Return one structure of each entry.
 
         Raises:
-            CheckpointError: as :func:`merge`; or what a rank has sent is not what it has.
+            CheckpointError: as :func:`merge`; or a rank has sent a structure that does not match its digest.
         """
         parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
         for (name, own), ranks in self._alike.items():
@@ -106,8 +106,8 @@ class EntryMerger:
                 found = sent[ranks[0]][name]
                 if digest(found) != own:
                     raise CheckpointError(
-                        f"What {name_ranks(ranks[:1])} sent of {name!r} does not match the digest it sent first. "
-                        "Nothing was committed; the next save sends all of it."
+                        f"The structure of {name!r} that {name_ranks(ranks[:1])} sent does not match its digest. "
+                        "Nothing was committed. The next save sends all structures again."
                     )
             self.entries[name, own] = found
             values = [self._numbers[rank] for rank in ranks if rank not in self._stale]
@@ -123,9 +123,9 @@ def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:
 
 
 def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
-    """Return one structure of those that ranks have of the entry ``name``, each with the ranks that have it.
+    """Return one structure from the structures of ranks for the entry ``name``, each with its ranks.
 
-    With none, nothing of it goes where others have something else, as on ranks that have left their loop.
+    Ranks without a value do not remove values of others; for example ranks that have left their loop.
 
     Raises:
         CheckpointError: ranks have different kinds of values at one place, or different states of one optimizer.
@@ -167,7 +167,7 @@ def _merge(
         return tree
     if _has_leaf(one) or _has_leaf(other):
         raise RankMismatchError(
-            f"Ranks have different kinds of values under the name {path!r}. What belongs to one rank is marked so: "
+            f"Ranks have different kinds of values under the name {path!r}. Mark a value that belongs to one rank: "
             "stagereg.per_rank(value)."
         )
     if not of_other:
@@ -178,7 +178,7 @@ def _merge(
 
 
 def _is_real(tree: Any) -> bool:
-    """Whether it is a number of floating point, or several."""
+    """Whether a value is a floating-point number, or a list of them."""
     if type(tree) is list:
         return bool(tree) and all(map(_is_real, tree))
     if type(tree) is not dict or not tree:
@@ -189,7 +189,7 @@ def _is_real(tree: Any) -> bool:
 
 
 def _items(tree: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return keys and items of a mapping by the keys' text; ``None`` if it is none."""
+    """Return keys and items of a mapping by the keys' text; ``None`` if the value is not a mapping."""
     if type(tree) is not dict or not tree or tree["type"] == PER_RANK:
         return None
     value = tree["value"]
@@ -217,7 +217,7 @@ def _is_optimizer(tree: Any) -> bool:
 
 def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
     groups = tree["value"].get(section)
-    items = groups.get("value") if type(groups) is dict else None  # none of a leaf
+    items = groups.get("value") if type(groups) is dict else None  # a leaf has no items
     is_by_name = type(items) is dict and all(
         type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
         for group in items.values()
@@ -226,14 +226,14 @@ def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
 
 
 def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
-    """Have what both ranks call a group have the parameters of both: each may have some, as of experts, alone."""
+    """Merge the parameters of a group that both ranks have: each may have some alone, such as experts."""
     for first in ones.keys() & others.keys():
         one, other = ones[first]["value"], others[first]["value"]
         one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
 
 
 def _may_differ(path: str, is_real: bool) -> bool:
-    """Whether a rank may have a value for itself in an optimizer: a note, or a number in the state but no counter."""
+    """Whether ranks may differ in a value of an optimizer: a note, or a number of the state that is not a counter."""
     section, _, rest = path.partition(".")
     if section == "tensors" or not is_real:
         return section == "tensors"
@@ -246,7 +246,7 @@ def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
     if wrong:
         raise RankMismatchError(
             f"{wrong[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
-            "groups of parameters and options; or, if each rank trains a model of its own, save them under different "
+            "groups of parameters and options. If each rank trains its own model, save the models under different "
             "names."
         )
     group_of: dict[str, str] = {}
@@ -254,6 +254,6 @@ def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
         for param in group["value"]["params"]:
             if group_of.setdefault(param, first) != first:
                 raise RankMismatchError(
-                    f"Ranks have {param!r} of {name!r} in different groups of parameters, those of "
-                    f"{group_of[param]!r} and of {first!r}: make the same groups on all ranks."
+                    f"Ranks have {param!r} of {name!r} in different groups of parameters: {group_of[param]!r} and "
+                    f"{first!r}. Make the same groups on all ranks."
                 )

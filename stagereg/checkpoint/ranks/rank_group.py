@@ -1,16 +1,16 @@
 """The ranks that save and restore together, and the exchanges between them.
 
-Every action that can fail on one rank alone is followed by an exchange, so that all ranks raise together, with the rank
-and the reason, and none waits for another that has given up. The exchanges go over a gloo group of their own: they
-never mix with the collectives of training, and one thread at a time uses the group.
+An exchange follows each action that can fail on one rank alone, so that all ranks raise together, with the failed rank
+and the reason, and none waits for another that has raised. The exchanges use their own gloo group: they never mix with
+the collectives of training, and one thread at a time uses the group.
 
-Gloo gives up a group for good when one operation takes too long, so the group itself has a time-out of days, and each
-exchange its own limit, or none: a rank whose storage hangs keeps the others waiting, and when it comes back, they go on
+Gloo aborts a group permanently when one operation takes too long. So the group has a timeout of days, and each exchange
+has its own limit, or none: a rank whose storage hangs keeps the others waiting, and when it returns, all ranks continue
 together.
 
-A rank that dies ends its connections. The first one to see that puts the ranks that are gone into the store, and closes
-its own connections: so all raise at once, with the same words. A rank that waits long notes that in the store, so when
-the time is up it is known which do not.
+A rank that dies closes its connections. The first rank that detects that records the failed ranks in the rendezvous
+store, and closes its own connections: so all ranks raise at once, with the same message. A rank that waits long records
+that in the store, so that after the timeout the missing ranks are known.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-_PATIENCE = datetime.timedelta(days=30)  # longer than any storage is waited for
-_USUAL = datetime.timedelta(minutes=30)  # what torch's own groups have
-_LONG_S = 5.0  # after which a rank that waits for others says so
-_TOGETHER_S = 120.0  # within which all ranks construct theirs
-_TURN_S = 1.0  # after which a rank notes that it waits
-_ANSWER_S = 2.0  # for which a call of the store is waited for
-_TAG = 0x90E5  # of a message that no rank receives
-_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # of a message, and of its length, that go first
+_PATIENCE = datetime.timedelta(days=30)  # longer than any wait for storage
+_USUAL = datetime.timedelta(minutes=30)  # the timeout of torch's own groups
+_LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
+_TOGETHER_S = 120.0  # seconds within which all ranks must construct their groups
+_TURN_S = 1.0  # seconds until a rank records in the store that it waits
+_ANSWER_S = 2.0  # timeout of a call to the store, in seconds
+_TAG = 0x90E5  # tag of a message that is never received
+_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # first bytes of a message and of its length, sent first
 _SHOWN = 4  # ranks whose errors a message has
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return what an error is chained to whose message has all that is in the message of ``error``."""
+    """Return the cause of an error if the cause's message has all of the text of ``error``."""
     return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
 def _listed(errors: Mapping[int, BaseException]) -> str:
-    """Return what each rank failed with; ranks that failed alike are named together."""
+    """Return the error of each rank; ranks with equal errors are named together."""
     alike: dict[str, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault(reason(error), []).append(rank)
-    # Who has found that ranks disagree is not the one at fault.
+        # The rank that has found a mismatch is not at fault.
     blameless = {reason(error) for error in errors.values() if isinstance(error, RankMismatchError)}
     texts = [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
@@ -70,7 +70,7 @@ def _listed(errors: Mapping[int, BaseException]) -> str:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error as it can be sent to another rank or process: itself, or a ``RuntimeError`` of its text."""
+    """Return an error that can be sent to another rank or process: itself, or a ``RuntimeError`` with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -79,7 +79,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
-    """Let this rank act; return what it sends to rank 0, and what it failed with: the others wait, whatever it is."""
+    """Run ``act`` on this rank; return its message to rank 0, and its error: the other ranks wait in any case."""
     try:
         return pickle.dumps((act(), None)), None
     except BaseException as error:
@@ -89,14 +89,14 @@ def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
 def _answer(
     posts: Sequence[bytes], answer: Callable[[list[T]], Sequence[U]]
 ) -> tuple[list[bytes], BaseException | None]:
-    """Return what rank 0 sends to each rank for their posts, and what ``answer`` failed with."""
+    """Return the messages of rank 0 to each rank for their posts, and the error of ``answer``."""
     failure: BaseException | None = None
     try:
         values, found = zip(*map(pickle.loads, posts), strict=True)
         errors = {rank: error for rank, error in enumerate(found) if error is not None}
         if not errors:
             answers = answer(list(values))
-            packed = {id(each): each for each in answers}  # those that are one object are pickled once
+            packed = {id(each): each for each in answers}  # equal objects are pickled once
             messages = {key: pickle.dumps((each, {})) for key, each in packed.items()}
             return [messages[id(each)] for each in answers], None
     except BaseException as error:
@@ -122,26 +122,26 @@ def _read_head(head: torch.Tensor) -> tuple[bytes, int]:
 
 
 class RankGroup:
-    """The ranks that save together; a process alone where ``torch.distributed`` is not initialised.
+    """The ranks that save together; a process alone if ``torch.distributed`` is not initialised.
 
-    Constructing it is collective: every rank does so, in the same order as its other groups. ``timeout`` is for the
-    exchanges without a limit of their own, at least half an hour.
+    Constructing is collective: every rank constructs the group, in the same order as its other groups. ``timeout`` is
+    for the exchanges without their own limit, at least half an hour.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # that time-out
+        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # of exchanges without their own limit
         self.rank, self.size = 0, 1
-        self.numbers: Sequence[int] = range(1)  # which rank of those that the checkpoint is of each one is
+        self.numbers: Sequence[int] = range(1)  # the rank in the checkpoint for each of these ranks
         self._store: Any = None
-        self._why = ""  # the ranks cannot go on
+        self._why = ""  # why the ranks cannot continue
         if not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_rank(process_group) < 0:
             raise CheckpointError(
-                "This rank is not in the process_group given to the Checkpointer; construct it inside."
+                "This rank is not in the process_group of the Checkpointer. Construct it only on ranks of the group."
             )
         training = process_group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(training)
@@ -153,7 +153,7 @@ class RankGroup:
         self.rank, self.size, self.numbers = dist.get_rank(self.group), len(ranks), range(len(ranks))
 
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
-        """Wait until all ranks construct theirs, and say so where it takes long; what is returned clears that away."""
+        """Wait until all ranks construct their groups, and log a long wait; the returned function cleans up."""
         store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
@@ -168,8 +168,8 @@ class RankGroup:
             warned = True
             if time.monotonic() > ends:
                 raise CheckpointError(
-                    f"{text} This rank has waited {_TOGETHER_S:g} s; where a rank prepares something before, let the "
-                    "others wait for it in torch.distributed.barrier()."
+                    f"{text} This rank has waited {_TOGETHER_S:g} s. If a rank prepares data first, let the others "
+                    "wait in torch.distributed.barrier()."
                 )
         return partial(store.delete_key, str(rank))
 
@@ -178,12 +178,12 @@ class RankGroup:
         return found
 
     def check_still_all(self) -> None:
-        """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
+        """Raise ``CheckpointError`` if the process group was initialised after a process alone constructed this."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
+            raise CheckpointError("The Checkpointer was constructed before init_process_group. Construct it after.")
 
     def is_first(self, what: str) -> bool:
-        """Return whether no other rank has called this with ``what`` yet. Not collective."""
+        """Return whether no other rank has called this method with ``what`` yet. Not collective."""
         return self.size == 1 or self._ask(lambda: int(self._store.add(f"first/{what}", 1))) in (1, None)
 
     @property
@@ -193,8 +193,8 @@ class RankGroup:
     def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
         """Begin to find the greatest of each value among all ranks. Collective.
 
-        Returns a function that waits for them, and raises ``CheckpointError`` if they do not come in the seconds that
-        it is given.
+        Returns a function that waits for the results, at most the given seconds, and raises ``CheckpointError`` if they
+        do not arrive in time.
         """
         greatest = torch.tensor(values, dtype=torch.float64, device="cpu")
         work = None if self.size == 1 else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
@@ -208,7 +208,7 @@ class RankGroup:
                 except RuntimeError as error:
                     if seconds is None or not is_timeout(error):
                         raise
-                    # A slow rank still takes part, and then they save together as before.
+                    # A slow rank still takes part, and then the ranks save together as before.
                     raise CheckpointError(f"The ranks could not agree on a step in {limit}: {reason(error)}") from error
             found: list[float] = greatest.tolist()
             return found
@@ -216,9 +216,9 @@ class RankGroup:
         return wait
 
     def any(self, failing: str, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank, as long as the others live. Collective; raises as a round trip.
+        """Return whether ``flag`` is set on any rank; waits as long as the others live. Collective.
 
-        ``failing`` is as of :meth:`round_trip`.
+        ``failing`` and the errors are those of :meth:`round_trip`.
         """
         if self.size == 1:
             return flag
@@ -230,7 +230,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def explaining(self, failing: str) -> Iterator[None]:
-        """Use the group inside. Raises ``CheckpointError``, soon on all ranks, with those that are gone or missing."""
+        """Use the group inside. Raises ``CheckpointError``, soon on all ranks, naming failed or missing ranks."""
         began = time.monotonic()
         try:
             yield
@@ -245,7 +245,7 @@ class RankGroup:
             raise CheckpointError(f"{failing}: {self._why}") from error
 
     def wait(self, work: Any, limit: datetime.timedelta) -> None:
-        """Wait for a collective; not for a message, which would end the connections with the turn. Raises as torch."""
+        """Wait for a collective; not for a message, which would end the connections at the turn. Raises as torch."""
         key, ends, waits = f"waits/{self.rank}", time.monotonic() + limit.total_seconds(), False
         while not work.is_completed():
             turn = max(min(_TURN_S, ends - time.monotonic()), 0.001)
@@ -257,12 +257,12 @@ class RankGroup:
                 if not waits:
                     waits = True
                     self._ask(lambda: self._store.set(key, ""))
-        work.wait()  # raises what it failed with
+        work.wait()  # raises the error of the work
         if waits:
             self._ask(lambda: self._store.delete_key(key))
 
     def end(self, why: str) -> None:
-        """Have every exchange fail for ``why``, also those under way; nobody is asked, as the store may be gone.
+        """Make every exchange fail with ``why``, including those under way; does not contact other ranks or the store.
 
         Any thread; not collective.
         """
@@ -271,7 +271,7 @@ class RankGroup:
             abort(self.group)
 
     def _gone(self, error: RuntimeError) -> str:
-        """Say to which ranks there is no connection any more."""
+        """Return which ranks have lost their connection to this rank."""
         gone = []
         for rank in range(self.size):
             try:
@@ -282,9 +282,9 @@ class RankGroup:
                 gone.append(rank)
         if not gone:
             return reason(error)
-        if self._ask(lambda: str(self._store.check(["failure"]))) is None:  # the first one had it; others end for that
+        if self._ask(lambda: str(self._store.check(["failure"]))) is None:  # the first rank had it; others end for that
             gone = gone[:1]
-        return f"{name_ranks(gone)} ended, or the connection was lost: look at the end of the output there."
+        return f"{name_ranks(gone)} ended, or the connection was lost: check the end of the output there."
 
     def _missing(self, seconds: float) -> str:
 
@@ -292,11 +292,11 @@ class RankGroup:
             missing = [r for r in range(self.size) if r != self.rank and not self._store.check([f"waits/{r}"])]
             return name_ranks(missing) if missing else "a rank"
 
-        who = self._ask(look) or "a rank, perhaps the one that has the job's store, which does not answer either,"
-        return f"{who} did not come to this exchange within {seconds:.3g} s, and may hang: look at the output there."
+        who = self._ask(look) or "a rank, perhaps the one with the rendezvous store, which does not respond either,"
+        return f"{who} did not reach this exchange within {seconds:.3g} s, and may hang: check the output there."
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """Return what the store answers; ``None`` if it is gone or, as of a frozen process, does not answer soon."""
+        """Return the answer of the store; ``None`` if the store is gone or does not answer soon (a frozen process)."""
         answer: Future[T | None] = Future()
 
         def ask() -> None:
@@ -312,9 +312,9 @@ class RankGroup:
             return None
 
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
-        """Let every rank act, and return what ``act`` returned on each, in rank order. Collective.
+        """Run ``act`` on every rank, and return the results in rank order. Collective.
 
-        Raises as :meth:`round_trip`, and ``CheckpointError`` if the other ranks have not come in time.
+        Raises as :meth:`round_trip`, and ``CheckpointError`` if the other ranks do not take part in time.
         """
         return self.round_trip(failing, act, lambda values: [values] * self.size, self.limit)
 
@@ -325,13 +325,13 @@ class RankGroup:
         answer: Callable[[list[T]], Sequence[U]],
         limit: datetime.timedelta | None = None,
     ) -> U:
-        """Let every rank act and rank 0 answer all of them; raise on all ranks if anything failed. Collective.
+        """Run ``act`` on every rank and ``answer`` on rank 0; raise on all ranks if any call failed. Collective.
 
         Args:
-            failing: how the message begins, such as ``"Step 100 was not saved"``.
-            act: what this rank does; must not be collective itself.
-            answer: called on rank 0 if no rank has failed, with what ``act`` returned on each, in rank order; returns
-                an answer for each.
+            failing: the beginning of the message, such as ``"Step 100 was not saved"``.
+            act: the action of this rank; must not be collective itself.
+            answer: called on rank 0 if no rank has failed, with the results of ``act`` in rank order; returns an answer
+                for each rank.
             limit: how long to wait for the others; ``None`` for as long as they live.
 
         Returns:
@@ -339,8 +339,8 @@ class RankGroup:
 
         Raises:
             CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
-                of them, else to the first one's; an error of ``answer`` is one of rank 0.
-            BaseException: on the rank that raised one that is no ``Exception``; the others raise for it.
+                of them, otherwise to the first one's; an error of ``answer`` is an error of rank 0.
+            BaseException: on the rank that raised one that is not an ``Exception``; the others raise for it.
         """
         if self.size == 1:
             try:
@@ -349,7 +349,7 @@ class RankGroup:
                 raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
         post, failure = _post(act)
         self._expect_initialized(failing)
-        # As bytes: what could not be pickled or read on one rank alone must not keep it from the exchange.
+        # Sent as bytes: an object that cannot be pickled or read on one rank must not keep it from the exchange.
         with self.explaining(failing):
             posts = self._collect(post, limit or _PATIENCE)
         answers: list[bytes] = []
@@ -359,7 +359,7 @@ class RankGroup:
         with self.explaining(failing):
             answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
         if failure is not None:
-            errors[self.rank] = failure  # with what it was raised from
+            errors[self.rank] = failure  # with its cause
             if not isinstance(failure, Exception):
                 raise failure
         if errors:
@@ -370,7 +370,7 @@ class RankGroup:
     def _expect_initialized(self, failing: str) -> None:
         if not dist.is_initialized():
             raise CheckpointError(
-                f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
+                f"{failing}: the process group is gone. Call close() of the Checkpointer before destroy_process_group()"
             )
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:
@@ -383,7 +383,7 @@ class RankGroup:
         return [post, *self._receive(list(enumerate(heads))[1:])]
 
     def _hand_out(self, answers: Sequence[bytes], limit: datetime.timedelta) -> bytes:
-        """Return on each rank the answer for it, of which rank 0 has all."""
+        """Return on each rank its answer; rank 0 has all of them."""
         head, heads = _head(), [_head(each) for each in answers]
         self.wait(dist.scatter(head, heads or None, group=self.group, group_src=0, async_op=True), limit)
         if self.rank == 0:
@@ -392,13 +392,13 @@ class RankGroup:
         return self._receive([(0, head)])[0]
 
     def _send(self, messages: Sequence[tuple[int, bytes]]) -> None:
-        """Send what heads did not hold of messages, each to its rank."""
+        """Send the rest of messages that are longer than their heads, each to its rank."""
         rests = [(rank, _as_tensor(data[_HEAD_BYTES:])) for rank, data in messages if len(data) > _HEAD_BYTES]
         for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in rests]:
             cast("dist.Work", work).wait(self.limit)
 
     def _receive(self, heads: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
-        """Return messages, each from its rank, of which the heads have come."""
+        """Return messages, each from its rank, whose heads have arrived."""
         begun = [(rank, *_read_head(head)) for rank, head in heads]
         rests = [torch.empty(length - len(begin), dtype=torch.uint8, device="cpu") for _, begin, length in begun]
         coming = [(rank, x) for (rank, *_), x in zip(begun, rests, strict=True) if len(x)]

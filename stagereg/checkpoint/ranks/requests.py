@@ -1,9 +1,9 @@
-"""What ranks do together with all others, in a numbered list: each rank that does something puts it there first.
+"""The log of operations that all ranks do together: a rank that begins an operation appends it to a numbered list.
 
 So a rank that has left its loop, and shadows the steps of the others, can do the same at the same step. And a rank that
-has passed over something is found, in place of the others' waiting for it: all ranks run the same collectives, and
-enter the same joins, in the same order, so one that has come to more of them than another had when it made an entry
-will never come to that entry. The end of a run is the last of these: :class:`ShutdownBarrier`.
+has missed an operation is detected, so that the others do not wait for it: all ranks run the same collectives and joins
+in the same order, so a rank that has run more of them than another rank had at an entry will never
+reach that entry. The end of a run is the last operation: :class:`ShutdownBarrier`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stagereg.kernel.channel import resources_of, wait_for_keys
 _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
-_LONG_S = 5.0  # after which a rank that waits for others says so
-_GONE = b"gone"  # of a rank that has left by an error
+_LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
+_GONE = b"gone"  # value of a rank that has left with an error
 _ADVICE = (
     "If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
     "ranks take the same steps, and leave the Checkpointer's `with` together."
@@ -34,29 +34,29 @@ _ADVICE = (
 
 
 class OperationLog:
-    """This rank's end of the list, in the store of the process group.
+    """This rank's end of the list, in the rendezvous store of the process group.
 
     Args:
-        group: of the ranks that train together; ``None`` for a process alone, where nothing is listed.
-        name: the same on all ranks, and of nothing else in the job.
+        group: of the ranks that train together; ``None`` for a process alone, which keeps no list.
+        name: the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
         self._group = group
         self._store: Any = None if group is None else PrefixStore(f"stagereg/{name}", group.get_group_store())
         self._lock = threading.Lock()
-        self._number = 0  # of entries that this rank has met
+        self._number = 0  # number of entries that this rank has processed
         self._suspected = 0
 
     def post(self, what: str = "") -> None:
-        """This rank does ``what`` now; all others are to. On the training thread."""
+        """Append ``what``, which this rank begins now and all others must do. On the training thread."""
         with self._lock:
             self._number += 1
             if self._store is not None:
                 self._store.set(str(self._number), f"{position_in(self._group)} {what}")
 
     def take_next(self) -> str | None:
-        """Return the next entry that this rank has not met, as it has left its loop, and count it as met."""
+        """Return the next entry that this rank has not met, because it has left its loop, and count it as met."""
         with self._lock:
             entry = self._next()
             if entry is None:
@@ -65,12 +65,12 @@ class OperationLog:
             return entry[1]
 
     def take_missed(self) -> str | None:
-        """Return an entry that this rank has passed over, and count it as met. On any thread, about once a second."""
+        """Return an entry that this rank has missed, and count it as met. On any thread, about once a second."""
         with self._lock:
             entry = self._next()
             if entry is None or entry[0] >= position_in(self._group):
                 return None
-            if self._suspected <= self._number:  # it may be about to do it: look once more
+            if self._suspected <= self._number:  # the rank may be about to do it: check once more
                 self._suspected = self._number + 1
                 return None
             self._number += 1
@@ -89,14 +89,14 @@ def position_in(group: dist.ProcessGroup | None) -> int:
 
 
 class ShutdownBarrier:
-    """The end of a run, to which all ranks come: each says so, and waits for the others, so they save the last step.
+    """The end of a run: each rank reports that it has reached it, and waits for the others, so they save the last step.
 
-    A rank that waits here takes part in nothing that others still train with. So one that has come to more collectives
-    than the first to end had run will never come to the end with it: it says so, and those that wait raise.
+    A rank that waits here takes no part in the training of others. So a rank that has run more collectives than the
+    first rank that reached the end will never reach the end with it: it reports that, and the waiting ranks raise.
 
     Args:
         group: of the ranks that train together; ``None`` for a process alone.
-        name: the same on all ranks, and of nothing else in the job.
+        name: the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
@@ -105,11 +105,11 @@ class ShutdownBarrier:
         self._came = False
 
     def wait(self, step: int | None, meanwhile: Callable[[], None], limit_s: float) -> None:
-        """Wait until all ranks have come, and call ``meanwhile`` as long as that takes. On the training thread.
+        """Wait until all ranks have reached the end, and call ``meanwhile`` until then. On the training thread.
 
         Raises:
-            CheckpointError: a rank has gone on to steps that this one does not take, has left by an error, or has not
-                come within ``limit_s``; or the store is gone.
+            CheckpointError: a rank has begun steps that this rank does not take, has left with an error, or has not
+                reached the end within ``limit_s``; or the rendezvous store is gone.
         """
         if self._group is None:
             return
@@ -118,8 +118,8 @@ class ShutdownBarrier:
             self._wait(self._group, step, meanwhile, limit_s)
         except dist.DistError as error:
             raise CheckpointError(
-                f"The last step was not saved: the job's store does not answer ({error}). The process that has it, "
-                "rank 0 or the launcher, has ended: look at the end of its output."
+                f"The last step was not saved: the rendezvous store does not respond ({error}). The process that hosts "
+                "it, rank 0 or the launcher, has ended: check the end of its output."
             ) from error
 
     def _wait(self, group: dist.ProcessGroup, step: int | None, meanwhile: Callable[[], None], limit_s: float) -> None:
@@ -135,7 +135,7 @@ class ShutdownBarrier:
             if (waited > _LONG_S and not warned) or waited > limit_s:
                 came = [int(each) for each in ranks if self._store.check([each])]
                 missing = name_ranks([each for each in range(len(ranks)) if each not in came])
-                text = f"{name_ranks(came)} came to the end{_text(step)}, {missing} did not. {_ADVICE}"
+                text = f"{name_ranks(came)} reached the end{_text(step)}, {missing} did not. {_ADVICE}"
                 if waited > limit_s:
                     raise RankMismatchError(text)
                 if rank == came[0]:
@@ -147,21 +147,21 @@ class ShutdownBarrier:
             raise CheckpointError(f"The last step was not saved: {name_ranks(gone)} left with an error.")
 
     def leave(self) -> None:
-        """This rank does not come, unless it has come; no other one is to wait for it."""
+        """Report that this rank does not reach the end, unless it has; no other rank must wait for it."""
         if self._group is not None and not self._came:
             self._came = True
-            with contextlib.suppress(RuntimeError):  # the store is gone
+            with contextlib.suppress(RuntimeError):  # the rendezvous store is gone
                 self._store.set(str(dist.get_rank(self._group)), _GONE)
 
     def look(self) -> None:
-        """Say that this rank has gone on where another has ended, if so. On the background thread."""
+        """Report that this rank has continued after another rank reached the end. On the background thread."""
         here = position_in(self._group)
         if self._group is None or self._came or not self._store.check(["first"]):
             return
         rank, there, ended = self._store.get("first").decode().split(" ", 2)
         if here > int(there):
             own = name_ranks([dist.get_rank(self._group)])
-            text = f"rank {rank} came to the end{ended}, {own} went on with another step. {_ADVICE}"
+            text = f"rank {rank} reached the end{ended}, {own} continued with another step. {_ADVICE}"
             self._store.compare_set("beyond", "", text)
 
 

@@ -1,17 +1,17 @@
-"""How all ranks together write a copy to one target and commit it, in two exchanges. Each is needed:
+"""How all ranks write a copy to one target and commit it, in two exchanges. Each is needed:
 
 1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
-   Without it a rank would write for nothing, or two ranks the same. The ranks may compare replicas in an exchange
-   before (:class:`.ReplicaSave`).
-2. After the files: every rank sends what it has written, with sizes and checksums; rank 0 writes the metadata, commits
-   and answers that it has. Without it a checkpoint would be committed with files missing, or a rank would not know how
-   its save has ended.
+   Without it a rank would write for nothing, or two ranks would write the same. The ranks may compare replicas in an
+   earlier exchange (:class:`.ReplicaSave`).
+2. After the files: every rank sends the names, sizes and checksums of its files; rank 0 writes the metadata, commits,
+   and answers. Without it a checkpoint would be committed with files missing, or a rank would not know the result of
+   its save.
 
-A failure on any rank fails the write on all of them and deletes the hidden directory. Each rank leaves the copy as
+A failure on any rank fails the write on all of them and deletes the hidden directory. Each rank releases the copy as
 soon as its files are written.
 
-Of several targets the first one prepares the copy in its first exchange, so that all ranks prepare their copies in one
-order. The other targets wait until it has got its save, or has failed.
+If there are several targets, the first one prepares the copy in its first exchange, so that all ranks prepare their
+copies in one order. The other targets wait until it has received its save, or has failed.
 """
 
 from __future__ import annotations
@@ -50,49 +50,49 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.targets import Part, Shards
 from stagereg.errors import CheckpointError, RankMismatchError, SaveTimeoutError, name_ranks
 
-WAITING_FOR_OTHERS = "waiting for the others"  # what a rank that has done its part is doing
+WAITING_FOR_OTHERS = "waiting for the others"  # the action of a rank that has finished its own
 
 _log = logging.getLogger(__name__)
 
-_TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
+_TRYING = 0.5  # fraction of the timeout; the rest is for cleanup and reports
 
 
 class _Prepared(NamedTuple):
-    """What a rank sends with its plan when it has staged."""
+    """The message of a rank that has staged, sent with its plan."""
 
     step: int
     called: bool = True
     follows: bool = False
     taken: Mapping[str, int] = {}
-    asks: bool = False  # ranks have to compare before
+    asks: bool = False  # whether the ranks must compare replicas before
     post: Any = None  # of the replicas
     digests: Mapping[str, bytes] = {}  # of the structures of its entries
 
 
 class _RankFiles(NamedTuple):
-    """What a rank sends when it has written its files."""
+    """The message of a rank that has written its files."""
 
     marks: dict[str, FileDigest]
     structures: Sent
-    digests: dict[Written, int]  # of what it gave to the storage, if that is read back
+    digests: dict[Written, int]  # of the values given to the storage, if they are read back
 
 
 def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | None:
     """Write a copy to a target and commit it. Collective; on the thread of the target.
 
     Returns:
-        When all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if the target has
-        skipped the save, or has failed and is not required.
+        The time when all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if the target
+        has skipped the save, or has failed and is not required.
 
     Raises:
-        CheckpointError: on all ranks, if it failed on any.
+        CheckpointError: on all ranks, if the write failed on any.
     """
     copy, target, done = write.copy, write.target, None
     try:
         if write.is_first:
             work = _Work(write, cache)
         else:
-            write.at = "waiting for the target before"
+            write.at = "waiting for the previous target"
             work = _Work(write, cache, copy.prepared.result())
         try:
             done = work.run()
@@ -100,12 +100,12 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
             if target.required or not write.agreed:
                 raise
             log = _log.warning if target.ranks.rank == 0 else _log.debug
-            log("stagereg: %s. Training goes on without it in %s.", str(error).rstrip("."), target.where)
+            log("stagereg: %s. Training continues without it in %s.", str(error).rstrip("."), target.where)
             record.emit("lost", step=write.request.step, dir=target.where, error=str(error))
         finally:
             if write.is_first and write.agreed:
                 copy.replicas.ended(None)
-                if not write.is_last:  # else it would keep the copy alive
+                if not write.is_last:  # otherwise it would keep the copy alive
                     copy.prepared.set_result(PreparedCopy(work.entries, work.own, work.parts))
         if write.is_first and not write.agreed:  # skipped, and no other target needs the copy
             copy.replicas.ended(None)
@@ -122,22 +122,22 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
 
 
 class _Work:
-    """One write on the thread of its target: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers them.
+    """One write on the thread of its target: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers.
 
-    ``prepared`` is what the first target has made of the copy; ``None`` on the thread of that target.
+    ``prepared`` is the copy as the first target has prepared it; ``None`` on the thread of that target.
     """
 
-    own: RankEntries  # what this rank has of each entry
-    entries: dict[str, Any]  # what this rank writes
-    parts: Mapping[str, Part | None]  # where tensors that are shards of a whole lie in it
-    asked: Asked  # what rank 0 asks it for
-    _plans: list[SavePlan]  # what this rank would write
-    _more: list[SavePlan]  # that again, if it was not sent before the files
+    own: RankEntries  # the values of this rank for each entry
+    entries: dict[str, Any]  # the entries that this rank writes
+    parts: Mapping[str, Part | None]  # offsets of tensors that are shards
+    asked: Asked  # the structures that rank 0 requests from this rank
+    _plans: list[SavePlan]  # the plan of this rank's own entries
+    _more: list[SavePlan]  # the same plan, if it was not sent before the files
     _results: list[WriteResult]
 
     def __init__(self, write: Write, cache: ExchangeCache, prepared: PreparedCopy | None = None) -> None:
         self._write, self._cache, self._to, self._ranks = write, cache, write.target, write.target.ranks
-        self.planner = cache.planner  # has the tensors until they are written
+        self.planner = cache.planner  # holds the tensors until they are written
         self._metadata: Metadata | None = None
         self._asks = False  # whether the ranks compare replicas before they plan
         if prepared is not None:
@@ -178,7 +178,7 @@ class _Work:
         return began, nbytes
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        """Return that this rank has staged, and what it would write, or what it compares before."""
+        """Return the message that this rank has staged, with its plan or with the replicas to compare."""
         request, copy = self._write.request, self._write.copy
         if request.missed:
             return _Prepared(request.step, False), (), ()
@@ -193,7 +193,7 @@ class _Work:
         if (generators := rng_name(self._ranks.number)) in state:
             state[generators] = rng.as_tensors(state[generators])
         self.entries = copy.replicas.cut(state)
-        self.own = RankEntries(self.entries)  # refuses what cannot be saved
+        self.own = RankEntries(self.entries)  # refuses values that cannot be saved
         copy.nbytes = self._nbytes(state, (x for _, x in walk({name: state[name] for name in self.entries})))
         found = copy.replicas.post(self.own.objects)
         failpoint("staged")
@@ -222,7 +222,7 @@ class _Work:
         is_first = self._ranks.rank == 0
         self.planner.parts = self.parts
         self.planner.set_up_planner(entries, storage.storage_meta(), is_first)
-        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch asks
+        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch does
         more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
@@ -240,9 +240,9 @@ class _Work:
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
 
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
-        """Return what each rank writes, ``None`` for the same as in the save before, and what it is asked for.
+        """Return the plan of each rank, ``None`` for the plan of the previous save, and the requested structures.
 
-        If all ranks compare before that, return what their replicas answer each.
+        If the ranks compare replicas first, return the answer of the replicas for each rank.
         """
         steps = [each.step for each in prepared]
         _expect_all_called(self._write.request.step, prepared)
@@ -254,7 +254,7 @@ class _Work:
         replicas, posts = self._write.copy.replicas, [each.post for each in prepared]
         if all(each.asks for each in prepared):
             return replicas.answer(posts, [each for [each] in lasting or ()])
-        # Of what several ranks have alike the first one's is stored: numbers are stale on one that has left its loop.
+        # Replicated numbers are stored from the first rank: they are stale on a rank that has left its loop.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         if self._write.is_first:
@@ -280,10 +280,10 @@ class _Work:
         self._more = self._plans if dealt is None else []
         if dealt is not None:
             self._cache.dealt = from_numbers(dealt, join_plans(self._plans))
-            self._cache.results.forget()  # the same places may hold something else: of another dtype
+            self._cache.results.forget()  # the same places may hold other values: of another dtype
 
     def write(self) -> tuple[_RankFiles, Sequence[Any], Sequence[Any]]:
-        """Write this rank's files, and leave the copy."""
+        """Write this rank's files, and release the copy."""
         write = self._write
         failpoint("agreed")
         self._to.expect_room(self._cache.nbytes)
@@ -294,7 +294,7 @@ class _Work:
         self.planner.state_dict = {}
         confirm = write.copy.confirmation()
         self._let_go()
-        # Those of rank 0 come with the metadata's.
+        # The digests of rank 0 are sent with the metadata.
         marks = self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
         failpoint("written")
         write.at = "waiting until no operation can have written the state meanwhile"
@@ -307,7 +307,7 @@ class _Work:
         return self._to.read_back is not None and not self._cache.was_read_back
 
     def _let_go(self) -> None:
-        """Leave the copy. Raises: what it has proved bad with."""
+        """Release the copy. Raises: the error that the training loop has found in it."""
         write, copy = self._write, self._write.copy
         if write.is_first:
             copy.get()
@@ -320,7 +320,7 @@ class _Work:
         write, to = self._write, self._to
         write.at = "committing"
         if write.abandoned:
-            raise SaveTimeoutError("it took too long and was given up")
+            raise SaveTimeoutError("it took too long and was aborted")
         state = self._merging.put_together([each.structures for each in written])
         if lasting is None:
             again = to.finish(self._path, None, [])
@@ -357,7 +357,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
 
 
 def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
-    """Refuse what a rank holds from long ago that has left its loop, and steps only what the join knows."""
+    """Refuse stale values of a rank that left its loop long ago and steps only the objects that the join lists."""
     if not any(each.follows for each in prepared):
         return
     for name in sorted({name for each in prepared for name in each.taken}):
@@ -365,14 +365,14 @@ def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
         if len(set(taken)) > 1:
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
             raise RankMismatchError(
-                f"{name!r} is not the same on all ranks: it has taken {counts} steps. Ranks that have left the loop "
-                "step only what the join knows: list the optimizer, the schedule or the function that steps them, as "
-                "in Join([model, optimizer])."
+                f"{name!r} is not the same on all ranks: it has taken {counts} steps. After a rank has left the "
+                "loop, it steps only the objects that the join lists: add the optimizer, the schedule or the function "
+                "that steps them, as in Join([model, optimizer])."
             )
 
 
 def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
-    """Return plans in which a rank that has left its loop leaves to the others what they have shares of."""
+    """Return plans in which a rank that has left its loop leaves the replicated tensors to the other ranks."""
     if not follows:
         return given
     active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)

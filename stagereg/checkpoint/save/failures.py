@@ -1,7 +1,7 @@
-"""What has become of saves that failed: kept until a call raises it, or logged where it happens.
+"""Failures of saves, kept until a call raises them, or logged at once.
 
-A failure that no call raises is reported by the end of the job or process (:mod:`stagereg.base.shutdown`). Where
-failures are warnings, the end reports only that the last save has failed.
+:mod:`stagereg.base.shutdown` reports at the end of the job or process each failure that no call has raised. If
+failures are warnings, it reports only that the last save has failed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Failures:
     """The failures of one checkpointer on this rank.
 
     Args:
-        warns: whether they are logged, and never raised.
-        first: whether this is the rank that logs what happens on all.
-        describe_newest: returns a sentence on the newest good checkpoint.
-        where: the place that is saved to. A save there withdraws the status of an earlier checkpointer of this process.
+        warns: whether failures are logged, and never raised.
+        first: whether this rank logs the events that concern all ranks.
+        describe_newest: returns a sentence about the newest valid checkpoint.
+        where: the directory of the saves. A save there withdraws the status of an earlier checkpointer of this process.
     """
 
     def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str], where: str = "") -> None:
-        self.last: CheckpointError | None = None  # why the last save that has ended failed, if it did
+        self.last: CheckpointError | None = None  # error of the last finished save, if that save failed
         self.warns = warns
         self._first, self._describe_newest = first, describe_newest
         self._where = where
         self._kept: deque[CheckpointError] = deque()
 
     def __bool__(self) -> bool:
-        """Whether there is one that no call has raised yet."""
+        """Whether there is a failure that no call has raised yet."""
         return bool(self._kept)
 
     def keep_failure(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
-        """Keep why a save failed, or log it; what is reported ``everywhere`` is a warning on the first rank only."""
+        """Keep or log the failure of a save; a failure on all ranks (``everywhere``) is a warning on the first only."""
         self.last = failure
         self.set_status(step)
         if self.warns:
@@ -62,26 +62,26 @@ class Failures:
             raise failures[0]
 
     def log_after(self, failure: BaseException, known: BaseException) -> None:
-        """Log a failure of which no call is to raise more, after ``known``; what ranks have in common on the first."""
+        """Log a failure that no call will raise, after ``known``; only the first rank logs a reason that all share."""
         text = describe_after(failure, known)
         if self._first or text == str(failure):
             _log.error("%s", text)
 
     def raise_or_warn(self, error: BaseException) -> None:
-        """Raise what has kept this rank from staging; log it if failures are warnings."""
+        """Raise the error that kept this rank from staging; log the error if failures are warnings."""
         if not self.warns or not isinstance(error, CheckpointError):
             raise error
         self._warn(error)
 
     def set_status(self, failed: int | None) -> None:
-        """Have the end report that the save of step ``failed`` was the last one, if failures are warnings."""
+        """Set the failure to report at the end, if failures are warnings: ``failed`` is the step of the last save."""
         if (earlier := _STATUS.pop(self._where, None)) is not None:
             shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:
-            text = f"the last save has failed, of step {failed}, so the exit status is 1. {self._describe_newest()}"
+            text = f"the last save, of step {failed}, failed, so the exit status is 1. {self._describe_newest()}"
             _STATUS[self._where] = CheckpointError(text)
             shutdown.report_error(_STATUS[self._where])
 
     def _warn(self, failure: CheckpointError, everywhere: bool = False) -> None:
         log = _log.info if everywhere and not self._first else _log.warning
-        log("stagereg: %s Training goes on.", failure)
+        log("stagereg: %s Training continues.", failure)

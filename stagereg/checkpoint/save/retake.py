@@ -1,8 +1,8 @@
-"""Makes a save again whose copy was discarded, since the program wrote the state while it was copied.
+"""Repeats a save whose staged copy was discarded because the program changed the state during the copy.
 
-All ranks learn in the exchange of that save that it has failed. Right after it, on the threads that save, they agree on
-the step at which all of them save again: the first one that no rank has ended yet. Until a rank has the answer, its
-training thread does not end that step. So each rank saves at the same step, and none of them waits in other saves.
+The exchange of that save reports the failure to all ranks. Right afterwards, on their save threads, the ranks agree on
+the step at which all of them save again: the first step that no rank has ended. A rank's training thread does not end
+that step before the rank has the answer. So all ranks save at the same step, and no rank waits in another save.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _NO_STEP = -1
 
 
 class _Reached(NamedTuple):
-    """How far the training thread of a rank is."""
+    """The progress of the training thread of one rank."""
 
-    ended: int  # the step that it has ended last
-    saves: int  # the saves that it has begun
-    again: bool  # whether the discarded save was made in place of another one already
+    ended: int  # the last step that the thread has ended
+    saves: int  # the number of saves that the thread has begun
+    again: bool  # whether the discarded save was itself a repeated save
 
 
 class _Answer(NamedTuple):
-    """What follows from that, on all ranks."""
+    """The decision of the ranks, the same on all of them."""
 
     fails: bool = False  # the discarded save is an error
     superseded: bool = False  # a newer save is under way
-    at: int | None = None  # the step to save after; ``None`` if the program saves by itself and counts no steps
+    at: int | None = None  # the step to save after; ``None`` if the program calls ``save()`` and counts no steps
 
 
 class Retake:
-    """The step at which this rank saves again, the same on all ranks."""
+    """The step at which this rank saves again; all ranks use the same step."""
 
     def __init__(self, limit_s: float) -> None:
-        self.pending: Request | None = None  # a discarded save that is to be made again
-        self.failure: CheckpointError | None = None  # why it was discarded
-        # Confirms the copies that are complete. Called on the training thread, which runs no operation of torch.
+        self.pending: Request | None = None  # the discarded save to repeat
+        self.failure: CheckpointError | None = None  # why the save was discarded
+        # Confirms the complete copies. Called on the training thread, which runs no operation of torch meanwhile.
         self.confirm: Callable[[], None] = lambda: None
-        self._steps = self._steps_at_save = 0  # of all optimizers of the process
+        self._steps = self._steps_at_save = 0  # steps of all optimizers of the process
         self._limit_s = limit_s
         self._at: int | None = None
         self._ended, self._saves = _NO_STEP, 0
-        self._closed_from: int | None = None  # the first step that waits for the answer
+        self._closed_from: int | None = None  # the first step that must wait for the answer
         self._answered = threading.Event()
         self._lock = threading.Lock()
 
@@ -63,14 +63,14 @@ class Retake:
         self._steps += 1
 
     def step_to_repeat(self) -> int | None:
-        """Return the step whose save was discarded, if no optimizer of the process has stepped since."""
+        """Return the step whose save was discarded, if no optimizer of the process has stepped since that step."""
         unchanged = self.pending is not None and self._steps == self._steps_at_save
         return self.pending.step if unchanged and self.pending is not None else None
 
     def due(self, step: int) -> bool:
         """Return whether to save again after ``step``. Called on the training thread once a step. Not collective.
 
-        It waits for other ranks only while they agree on the step, for as long as one exchange takes.
+        Waits for other ranks only while they agree on the step, which takes as long as one exchange.
         """
         with self._lock:
             waits = self._closed_from is not None and step >= self._closed_from
@@ -93,15 +93,15 @@ class Retake:
     def save_again(
         self, save: Request, ranks: RankGroup, why: str, failure: WrittenWhileSavedError
     ) -> WrittenWhileSavedError | None:
-        """Have ``save``, which all ranks have discarded, made again; return ``failure`` if that cannot be.
+        """Schedule a repeat of ``save``, which all ranks have discarded; return ``failure`` if that is impossible.
 
-        Collective, on the saving thread. Does not raise. ``why`` is logged.
+        Collective, on the save thread. Raises nothing. Logs ``why``.
         """
         answer = self._agree(save, ranks, failure)
         if answer.fails:
             return failure
-        when = "with the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
-        again = "A newer save is under way." if answer.superseded else f"The state is saved {when}, copied at once."
+        when = "at the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
+        again = "A newer save has begun." if answer.superseded else f"The state is saved again {when}, copied at once."
         log = _log.warning if ranks.rank == 0 else _log.info
         log("stagereg: %s. %s", why.rstrip("."), again)
         return None

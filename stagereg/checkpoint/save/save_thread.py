@@ -1,12 +1,12 @@
-"""The thread of one target of saves, which writes them one after the other.
+"""The thread of one save target, which writes its saves one after the other.
 
-Each target has a thread of its own, so that saves to a tier go on while a slow store takes one (:mod:`.save_threads`).
+Each target has its own thread, so that saves to a tier continue during a slow save to storage (:mod:`.save_threads`).
 
-At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
+At most two saves are under way: one that is written, and one that waits. That fits a stager with two staged copies.
 
 Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive. A save that takes
-longer than the time-out counts as failed from then on, and as hanging until it ends: a thread that waits for the
-storage cannot be ended. So it is a daemon thread, and every wait here ends with the time-out.
+longer than the timeout has failed, and hangs until it ends, because a thread that waits for the storage cannot be
+terminated. So the thread is a daemon thread, and every wait here ends after the timeout.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from stagereg.errors import CheckpointError, SaveTimeoutError, WrittenWhileSaved
 _log = logging.getLogger(__name__)
 
 _MOST_UNDER_WAY = 2
-_POLL_INTERVAL_S = 0.05  # how often one looks whether a save takes too long
-_IDLE_S = 1.0  # how often the thread looks for what this rank has passed over
+_POLL_INTERVAL_S = 0.05  # seconds between checks whether a save has exceeded its timeout
+_IDLE_S = 1.0  # seconds between checks for requests that this rank has missed
 
 
 class SaveThread:
-    """The thread of one target, and what has become of its saves.
+    """The thread of one target, and the results of its saves.
 
-    All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
-    forked child nothing is under way: it has no such thread.
+    All methods are for the training thread, and for the end of the process, which may run at the same time. A forked
+    child has no such thread, and no save under way.
 
     Args:
-        target: where the saves go; its schedule is given how old each state was when its checkpoint was complete.
-        timeout: of one save, from when the one before it has ended.
+        target: receives the saves; its schedule gets the age of each state when its checkpoint was complete.
+        timeout: of one save, from the end of the previous save.
         warns: whether failures are logged, and never raised.
-        stats: gets what saves cost.
-        retake: makes discarded saves again; without it they are errors.
-        nearer: the threads of the targets before this one, which messages on the newest checkpoint name as well.
+        stats: counts the saves, bytes and seconds.
+        retake: repeats discarded saves; without it a discarded save is an error.
+        nearer: the threads of the targets before this one, which messages about the newest checkpoint name too.
     """
 
     def __init__(
@@ -65,51 +65,51 @@ class SaveThread:
         retake: Retake | None = None,
         nearer: Sequence[SaveThread] = (),
     ) -> None:
-        self.newest: int | None = None  # the step of the newest checkpoint there that this run knows to be good
-        describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of one that was dropped
+        self.newest: int | None = None  # step of the newest checkpoint there that this run has found to be valid
+        describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of a dropped checkpointer
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)(), target.where)
         self.stats = stats or CheckpointStats()
         self._listeners: list[Callable[[int], object]] = []
         self.target = target
         self.timeout_s = timeout.total_seconds()
         self._retake, self._nearer = retake, nearer
-        self._cache = ExchangeCache(target.repeats)  # for the thread
+        self._cache = ExchangeCache(target.repeats)  # used by the thread
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
-        self._clearing = False  # whether it deletes what is no longer retained; written by the thread
+        self._clearing = False  # whether the thread is deleting checkpoints that are no longer retained
         self._lock = threading.Lock()
         self._under_way: deque[Write] = deque()
-        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never closed would stay
+        weakref.finalize(self, self._queue.put, None)  # ends the thread of a checkpointer that was never closed
         shutdown.wait_for(self)
 
     @property
     def hanging(self) -> bool:
-        """Whether the save being written has passed the time-out, which was reported, and has not ended."""
+        """Whether the current save has exceeded its timeout, which was reported, and has not ended."""
         first = self._first()
         return first is not None and first.late
 
     def note_newest(self, step: int | None) -> None:
-        """Note that ``step`` is the newest good checkpoint there, ``None`` for no checkpoint. Any thread."""
+        """Set the step of the newest valid checkpoint there; ``None`` for no checkpoint. Any thread."""
         self.newest = step
 
     def listen(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener`` on the thread with the step of each complete checkpoint, before its save has ended."""
+        """Call ``listener`` on the thread with the step of each complete checkpoint, before its save ends."""
         self._listeners.append(listener)
 
     def wait_for_turn(self) -> None:
-        """Wait until another save may be staged: until fewer than two are under way, or one takes too long."""
+        """Wait until another save may be staged: until fewer than two are under way, or one exceeds its timeout."""
         self.wait(_MOST_UNDER_WAY)
 
     def submit(self, write: Write) -> None:
-        """Have a copy written after those before it; its failure is kept for :meth:`raise_failure`."""
+        """Queue a copy to be written after the earlier ones; :meth:`raise_failure` raises its failure."""
         self._start()
         self._under_way.append(write)
         self._queue.put(partial(self._write, write))
 
     def call_when_idle(self, look: Callable[[], None]) -> None:
-        """Call ``look`` on the thread about once a second while nothing is written. A bound method, held weakly."""
+        """Call ``look`` on the thread about once a second while no save runs. A bound method, held weakly."""
         self._look = weakref.WeakMethod(look)
         self._start()
 
@@ -120,11 +120,11 @@ class SaveThread:
             try:
                 thread.start()
             except RuntimeError as error:
-                raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
+                raise CheckpointError(f"Cannot start a thread to write checkpoints: {error}") from error
             self._thread = thread
 
     def wait(self, most: int = 1) -> bool:
-        """Wait until fewer than ``most`` saves have not ended, well or not; False if one of them takes too long."""
+        """Wait until fewer than ``most`` saves are under way; return False if a save exceeds its timeout."""
         if self._retake is not None:
             self._retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
@@ -132,14 +132,14 @@ class SaveThread:
         return first is None or not first.late
 
     def finish(self) -> bool:
-        """As :meth:`wait`, and until what follows a save is done, which may take as long: what is old is deleted."""
+        """Wait as :meth:`wait`, then until old checkpoints are deleted, which may take as long again."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
         while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return ended
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves of this thread have ended, well or not; False if they have not at ``until``."""
+        """Wait until all saves of this thread have ended or failed; return False if some have not at ``until``."""
         while self._first() is not None and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return self._first() is None
@@ -151,32 +151,32 @@ class SaveThread:
         return bool(self.failures)
 
     def raise_failure(self) -> None:
-        """Raise the first failure that no call has raised yet, and log later ones."""
+        """Raise the first failure that no call has raised yet, and log the later ones."""
         self._first()
         self.failures.raise_first()
 
     def describe_newest(self) -> str:
-        """Return a sentence on the newest good checkpoint here and in the targets before this one."""
+        """Return a sentence about the newest valid checkpoint here and in the targets before this one."""
         known = [each for each in (self, *reversed(self._nearer)) if each.newest is not None]
         if not known:
             return f"This run has no complete checkpoint in {self.target.where} yet."
         best = max(known, key=lambda each: each.newest or 0)
         farther = (f" Step {each.newest} is in {each.target.where}." for each in known[: known.index(best)])
-        return f"The newest good checkpoint is step {best.newest}, in {best.target.where}.{''.join(farther)}"
+        return f"The newest valid checkpoint is step {best.newest}, in {best.target.where}.{''.join(farther)}"
 
     def abandon(self) -> None:
-        """Have the saves that have not ended commit nothing."""
+        """Keep the saves that have not ended from committing."""
         for save in self._under_way:
             save.abandoned = True
 
     def close(self) -> None:
-        """End the thread after its last save; one that hangs commits nothing, should it ever go on."""
+        """End the thread after its last save; a save that hangs commits nothing, even if it continues later."""
         for write in self._under_way:
             write.abandoned = True
         self._queue.put(None)
 
     def _first(self) -> Write | None:
-        """Return the first save that has not ended, if there is one; report it once it takes too long."""
+        """Return the first save that has not ended, if there is one; report the save if it exceeds its timeout."""
         if os.getpid() != self._process:
             return None
         with self._lock:
@@ -198,8 +198,8 @@ class SaveThread:
         who = "it" if ranks.group is None else f"rank {ranks.rank}"
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
         return SaveTimeoutError(
-            f"Step {write.request.step} was not saved: it has taken longer than {limit} ({who} is at: {write.at}). "
-            f"Does the storage hang? Until this ends, no other save begins. {self.describe_newest()}"
+            f"Step {write.request.step} was not saved: it took longer than {limit} ({who} is at: {write.at}). Check "
+            f"whether the storage hangs. No other save begins until this save ends. {self.describe_newest()}"
         )
 
     # -- on the thread
@@ -229,9 +229,9 @@ class SaveThread:
         with self._lock:
             self._clearing = True
             if write.late:
-                state = "is saved after all" if step == self.newest else "was not saved"
-                _log.warning("stagereg: storage is responding again; step %d %s", step, state)
-            elif failure is not None and (write.is_last or write.agreed):  # else the last target reports it
+                state = "was saved after all" if step == self.newest else "was not saved"
+                _log.warning("stagereg: The storage responds again: step %d %s.", step, state)
+            elif failure is not None and (write.is_last or write.agreed):  # otherwise the last target reports it
                 self.failures.keep_failure(step, failure)
             write.over.set()
         try:
@@ -241,7 +241,7 @@ class SaveThread:
         self._clearing = False
 
     def _completed(self, write: Write, began: float, ended: float, nbytes: int) -> None:
-        """Take notice of a save that is complete; the moments are of ``record.now``."""
+        """Count and report a complete save; ``began`` and ``ended`` are times of ``record.now``."""
         step, seconds, target = write.request.step, ended - began, self.target
         if target.required:
             self.stats.saves += 1
@@ -256,10 +256,10 @@ class SaveThread:
             try:
                 listener(step)
             except Exception:  # the checkpoint is complete, so the save must not fail
-                _log.exception("stagereg: step %d is saved; what was to be done then has failed", step)
+                _log.exception("stagereg: Step %d is saved, but a listener of completed saves failed.", step)
 
     def _fail(self, write: Write, error: BaseException) -> CheckpointError | None:
-        """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
+        """Record that a save failed; return the error to raise, ``None`` if the training loop has raised it already."""
         step, target = write.request.step, self.target
         of_tier = {} if target.required else {"dir": target.where}
         record.emit("lost", step=step, error=reason(error), **of_tier)
@@ -286,10 +286,10 @@ def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[]
             try:
                 if write is not None:
                     write()
-            except Exception:  # the store, or the group, is gone; saves that still come must find the thread
-                _log.debug("Looking for what this rank has passed over failed.", exc_info=True)
+            except Exception:  # the rendezvous store or the group is gone; later saves still need the thread
+                _log.debug("Checking for requests that this rank has missed failed.", exc_info=True)
         else:
             if write is None:
                 return
             write()
-        del write  # while it waits for the next save, the thread keeps nothing alive
+        del write  # frees the staged copy while the thread waits for the next save

@@ -1,4 +1,4 @@
-"""The targets of a checkpointer, in order, each with its thread; for the training thread."""
+"""The targets of a checkpointer in order, each with its thread; for the training thread."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stagereg.errors import CheckpointError
 
 
 class SaveThreads:
-    """The threads of all targets. A save that is due for some target goes to the first one too, which prepares it.
+    """The threads of all targets. A save for any target goes to the first target too, which prepares the save.
 
     Args:
-        targets: the nearest first; the same on all ranks.
+        targets: the first in line first (a tier before the checkpoint directory); the same on all ranks.
         timeout: of one save of one target.
         warns: whether failures are logged, and never raised.
 
     Attributes:
-        last: the thread of the last target, the one that lasts longest.
-        retake: makes saves again that were discarded.
+        last: the thread of the last target, which keeps checkpoints longest.
+        retake: repeats saves that were discarded.
     """
 
     def __init__(self, targets: Sequence[SaveTarget], timeout: datetime.timedelta, warns: bool = False) -> None:
@@ -37,34 +37,34 @@ class SaveThreads:
 
     @property
     def failures(self) -> Failures:
-        """Those that are reported for all targets: of what kept this rank from staging."""
+        """The failures that concern all targets: errors that kept this rank from staging."""
         return self.last.failures
 
     @property
     def targets(self) -> list[SaveTarget]:
-        """Where saves go, the one that lasts longest last."""
+        """The targets of saves, the one that keeps checkpoints longest last."""
         return [each.target for each in self.all]
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint in the last target that this run knows to be good."""
+        """The step of the newest checkpoint in the last target that this run has found to be valid."""
         return self.last.newest
 
     def note_newest(self, step: int | None) -> None:
-        """Note that ``step`` is the newest good checkpoint in the last target, ``None`` for no checkpoint."""
+        """Set the step of the newest valid checkpoint in the last target; ``None`` for no checkpoint."""
         self.last.note_newest(step)
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the last target have ended, well or not; False if they have not at ``until``."""
+        """Wait until all saves to the last target have ended or failed; return False if some have not at ``until``."""
         return self.last.ends_by(until)
 
     @property
     def hanging(self) -> bool:
-        """Whether a save that is being written has passed the time-out."""
+        """Whether the current save of some target has exceeded its timeout."""
         return any(each.hanging for each in self.all)
 
     def admit(self, request: Request) -> None:
-        """Wait until a save may be staged. Raises ``CheckpointError`` if an earlier save has failed, or hangs."""
+        """Wait until a save may be staged. Raises ``CheckpointError`` if an earlier save has failed or hangs."""
         for number in request.targets:
             thread = self.all[number]
             thread.wait_for_turn()
@@ -77,50 +77,50 @@ class SaveThreads:
                 )
 
     def submit(self, request: Request, copy: StagedCopy) -> None:
-        """Have each target of a request write a copy."""
+        """Queue a copy for each target of a request."""
         for number in request.targets:
             thread = self.all[number]
             thread.submit(Write(request, copy, thread.target, number))
 
     def held(self, request: Request, seconds: float) -> None:
-        """Tell the schedules how long a save has held the training loop. Collective."""
+        """Report to the schedules how long a save has blocked the training loop. Collective."""
         for number in request.targets:
             self.all[number].target.schedule.held(request.step, seconds)
 
     def wait(self) -> bool:
-        """Wait until all saves have ended, well or not; False if one of them takes too long."""
+        """Wait until all saves have ended or failed; return False if a save exceeds its timeout."""
         ended = [each.wait() for each in self.all]
         return all(ended)
 
     def finish(self) -> bool:
-        """As :meth:`wait`, and until what is old is deleted in the last target, which may take as long."""
+        """Wait as :meth:`wait`, then until the last target has deleted old checkpoints, which may take as long."""
         ended = [*(each.wait() for each in self.all[:-1]), self.last.finish()]
         return all(ended)
 
     def finish_before_restore(self) -> None:
-        """Wait for every save, on the training thread, which then meets the other ranks in an exchange."""
+        """Wait on the training thread for every save; the thread then meets the other ranks in an exchange."""
         self.finish()
-        if self.hanging:  # in an exchange with the other ranks, which another one must not meet
+        if self.hanging:  # inside an exchange with the other ranks; a second exchange would mix with it
             self.raise_failure()
-            raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
+            raise CheckpointError("Nothing was restored: a save has not ended yet, because the storage hangs.")
 
     def restored(self, step: int, path: str) -> None:
-        """Go on from ``step``, which was restored from ``path``. On all ranks."""
+        """Resume from ``step``, which was restored from ``path``. On all ranks."""
         for each in self.all:
             each.target.schedule.restored(step)
             if each.target.names(path):
                 each.note_newest(step)
 
     def raise_failure(self) -> None:
-        """Raise the first failure that no call has raised yet, and log later ones."""
+        """Raise the first failure that no call has raised yet, and log the later ones."""
         for each in self.all:
             each.raise_failure()
 
     def describe_newest(self) -> str:
-        """Return a sentence on the newest good checkpoint of all targets."""
+        """Return a sentence about the newest valid checkpoint of all targets."""
         return self.last.describe_newest()
 
     def close(self) -> None:
-        """End the threads after their last saves; one that hangs commits nothing, should it ever go on."""
+        """End the threads after their last saves; a save that hangs commits nothing, even if it continues later."""
         for each in self.all:
             each.close()

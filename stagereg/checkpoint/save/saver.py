@@ -1,7 +1,7 @@
-"""The training thread's part of saves: a state is admitted, staged, and handed to the thread that writes.
+"""The training thread's part of saves: a state is admitted, staged, and submitted to the thread that writes.
 
-It keeps the state that it was given last, so that a rank that has left its loop can save with those in it, and counts
-the steps of the optimizers in it, so that a rank whose values are stale is found.
+Keeps the last state and its positions in data, so that a rank that has left its loop can save it, and counts the steps
+of the optimizers in it, so that a rank with stale values is detected.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesC
 _log = logging.getLogger(__name__)
 
 _BACKWARDS = (
-    "stagereg: step %d is saved after step %d. A resume goes on from the checkpoint that was made last, and what is "
-    "saved again replaces the checkpoint of that step. Count steps through the whole run, not anew in each epoch; to "
-    "go back on purpose, call restore(state, source=CHECKPOINT) first."
+    "stagereg: Step %d is saved after step %d. The next run resumes from the checkpoint that was saved last, and a "
+    "step that is saved again replaces its checkpoint. Count steps through the whole run, not from 0 in each epoch. "
+    "To go back on purpose, call restore(state, source=CHECKPOINT) first."
 )
 _ONLY = (
-    "stagereg: this run reached no multiple of every=%d, so the end of the run makes its only checkpoint. A crash "
-    "before the end would have lost all steps."
+    "stagereg: this run reached no multiple of every=%d, so its only checkpoint is saved at its end. A crash before "
+    "the end would have lost all steps."
 )
 
 
 class Saver:
-    """For the training thread, but for :meth:`miss_save` and :meth:`look_for_hang`.
+    """For the training thread, except :meth:`miss_save` and :meth:`look_for_hang`.
 
-    ``ready`` is called before each save; an error that it raises fails the save. The other arguments are the
-    checkpointer's.
+    ``ready`` is called before each save; an error of that call fails the save. The other arguments are those of the
+    checkpointer.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Saver:
         observer: SaveObserver | None = None,
         ready: Callable[[], object] = lambda: None,
     ) -> None:
-        # As it was given last, with objects in containers as entries (:mod:`.nested`).
+        # The state that was given last, with objects in containers as entries (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
-        self.saved: int | None = None  # the step that was saved last, well or not, wherever it went
-        self.stored: int | None = None  # likewise, in the last target
-        self.reached = -1  # as ``saved``; -1 before, and after a restore
+        self.saved: int | None = None  # the last saved step, successful or not, in any target
+        self.stored: int | None = None  # the last step saved in the last target, successful or not
+        self.reached = -1  # as ``saved``; -1 at the start, and after a restore
         self.leaving = False  # whether the ranks are about to exit
         self.names = names or ParameterNames()  # in the state
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
@@ -77,13 +77,13 @@ class Saver:
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
         self._replicas, self._observer = replicas, observer or SaveObserver()
         self._everywhere = tuple(range(len(threads.all)))  # the numbers of all targets
-        self._due: tuple[int | None, tuple[int, ...]] = None, ()  # a step that is due, and where, until it is saved
-        self._copying: tuple[int, float] | None = None  # the step that the stager copies, and since when
+        self._due: tuple[int | None, tuple[int, ...]] = None, ()  # the due step and its targets, until it is saved
+        self._copying: tuple[int, float] | None = None  # the step that the stager is copying, and the start time
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
-        self._continued: list[str] = []  # the positions in data that any number of ranks continue
-        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # those at a step
-        self._went_back = self._ranks.rank > 0  # which was said
+        self._continued: list[str] = []  # names of data loader states that any number of ranks continue
+        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # a step, with those states after the step
+        self._went_back = self._ranks.rank > 0  # whether the warning has been logged
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
@@ -92,16 +92,16 @@ class Saver:
             self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Keep what is to be saved, also after this rank has left a loop, and count the steps of its optimizers.
+        """Keep the state to be saved, also after this rank has left a loop, and count the steps of its optimizers.
 
-        ``step`` is the one that ends with it, if one does.
+        ``step`` is the step that ends with the state, if there is one.
         """
         self._given_at = step
-        if state is not self.state:  # which is not the dict of the program if containers in that hold objects
+        if state is not self.state:  # the kept dict differs from the program's if containers hold objects
             self.take(state, again=False)
 
     def take(self, given: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
-        """Return the dict of the program as it is kept; ``again`` as of :meth:`.Spreader.spread`."""
+        """Return the dict of the program in its kept form; ``again`` as in :meth:`.Spreader.spread`."""
         state = self._spreader.spread(given, again)
         self._given, self.state, before = given, state, self.state or {}
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
@@ -110,20 +110,20 @@ class Saver:
         self._observer.given(state)
         for name, value in state.items() if self._ranks.group is not None else ():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
-                with contextlib.suppress(AttributeError):  # of a wrapper without super().__init__(), which has no hooks
+                with contextlib.suppress(AttributeError):  # a wrapper without super().__init__() has no hooks
                     value.register_step_post_hook(lambda *_, taken=self._taken, name=name: taken.update([name]))
         return state
 
     def end_step(self, step: int) -> None:
-        """Note the positions in data of a step that may be saved later, when the loop has taken another batch."""
+        """Record the data loader states of a step that may be saved later, after the loop has taken another batch."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
         self._observer.end_step(step, self.state if self._given_at == step else None)
 
     def due(self, step: int, everywhere: bool = False) -> bool:
-        """Return whether some target is to have ``step``, by their schedules. Once a step; the same on all ranks.
+        """Return whether some target is due at ``step``, by their schedules. Once a step; the same on all ranks.
 
-        A discarded save that is made again goes to all targets, and so does a step that is due ``everywhere``.
+        A discarded save that is repeated goes to all targets, and so does a step that is due ``everywhere``.
         """
         self.retake.confirm()
         everywhere |= self.retake.due(step)
@@ -131,11 +131,11 @@ class Saver:
         if everywhere:
             self._due = step, self._everywhere
         else:
-            self._due = step, tuple(sorted({0, *due})) if due else ()  # the first one prepares the copy for all
+            self._due = step, tuple(sorted({0, *due})) if due else ()  # the first target prepares the copy for all
         return bool(self._due[1])
 
     def targets_of(self, step: int, everywhere: bool = False) -> tuple[int, ...]:
-        """Return the numbers of the targets that ``step`` goes to: all, unless :meth:`due` has asked for some alone."""
+        """Return the numbers of the targets of ``step``: all of them, unless :meth:`due` has selected some."""
         due, targets = self._due
         return targets if due == step and targets and not everywhere else self._everywhere
 
@@ -145,7 +145,7 @@ class Saver:
 
     @property
     def _every(self) -> int | None:
-        """The number whose multiples the last target has, if there is one, and that target has to."""
+        """The number whose multiples are due in the last target, if it has such a schedule and is required."""
         target = self._threads.last.target
         return target.schedule.every if target.required and type(target.schedule) is Schedule else None
 
@@ -154,8 +154,8 @@ class Saver:
 
         Args:
             step: of the state.
-            targets: the numbers of the targets that it goes to, all by default; the same on all ranks.
-            follows: whether this rank has left its loop, and saves since others do.
+            targets: the numbers of its targets, all by default; the same on all ranks.
+            follows: whether this rank has left its loop, and saves because other ranks do.
         """
         self.retake.confirm()
         if self._given is not None:
@@ -179,7 +179,7 @@ class Saver:
             copy.fail(reason(error))
             self._threads.failures.raise_or_warn(error)
         finally:
-            # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
+            # Also after an error on this rank, so that the saves of the ranks stay paired and the others raise too.
             self._threads.submit(request, copy)
             try:
                 self._settle(step, copy)
@@ -191,17 +191,17 @@ class Saver:
             record.emit("stall", step=step, start=request.called, seconds=stall, **request.tags)
 
     def drop_retake(self) -> None:
-        """Report a discarded save as failed: it cannot be made again any more."""
+        """Report a discarded save as failed, because it cannot be repeated any more."""
         discarded, failure = self.retake.pending, self.retake.failure
         if discarded is not None and failure is not None:
             self.retake.pending = self.retake.failure = None
             self._threads.failures.keep_failure(discarded.step, failure)
 
     def save_last(self, seen: int | None) -> None:
-        """Save the last step that some rank has ``seen``, unless that is done; on all ranks.
+        """Save the last step that some rank has ``seen``, unless it is saved; on all ranks.
 
         Raises:
-            CheckpointError: on all ranks, if a save has failed, and some rank has not raised that yet.
+            CheckpointError: on all ranks, if a save has failed and some rank has not raised that failure yet.
         """
         if not self._threads.wait():
             return
@@ -213,14 +213,14 @@ class Saver:
         last, done, unknown, failed = self._ranks.max_async(own_too)()
         if failed:
             self._threads.raise_failure()
-            raise CheckpointError("The last step was not saved, since a save before it has failed on another rank.")
+            raise CheckpointError("The last step was not saved, because an earlier save failed on another rank.")
         if last > done and not unknown:
             if self.saved is None and self._ranks.rank == 0 and self._every is not None:
                 _log.info(_ONLY, self._every)
             self.save(int(last), follows=own[0] < last)
 
     def save_to_leave(self, step: int, follows: bool = False) -> CheckpointError | None:
-        """Save ``step``, unless that is done, before all ranks exit; return why it could not be saved."""
+        """Save ``step``, unless it is saved, before all ranks exit; return the error if the save fails."""
         self.leaving = True
         self._threads.wait()
         ended = self._threads.last
@@ -237,13 +237,13 @@ class Saver:
             if ended.newest != step:
                 raise ended.failures.last or CheckpointError(f"Step {step} was not saved.")
         except CheckpointError as error:
-            self._threads.failures.set_status(None)  # the exception that follows reports it
+            self._threads.failures.set_status(None)  # the exception that follows reports the failure
             newest = self._threads.describe_newest()
             return error if newest in str(error) else CheckpointError(f"{str(error).rstrip('.')}. {newest}")
         return None
 
     def miss_save(self, step: int, targets: Sequence[int] | None = None) -> None:
-        """Have the other ranks know that this one does not save ``step``; on any thread."""
+        """Report to the other ranks that this rank does not save ``step``; on any thread."""
         request, copy = self._begin(step, targets, missed=True)
         self._threads.submit(request, copy)
         self._threads.held(request, 0.0)
@@ -257,7 +257,7 @@ class Saver:
         return request, StagedCopy(request, ReplicaSave() if replicas is None else replicas.begin_save())
 
     def look_for_hang(self) -> None:
-        """End the process, whose training thread can raise nothing, if ``stage`` takes longer than a save may."""
+        """Exit the process if ``stage`` exceeds the timeout of a save; the training thread cannot raise then."""
         copying, limit_s = self._copying, self._threads.last.timeout_s
         if copying is None or record.now() < copying[1] + limit_s:
             return
@@ -273,7 +273,7 @@ class Saver:
         step, ranks = request.step, self._ranks
         if self.state is None:
             raise CheckpointError(
-                f"Step {step} was not saved: this rank never had data, and knows no state to save. Call "
+                f"Step {step} was not saved: this rank never had data, so it has no state to save. Call "
                 "restore(state) before the loop, or loop over join.iterate(loader)."
             )
         try:
@@ -286,7 +286,7 @@ class Saver:
             inspect = self._observer.capturing(self.state, captured)
             captured = copy.replicas.stage(self.state, captured, request.follows)
             structure = None
-            with contextlib.suppress(RecursionError):  # of a cycle, which the save refuses by name
+            with contextlib.suppress(RecursionError):  # the save refuses a cycle by name
                 structure = outline(captured)
             release = self._stager.release if isinstance(self._stager, ReleasesCopies) else None
             copy.begin(self._stager_name, structure, inspect, release)
@@ -317,7 +317,7 @@ class Saver:
             self._copying = None
 
     def _settle(self, step: int, copy: StagedCopy) -> None:
-        """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
+        """Let the stager wait for its copy while the writer works, in torch's order of calls."""
         try:
             if copy.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
@@ -332,7 +332,7 @@ class Saver:
 
 
 def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the steps of each scheduler that counts them; ChainedScheduler leaves that to those in it."""
+    """Return the steps of each scheduler that counts them; ChainedScheduler leaves that to its schedulers."""
     found: dict[str, int] = {}
     for name, value in state.items():
         if isinstance(value, LRScheduler):
@@ -343,14 +343,14 @@ def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def checked_step(step: int) -> int:
-    """Return a step. Raises: ``CheckpointError`` if it is none."""
+    """Return a step. Raises: ``CheckpointError`` if the value is not a step."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
-        raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
+        raise CheckpointError(f"step must be an integer in 0..2**63-1, got {step!r:.100}.")
     return step
 
 
 def checked_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Return a state. Raises: ``CheckpointError`` if it is none."""
+    """Return a state. Raises: ``CheckpointError`` if the value is not a state."""
     if not isinstance(state, MutableMapping):
         raise CheckpointError(
             "A state is a dict of names to objects, as in save(step, {'model': model, 'optimizer': optimizer}), not a "

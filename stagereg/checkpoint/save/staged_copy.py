@@ -19,39 +19,39 @@ from stagereg.stagers.async_stager import UnconfirmedCopy
 
 @dataclass(frozen=True)
 class Request:
-    """What the training loop of this rank has asked for, or has missed."""
+    """A save that the training loop of this rank has requested or missed."""
 
     step: int
     targets: tuple[int, ...] = (0,)  # their numbers, in order; the first one prepares the copy for all of them
-    lasts: bool = True  # a target of these is required
-    called: float = field(default_factory=lambda: record.now())  # when, as ``record.now``
-    missed: bool = False  # other ranks have called save, and this one has not
-    follows: bool = False  # this rank has left its loop, and saves since others do
+    lasts: bool = True  # whether one of these targets is required
+    called: float = field(default_factory=lambda: record.now())  # time of the call, as ``record.now``
+    missed: bool = False  # other ranks have called save, and this rank has not
+    follows: bool = False  # this rank has left its loop, and saves because other ranks do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
-    number: int = 0  # among those of this run that are made again if they are discarded
-    again: bool = False  # in place of a save that was discarded, since the state was written while it was copied
+    number: int = 0  # among the saves of this run that are repeated if they are discarded
+    again: bool = False  # replaces a save that was discarded because the state was written during the copy
 
     @property
     def tags(self) -> dict[str, bool]:
-        """What events have of where it goes: nothing if a target is required."""
+        """Return the tags of its events for the targets: empty if a target is required."""
         return {} if self.lasts else {"tier": True}
 
 
 @dataclass(frozen=True)
 class PreparedCopy:
-    """A copy that is taken apart: what this rank writes of it, as all ranks have agreed."""
+    """A flattened copy: the entries that this rank writes, as all ranks have agreed."""
 
-    entries: dict[str, Any]  # what this rank writes; empty once all have written
-    own: RankEntries  # what this rank has of each entry
-    parts: Mapping[str, Part | None]  # where tensors that are shards of a whole lie in it
+    entries: dict[str, Any]  # the entries that this rank writes; empty once all targets have written
+    own: RankEntries  # the values of this rank for each entry
+    parts: Mapping[str, Part | None]  # offsets of tensors that are shards
 
 
 class StagedCopy:
     """The copy of the state, which all targets of a request read, and its readers.
 
     Attributes:
-        prepared: the copy taken apart. The thread of the first target sets the result when all ranks have agreed on it
-            and that target has got its save, or the error that kept a rank from staging.
+        prepared: the flattened copy. The thread of the first target sets the result when all ranks have agreed on it
+            and that target has received its save, or the error that kept a rank from staging.
     """
 
     def __init__(self, request: Request, replicas: ReplicaSave) -> None:
@@ -61,17 +61,17 @@ class StagedCopy:
         self.nbytes: int | None = None  # of its tensor data; written by the thread of the first target
         self._step, self._tags = request.step, request.tags
         # Written by the training thread, before the request is submitted.
-        self.stager = ""  # its class
-        self.outline: Outline = None  # of the state that it was given; ``None`` if the copy is not compared with that
-        self.inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the copy when it is complete
-        self.began = 0.0  # when the stager was asked to copy
-        self._release: Callable[[dict[str, Any]], None] = lambda copy: None  # called when all have written the copy
+        self.stager = ""  # name of its class
+        self.outline: Outline = None  # of the state that the stager got; ``None`` without a comparison with the copy
+        self.inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the complete copy
+        self.began = 0.0  # when the stager was called
+        self._release: Callable[[dict[str, Any]], None] = lambda copy: None  # called when all targets have written
         self._future: Future[dict[str, Any]] | None = None  # of the stager
-        # Written by the training thread, before it sets ``settled``: why this rank could not stage, which its loop has
-        # raised. Text, as the loop still has the error itself.
+        # Written by the training thread before it sets ``settled``: why this rank could not stage, which the loop has
+        # raised. Text, because the loop still has the error itself.
         self.failure: str | None = None
         self.settled = threading.Event()
-        self._completed = 0.0  # when the copy was complete, 0 while unknown: written by the first thread to find out
+        self._completed = 0.0  # when the copy was complete, 0 while unknown; written by the first thread that sees it
         # Written by the training thread if the stager has copied at once, otherwise by the thread of the first target.
         self._staged: dict[str, Any] = {}
         self._readers, self._lock = len(request.targets), threading.Lock()  # readers: written under the lock
@@ -85,32 +85,32 @@ class StagedCopy:
         inspect: Callable[[dict[str, Any]], object] | None,
         release: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """The stager is about to copy. ``release`` is called with the copy when all have written it."""
+        """Record that the stager begins to copy. ``release`` is called with the copy when all targets have written."""
         self.stager, self.outline, self.inspect = stager, outline, inspect or self.inspect
         self._release = release or self._release
         self.began = record.now()
 
     def put(self, staged: dict[str, Any] | Future[dict[str, Any]]) -> None:
-        """Take what the stager has returned."""
+        """Store the result of the stager."""
         if isinstance(staged, Future):
             self._future = staged
         else:
             self._staged = staged
 
     def fail(self, why: str) -> None:
-        """This rank could not stage."""
+        """Record that this rank could not stage."""
         self.failure = why
 
     # -- on any thread
 
     def complete(self) -> None:
-        """Note that the copy is complete now, unless that is known already."""
+        """Record that the copy is complete now, unless that is recorded already."""
         self._completed = self._completed or record.now()
 
     # -- on threads of targets
 
     def get(self) -> dict[str, Any]:
-        """Return the copy, once it exists. On the thread of the first target. Raises: what kept this rank from it."""
+        """Return the copy, once it exists. On the thread of the first target. Raises: the error of the staging."""
         self._expect_staged()
         if self._future is not None and not self._staged:
             future = self._future
@@ -120,9 +120,9 @@ class StagedCopy:
         return self._staged
 
     def confirmation(self) -> Callable[[], None]:
-        """Return what waits until nothing can have written the state while it was copied; to be got before leaving.
+        """Return a function that waits until the state cannot have changed during the copy. Call before :meth:`leave`.
 
-        It raises ``WrittenWhileSavedError`` if something has written the state: the copy must not be committed.
+        The function raises ``WrittenWhileSavedError`` if the state has changed: the copy must not be committed.
         """
         future = self._future
 
@@ -134,7 +134,7 @@ class StagedCopy:
         return confirm
 
     def leave(self) -> None:
-        """A target has written the copy, or never will; after the last one the next ``stage`` may use its memory."""
+        """Record that a target has finished with the copy; after the last one ``stage`` may reuse its memory."""
         with self._lock:
             self._readers -= 1
             if self._readers > 0:
@@ -146,12 +146,12 @@ class StagedCopy:
             self._release(staged)
 
     def expect_good(self) -> None:
-        """Wait until the training loop is done with the copy, and raise what it has proved bad with."""
+        """Wait until the training loop has finished with the copy, and raise the error that it has found."""
         self.settled.wait()
         self._expect_staged()
 
     def record(self) -> None:
-        """Record the copy, if there has been a complete one. Once, on the thread of the last target."""
+        """Record the copy, if there was a complete one. Once, on the thread of the last target."""
         if self._completed and self.nbytes is not None:
             seconds = self._completed - self.began
             record.emit("stage", step=self._step, start=self.began, seconds=seconds, bytes=self.nbytes, **self._tags)
@@ -167,6 +167,6 @@ def _as_save_error() -> Iterator[None]:
         yield
     except WrittenWhileStagedError as error:
         raise WrittenWhileSavedError(
-            f"{'.'.join(map(str, error.path))!r} was written, freed or resized while it was copied, by something that "
-            "is neither a torch optimizer nor load_state_dict"
+            f"{'.'.join(map(str, error.path))!r} was written, freed or resized while it was copied, by code that is "
+            "neither a torch optimizer nor load_state_dict"
         ) from error

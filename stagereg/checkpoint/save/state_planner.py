@@ -1,8 +1,8 @@
 """Plans a save as torch's own planner does, in a fraction of its time.
 
-What a storage gets, and what stands in ``.metadata``, is what ``DefaultSavePlanner`` makes of the same state. A plain
-tensor or a part of a ``DTensor`` takes two new objects here, where torch makes seven: all of the same dtype, shape and
-place share theirs, which makes messages and metadata shorter as well. All else is torch's to plan.
+A storage gets the same plan, and ``.metadata`` the same content, as ``DefaultSavePlanner`` makes from the same state. A
+plain tensor or a shard of a ``DTensor`` takes two new objects here, where torch makes seven: tensors with equal dtype,
+shape and offsets share them, which makes messages and metadata shorter as well. torch plans everything else.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ from stagereg.errors import CheckpointError, RankMismatchError
 
 
 class StatePlanner(DefaultSavePlanner):
-    """The planner of a save, or of saves that follow one another: a state of the same kind has the same plan.
+    """The planner of a save, or of consecutive saves: a state of the same kind has the same plan.
 
-    Of an entry that several ranks have, it takes the lowest rank's: buffers that drift between replicas, such as
+    An entry that several ranks have is taken from the lowest rank: buffers that drift between replicas, such as
     running statistics under DDP, come from the rank that DDP broadcasts them from.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Where a tensor that is a share of a whole lies in it, by dotted name; ``None`` for what others have.
+        # The offsets of a tensor that is a shard, by dotted name; ``None`` for a tensor that another rank writes.
         self.parts: Mapping[str, Part | None] = {}
-        self._names: dict[tuple[str | int, ...], str] = {}  # of the leaves, by what leads to them
-        self._planned: tuple[object, SavePlan] | None = None  # what was planned last, and how
-        self._archives: dict[str, tuple[bytes, bytes]] = {}  # of plain values: what they were, and as torch saves them
+        self._names: dict[tuple[str | int, ...], str] = {}  # of the leaves, by their paths
+        self._planned: tuple[object, SavePlan] | None = None  # the kinds of the last plan, and the plan
+        self._archives: dict[str, tuple[bytes, bytes]] = {}  # of plain values: their bytes, and torch's archive
 
     @without_gc()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take a state with its leaves by dotted names. Raises: ``CheckpointError`` for two of one name."""
+        """Take a state with its leaves by dotted names. Raises: ``CheckpointError`` for two leaves of one name."""
         known, self._names = self._names, {}
         self.state_dict, self.is_coordinator = {}, is_coordinator
         for path, value in walk(state_dict):
             name = self._names[path] = known.get(path) or ".".join(map(str, path))
             if name in self.state_dict:
-                raise CheckpointError(f"Two values of the state are both called {name!r}.")
+                raise CheckpointError(f"Two values of the state are both named {name!r}.")
             self.state_dict[name] = value
         self.mappings = dict(zip(self.state_dict, self._names, strict=True))
 
     @without_gc()
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's leaves, all of them; the plan is the same object as last time if they are of its kinds."""
+        """Plan all leaves of this rank; return the same object as last time if the leaves have the same kinds."""
         kinds = [*map(_kind, self.state_dict.values())]
         given = [*self.mappings.items()], kinds, self.parts, self.is_coordinator
         if self._planned is not None and self._planned[0] == given:
@@ -100,12 +100,12 @@ class StatePlanner(DefaultSavePlanner):
 
     @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leave each item to the first rank that has it, and describe what there will be.
+        """Assign each item to the first rank that has it, and describe the files to be written.
 
-        A plan that is there again, the same object, costs nothing: many ranks may have sent the same.
+        A plan that was given before, the same object, costs nothing: many ranks may have sent the same.
 
         Raises:
-            CheckpointError: the parts of a tensor do not make up the whole, or ranks have different kinds of one name.
+            CheckpointError: the shards of a tensor do not cover it, or ranks have different kinds under one name.
         """
         found: dict[str, Any] = {}
         sharded: set[str] = set()
@@ -125,7 +125,7 @@ class StatePlanner(DefaultSavePlanner):
             for item in items:
                 name, data, is_shard = item.index.fqn, item.tensor_data, item.type is WriteItemType.SHARD
                 if name in found and not (is_shard and name in sharded):
-                    raise RankMismatchError(f"Under the name {name!r} ranks have different kinds of values.")
+                    raise RankMismatchError(f"Ranks have different kinds of values under the name {name!r}.")
                 if data is None:
                     found[name] = BytesStorageMetadata()
                 elif name in found:
@@ -143,7 +143,7 @@ class StatePlanner(DefaultSavePlanner):
         return plans, Metadata(found, planner_data=mappings)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what an item stands for. Plain values that are as before are not pickled anew."""
+        """Return the value of an item. Plain values that have not changed are not pickled again."""
         name = write_item.index.fqn
         value = self.state_dict.get(name)
         if split_tensors.is_split(value):
@@ -167,7 +167,7 @@ def _is_new(item: WriteItem, taken: Mapping[MetadataIndex, TensorWriteData | Non
         return True
     one, other = taken[item.index], item.tensor_data
     if one is not None and other is not None and _layout(one) != _layout(other):
-        raise RankMismatchError(f"Under the name {item.index.fqn!r} ranks have tensors of different dtypes or shapes.")
+        raise RankMismatchError(f"Ranks have tensors of different dtypes or shapes under the name {item.index.fqn!r}.")
     return False
 
 
@@ -176,20 +176,20 @@ def _layout(data: TensorWriteData) -> tuple[object, ...]:
 
 
 def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
-    """Torch's own check takes the square of the ranks for what is not cut along its longest dimension."""
+    """Raise ``CheckpointError`` if shards do not cover a tensor; torch's check takes quadratic time in the ranks."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     ends = [extent for box in boxes for extent in zip(*box, tensor.size, strict=True)]
     outside = any(begin < 0 or begin + size > whole for begin, size, whole in ends)
     covers = sum(math.prod(sizes) for _, sizes in boxes) == tensor.size.numel()
     if outside or not covers or (len(boxes) > 1 and overlap(boxes)):
         raise CheckpointError(
-            f"The ranks' parts do not fit together: those of {name!r} do not make up {[*tensor.size]}."
+            f"The ranks' shards do not fit together: the shards of {name!r} do not cover {[*tensor.size]}."
         )
 
 
 def _kind(x: Any) -> object:
-    """Return what is planned alike: a tuple for a tensor, dense or one that wraps others, and for this rank's part of a
-    ``DTensor`` of these, else one that equals no other, or ``None`` for what is no tensor."""
+    """Return a key of values with equal plans: a tuple for a tensor, dense or wrapping others, and for a shard of
+    such a ``DTensor``; otherwise a key that equals no other, or ``None`` for a value that is not a tensor."""
     if split_tensors.is_split(x):
         return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:
@@ -210,8 +210,8 @@ def _write_data(name: str, x: torch.Tensor) -> TensorWriteData:
         chunk, local = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape), x
     if local.shape != chunk.sizes:
         have, wanted = [*local.shape], [*chunk.sizes]
-        raise CheckpointError(f"{name!r} has {have} on this rank, and {wanted} would be its part of {[*x.shape]}.")
-    if wraps(local):  # not every subclass answers what torch asks
+        raise CheckpointError(f"{name!r} has {have} on this rank; expected {wanted} as its shard of {[*x.shape]}.")
+    if wraps(local):  # not every subclass supports the calls of torch
         properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
     else:
         properties = TensorProperties.create_from_tensor(local)
@@ -224,7 +224,7 @@ def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
 
 
 def split_plan(plan: SavePlan, rank: int) -> list[SavePlan]:
-    """Return two plans: of entries that all replicas plan alike, and of those of this rank alone (``name.rank3``)."""
+    """Return two plans: of entries that all replicas plan identically, and of this rank's own (``name.rank3``)."""
     own = {name for name, path in plan.planner_data.items() if str(path[0]).endswith(f".rank{rank}")}
     return [
         dataclasses.replace(
@@ -237,13 +237,13 @@ def split_plan(plan: SavePlan, rank: int) -> list[SavePlan]:
 
 
 def join_plans(plans: Sequence[SavePlan]) -> SavePlan:
-    """Undo :func:`split_plan`, but for the order of items."""
+    """Undo :func:`split_plan`, except for the order of items."""
     paths = {name: path for plan in plans for name, path in plan.planner_data.items()}
     return dataclasses.replace(plans[0], items=[item for plan in plans for item in plan.items], planner_data=paths)
 
 
 def numbered(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Return the plan that a rank was dealt, with numbers of items of the plan that it has ``given``, to be sent."""
+    """Return the plan that a rank got, with numbers of items of the plan that it has ``given``, to be sent."""
     numbers = {id(item): number for number, item in enumerate(given.items)}
     items: list[Any] = [numbers.get(id(item), item) for item in dealt.items]
     return dataclasses.replace(dealt, items=items, planner_data=None)
@@ -260,10 +260,10 @@ def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
 def name_for_each(
     metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> None:
-    """Have the options of a group of parameters found under the name of each, as torch's flattened state dicts have it.
+    """Add names for the options of a group under each of its parameters, as in torch's flattened state dicts.
 
-    What was written once, for the first parameter, gets further names in the metadata that torch alone reads, and in
-    each rank's results. ``groups`` has of each optimizer the parameters by the first one's name.
+    A value that was written once, for the first parameter, gets further names in the metadata that torch alone reads,
+    and in each rank's results. ``groups`` has the parameters of each optimizer, by the name of the first one.
     """
     for share in results:
         for result in list(share):

@@ -1,4 +1,4 @@
-"""The checkpoint directory as a target of saves: complete or absent, with a manifest, and old ones deleted."""
+"""The checkpoint directory as a target of saves: complete or absent, with a manifest; deletes old checkpoints."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from stagereg.errors import CheckpointError
 
 
 class StoreTarget(SaveTarget):
-    """The store that the saves of one checkpointer go to, with what they share.
+    """The checkpoint store as the target of one checkpointer, with the values that its saves share.
 
     Attributes:
-        store: the directory of checkpoints.
+        store: the checkpoint directory.
         token: of the run.
 
     Args:
@@ -66,10 +66,10 @@ class StoreTarget(SaveTarget):
 
     def expect_new(self, path: str) -> None:
         if self.ranks.rank == 0 and not self.store.backend.in_place:
-            # Another rank of this save may have made it, and leaves it empty.
+            # Another rank of this save may have created it, and leaves it empty.
             there = [path] if os.path.islink(path) else self.store.backend.list(path)
             if there:
-                raise CheckpointError(f"{path} was there before this save, and was not touched. Save again.")
+                raise CheckpointError(f"{path} existed before this save, and was not changed. Save again.")
         self._is_new = True
 
     def finish(
@@ -82,21 +82,21 @@ class StoreTarget(SaveTarget):
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
-        """Return those that the storage has taken; other files are flushed and read.
+        """Return the digests that the storage has computed; other files are flushed and read.
 
-        What no rank has named, such as metadata, is rank 0's to mark.
+        Rank 0 computes the digest of each file that no rank has named, such as metadata.
         """
         known: Mapping[str, FileDigest] = self.storage.marks if isinstance(self.storage, Storage) else {}
         if all(isinstance(each, (ArchiveResult, TensorResult)) for each in results):
             names = {each.storage_data.relative_path for each in results}
-        else:  # a storage that does not say where it has put something: by the rank that torch has named a file after
+        else:  # a storage that does not name its files: by the rank in torch's file names
             names = {name for name in self.store.backend.list(path) if name.startswith(f"__{self.ranks.rank}_")}
         return {**known, **{name: self.store.mark(path, name) for name in sorted(names - known.keys())}}
 
     def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
         store = self.store
         files[INDEX] = store.put(path, INDEX, index)
-        there = store.backend.list(path, [METADATA])  # and what else the storage has written, such as torch's index
+        there = store.backend.list(path, [METADATA])  # includes other files of the storage, such as torch's index
         files |= {name: store.mark(path, name) for name in there if name not in files}
         failpoint("marked")
         self.committed = store.publish(path, self.manifest(step, files), self.keep)
@@ -112,7 +112,7 @@ class StoreTarget(SaveTarget):
         if self.ranks.rank == 0 and (self._is_new or self.store.backend.in_place):
             self.store.backend.discard(path)
         elif self.ranks.rank == 0:
-            with contextlib.suppress(OSError):  # it has files if it is not of this save
+            with contextlib.suppress(OSError):  # the directory has files if it is not of this save
                 os.rmdir(path)
 
     def clear(self) -> None:

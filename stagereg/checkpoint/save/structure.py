@@ -1,7 +1,7 @@
 """Compares the structure of a staged copy with the state that the stager was given, in each save.
 
 A stager may change values and dtypes, and nothing else. A copy without an entry, or with another container, shape or
-kind of value, restores in part, or ends the resumed run inside torch. So it fails the save that finds it, by path.
+kind of value, restores in part, or makes the resumed run fail inside torch. So it fails the save, which names the path.
 No tensor data is read. The contents of objects, sets and configs are not compared.
 """
 
@@ -20,17 +20,17 @@ from stagereg.checkpoint.format.split_tensors import shape_of
 from stagereg.errors import CheckpointError
 
 Outline: TypeAlias = Any
-"""Of a tensor its shape, of a mapping its keys and their outlines, of a sequence an :class:`_Items`, else a name."""
+"""For a tensor its shape, for a mapping its keys and their outlines, for a sequence an :class:`_Items`, or a name."""
 
 _TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
 _ABSENT = None
-_SHOWN, _LONGEST = 3, 80  # differences in a message; characters of a path there
+_SHOWN, _LONGEST = 3, 80  # differences in a message; characters of a path in a message
 
 
 class _Items(NamedTuple):
     kind: str
     length: int
-    items: list[Outline] | frozenset[str]  # in a list of a million numbers: which kinds there are
+    items: list[Outline] | frozenset[str]  # for a list of a million numbers: the kinds of its items
 
 
 class _Key(NamedTuple):
@@ -39,14 +39,14 @@ class _Key(NamedTuple):
 
 @functools.lru_cache(1024)
 def _kind_of(kind: type) -> str:
-    """Return the name under which the values of a type may stand for each other."""
+    """Return the name of a type's kind; types of one kind may replace each other."""
     if issubclass(kind, torch.Tensor):
         return _TENSOR
     if issubclass(kind, Mapping) and kind.__name__ not in configs.KINDS:
         return _DICT
     if issubclass(kind, (list, tuple)):
         return _LIST if issubclass(kind, list) else _TUPLE
-    if issubclass(kind, Number):  # NumPy's as well
+    if issubclass(kind, Number):  # includes NumPy's
         return "number"
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
@@ -54,13 +54,13 @@ def _kind_of(kind: type) -> str:
 def _shape(x: torch.Tensor) -> Outline:
     if type(x) is torch.Tensor and not x.is_nested and not x.__dict__:
         return x.shape
-    # Of a nested one torch may raise an error for its shape; of a ShardedTensor for the question.
+    # torch may raise an error for the shape of a nested tensor, and for the query of a ShardedTensor.
     return _TENSOR if not isinstance(x, ShardedTensor) and x.is_nested else shape_of(x)
 
 
 def outline(value: Any) -> Outline:
     """Return the structure of a value, to compare with the structure of a copy. Takes 0.7 us an entry."""
-    kind = _kind_of(type(value))  # type: ignore[arg-type]  # of mypy: a type is hashable
+    kind = _kind_of(type(value))  # type: ignore[arg-type]  # mypy rejects it, but a type is hashable
     if kind is _TENSOR:
         return _shape(value)
     if kind is _DICT:
@@ -75,7 +75,7 @@ def outline(value: Any) -> Outline:
 def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
     """Raise ``CheckpointError`` if the copy of a ``stager``, a class, differs from the outline of its source."""
     if not isinstance(copy, dict):
-        raise CheckpointError(f"stage() of {stager} returned {copy!r:.80}, and has to return a copy of its dict")
+        raise CheckpointError(f"stage() of {stager} must return a copy of its dict, but returned {copy!r:.80}")
     found = [_describe(*each) for each in _differences(expected, outline(copy), ())]
     if found:
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
@@ -88,7 +88,7 @@ def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
 def _differences(
     expected: Outline, found: Outline, path: tuple[object, ...]
 ) -> Iterator[tuple[tuple[object, ...], Outline, Outline]]:
-    """Yield the paths that differ, each with both outlines; ``_ABSENT`` is that of a key on the other side alone."""
+    """Yield the paths that differ, each with both outlines; ``_ABSENT`` stands for a missing key."""
     if expected == found:
         return
     if type(expected) is type(found) is dict:

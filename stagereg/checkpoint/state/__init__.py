@@ -1,1 +1,1 @@
-"""What of the program a checkpoint has: entries, with the states of modules and optimizers by names of parameters."""
+"""The program's objects in a checkpoint: entries, with states of modules and optimizers by names of parameters."""

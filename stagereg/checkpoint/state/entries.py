@@ -1,9 +1,9 @@
-"""What a checkpoint holds: the caller's objects as entries.
+"""The content of a checkpoint: the caller's objects as entries.
 
 An entry is a name and a state dict or plain value, of modules and optimizers by the names of parameters
-(:mod:`.module_state`, :mod:`.optimizer_state`). Of what is the same on all ranks one copy is stored; what belongs to a
-rank is an entry per rank, ``name.rank0``: what :class:`PerRank` marks, and positions in data (:mod:`stagereg.data`).
-Entries under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
+(:mod:`.module_state`, :mod:`.optimizer_state`). A replicated value is stored once; a value of one rank is an entry per
+rank, ``name.rank0``: values in :class:`PerRank`, and data loader states (:mod:`stagereg.data`). Entries under
+``stagereg.`` hold the step, the world size and each rank's random number generators.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, StageregError, reason
 
-RESERVED = "stagereg"  # what the names of entries of the project begin with, up to a dot
+RESERVED = "stagereg"  # prefix of the names of the project's entries, up to a dot
 T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """Has a value of the state that each rank has for itself. Attributes: ``value``, as last given or restored."""
+    """Holds a value of the state that each rank has for itself. Attributes: ``value``, as last given or restored."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -43,21 +43,21 @@ class PerRank(Generic[T]):
 
 
 def per_rank(value: T) -> PerRank[T]:
-    """Return ``value`` marked as this rank's own: each rank's is saved, and restored by as many ranks as saved it.
+    """Mark ``value`` as this rank's own: each rank saves its value, and as many ranks restore it.
 
-    For what differs between ranks although it has one name: a position in a file, a list of losses. Given to
+    For values that differ between ranks under one name: a position in a file, a list of losses. Given to
     :class:`.Checkpointer` as an entry of the state: ``{"model": model, "losses": per_rank(losses)}``. Data loaders and
-    samplers need no mark; one that is marked stays as it is on another number of ranks, where it is an error else.
+    samplers need no mark. With another world size, a marked loader stays as it is, and an unmarked one is an error.
 
     Args:
-        value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A plain one that was restored is
-            in the attribute ``value``.
+        value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A restored plain value is in
+            the attribute ``value``.
     """
     return PerRank(value)
 
 
 def rank_name(name: str, rank: int) -> str:
-    """Return the name of what a rank has for itself of the entry ``name``."""
+    """Return the name of a rank's own value of the entry ``name``."""
     return f"{name}.rank{rank}"
 
 
@@ -76,11 +76,11 @@ def capture(
 ) -> dict[str, Any]:
     """Return the entries to save: references to live tensors, which a stager has yet to copy.
 
-    ``generators`` is what :func:`.rng.note` has noted of them, in place of what they are now.
+    ``generators`` has the recorded states of :func:`.rng.note`, used instead of the current states.
 
     Raises:
-        CheckpointError: a name that is no text, or one that belongs to the project; two parameters of one name; an
-            uninitialized parameter.
+        CheckpointError: a name is not text, or is reserved; two parameters have one name; or a parameter is not
+            initialized.
     """
     entries: dict[str, Any] = {
         f"{RESERVED}.step": step,
@@ -90,7 +90,7 @@ def capture(
     for name, value in state.items():
         if not isinstance(name, str) or name.split(".")[0] == RESERVED:
             raise CheckpointError(
-                f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
+                f"The state has an entry named {name!r}. Use text that does not begin with {RESERVED!r}."
             )
         own = isinstance(value, PerRank) or is_position(value)
         try:
@@ -110,14 +110,14 @@ def capture(
 
 
 def value_of(state: Mapping[str, Any], name: str) -> Any:
-    """Return what the caller gave under a name, without the mark of :class:`PerRank`; a generator as an object."""
+    """Return the value that the caller gave under a name, out of its :class:`PerRank`; a generator as an object."""
     value = state[name]
     value = value.value if isinstance(value, PerRank) else value
     return generator_state(value) or value
 
 
 def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
-    """Return the state dict of an object that has one, else the value itself."""
+    """Return the state dict of an object that has one, otherwise the value itself."""
     value = value_of(state, name)
     try:
         if modules := module_state.modules_of(value):
@@ -133,7 +133,7 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
 def buffers(state: Mapping[str, Any]) -> set[str]:
     """Return the dotted names of the buffers of modules, in which replicas may drift apart.
 
-    Those inside of inner modules are returned without the name of the entry as well.
+    The names of buffers of inner modules are also returned without the name of the entry.
     """
     found = {
         (name, module_state.plain_name(module, buffer))
@@ -151,7 +151,7 @@ def written_in_forward(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def positions(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of positions in data, each rank's own."""
+    """Return the names of data loader states, each rank's own."""
     return [name for name in state if is_position(value_of(state, name))]
 
 
@@ -160,18 +160,18 @@ def replicated(state: Mapping[str, Any]) -> list[str]:
 
 
 class TensorKind(NamedTuple):
-    """What has to be the same of a tensor that is saved and of the one that takes it."""
+    """The properties that a saved tensor and the tensor that takes it must share."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @classmethod
     def of(cls, x: Any) -> TensorKind:
-        """Return that of a tensor, or of one that is stored."""
+        """Return the kind of a tensor, or of a stored one."""
         return cls(x.dtype, shape_of(x))
 
     def fits(self, other: TensorKind, cast: bool) -> bool:
-        """Whether they are the same, or with ``cast`` of one shape and both of floating point."""
+        """Whether the kinds are equal, or with ``cast`` have one shape and are both floating point."""
         floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
         return self.shape == other.shape and (self.dtype == other.dtype or floating)
 
@@ -180,8 +180,8 @@ class TensorKind(NamedTuple):
 
 
 def memory_of(x: Any) -> object:
-    """Return what is the same for tensors in the same memory; 0 for what has none."""
-    if isinstance(x, ShardedTensor):  # of FSDP1, which copies
+    """Return a value that is equal for tensors in the same memory; 0 for a tensor without memory."""
+    if isinstance(x, ShardedTensor):  # FSDP1 copies
         return id(x)
     x = local_part(x)
     if wraps(x):
@@ -190,15 +190,15 @@ def memory_of(x: Any) -> object:
 
 
 def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
-    """Return this rank's parts of a tensor.
+    """Return this rank's shards of a tensor.
 
     Raises:
-        CheckpointError: its placement is partial: each rank has a summand, and none has values to be saved.
+        CheckpointError: its placement is partial: each rank has a summand, so no rank has values to save.
     """
     if any(placement.is_partial() for placement in x.placements):
         raise CheckpointError(
-            f"{name!r} cannot be saved: it is a DTensor of placements {x.placements}, so each rank has a summand of it "
-            "alone. Save its sum: x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)."
+            f"{name!r} cannot be saved: it is a DTensor of placements {x.placements}, so each rank has only a summand. "
+            "Save the sum: x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)."
         )
     return x.__create_chunk_list__()
 
@@ -206,4 +206,4 @@ def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
 def local_part(x: Any) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return cast("torch.Tensor", x)
-    return x._local_tensor if wraps(x) else x.to_local()  # which asks a subclass for a view
+    return x._local_tensor if wraps(x) else x.to_local()  # to_local() asks a subclass for a view

@@ -1,7 +1,7 @@
 """Random number generators that a program made itself, as objects with ``state_dict`` and ``load_state_dict``.
 
 ``torch.Generator``, ``random.Random``, NumPy's ``Generator`` and ``RandomState`` have a state, and no such methods.
-The state is saved as bytes or text, so each rank has its own where ranks differ.
+The state is saved as bytes or text, so each rank has its own if ranks differ.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class GeneratorState:
             raise CheckpointError("it is not the state of a random number generator")
         if kind != self._kind:
             raise CheckpointError(
-                f"it is the state of another kind of generator: {kind!r:.100} in it, {self._kind!r} here. Make a "
-                "generator of that kind, or leave this one out of the state"
+                f"it is the state of another kind of generator: expected {self._kind!r}, got {kind!r:.100}. Make a "
+                "generator of that kind, or remove this one from the state"
             )
         try:
             _set(copy.deepcopy(self._generator), saved[_STATE])

@@ -1,10 +1,10 @@
 """The state of modules under the names that their parameters have without wrappers.
 
-``DistributedDataParallel``, ``DataParallel``, ``torch.compile``, activation checkpointing and FSDP1 put a module of
-their own around others, and its name into the names below; :func:`plain_name` takes it out, as
-``get_model_state_dict`` of ``torch.distributed.checkpoint.state_dict`` does. So what was saved with a wrapper is
-restored without one, and the other way round. Several modules under one name of the state, such as the pipeline stages
-of a rank, are one state dict: their names have to be different ones.
+``DistributedDataParallel``, ``DataParallel``, ``torch.compile``, activation checkpointing and FSDP1 wrap modules, and
+add a prefix to the names below; :func:`plain_name` removes it, as ``get_model_state_dict`` of
+``torch.distributed.checkpoint.state_dict`` does. So a state that was saved with a wrapper is restored without one, and
+the other way round. Several modules under one name of the state, such as the pipeline stages of a rank, form one state
+dict: their names must be different.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def modules_of(value: Any) -> list[torch.nn.Module]:
-    """Return the module or modules that ``value`` is, unwrapped; none if it is something else."""
+    """Return the module or modules of ``value``, unwrapped; empty if it is something else."""
     each = list(value) if isinstance(value, (list, tuple)) else [value]
     return [unwrapped(one) for one in each] if all(isinstance(one, torch.nn.Module) for one in each) else []
 
 
 def plain_name(module: torch.nn.Module, name: str) -> str:
-    """Return a dotted name in ``module`` without what wrappers have put into it."""
+    """Return a dotted name in ``module`` without the prefixes of wrappers."""
     if not _MAY_BE_WRAPPED.search(name):
         return name
     parts, at = [], module
@@ -61,12 +61,12 @@ def plain_name(module: torch.nn.Module, name: str) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a saved name without what wrappers put into it; ``module``, which may be a name, stays."""
+    """Return a saved name without the prefixes of wrappers, except ``module``, which may be a name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str], dict[str, str]]:
-    """Return the name of each parameter, and for tied ones, which have several, the first by each other one."""
+    """Return the name of each parameter, and for the other names of tied parameters the first name."""
     names: dict[torch.Tensor, str] = {}
     others: dict[str, str] = {}
     for module in modules:
@@ -78,12 +78,12 @@ def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a dotted name is one of what ``get_extra_state`` of a module returns, which has no fixed kind."""
+    """Whether a dotted name belongs to the result of ``get_extra_state``, which has no fixed kind."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def extra_states(modules: Iterable[torch.nn.Module]) -> set[str]:
-    """Return the dotted names of what is given to ``set_extra_state`` of modules that define it."""
+    """Return the dotted names of the values for ``set_extra_state`` of modules that define it."""
     return {plain_name(module, key) for module in modules for key in _extra_keys(module)}
 
 
@@ -99,35 +99,35 @@ def unfilled(x: torch.Tensor) -> str:
     """Return why ``copy_`` cannot fill a tensor; empty if it can."""
     local = x.to_local() if isinstance(x, DTensor) else x
     if is_lazy(local) or type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return ""  # it takes its shape from the checkpoint, or has a copy_ of its own
+        return ""  # it takes its shape from the checkpoint, or has its own copy_
     if local.is_meta:
-        return "is on the meta device, which holds nothing; give it memory first, as by to_empty()"
+        return "is on the meta device, which has no memory. Allocate memory first, for example by to_empty()"
     if local.layout is not torch.strided:
         return f"is {local.layout}, not dense"
     if torch._debug_has_internal_overlap(local) == 1:
-        return "has several elements in one place, as after expand(); make a copy of it with clone()"
+        return "has several elements at one address, for example after expand(). Copy it with clone()"
     if local.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made in torch.inference_mode(); make it outside of that, or restore inside"
+        return "was made in torch.inference_mode(). Make it outside, or restore inside"
     return ""
 
 
 def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether FSDP1 keeps parameters of some module, whose state torch alone can put together."""
+    """Whether FSDP1 keeps parameters of some module, whose state only torch can merge."""
     return any(isinstance(each, FullyShardedDataParallel) for each in _every(modules))
 
 
 def _every(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    left = [*modules]  # not modules(), which makes names
+    left = [*modules]  # faster than modules(), which makes names
     while left:
         yield (module := left.pop())
         left += [each for each in module._modules.values() if each is not None]
 
 
 def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return the state dict of all of them together: references to live tensors. Collective with FSDP1 alone.
+    """Return the merged state dict of the modules: references to live tensors. Collective with FSDP1 alone.
 
     Raises:
-        CheckpointError: two of them have one name.
+        CheckpointError: two modules have one name.
     """
     states = [_state(module) for module in modules]
     if len(states) == 1:
@@ -136,8 +136,8 @@ def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     for state in states:
         if twice := sorted(whole.keys() & state.keys()):
             raise CheckpointError(
-                f"Two of its modules have a parameter or buffer {twice[0]!r}; put each module under a name of its own "
-                "in a dict, or give the parameters different names."
+                f"Two of its modules have a parameter or buffer {twice[0]!r}. Put the modules into a dict under "
+                "different names, or give the parameters different names."
             )
         whole.update(state)
     _set_versions(whole, {path: each for state in states for path, each in _versions(state).items()})
@@ -150,7 +150,7 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = module.state_dict()
     if any(map(is_split, chain.from_iterable(each._parameters.values() for each in _every([module])))):
         for name, param in module.named_parameters(remove_duplicate=False):
-            if isinstance(state.get(name), torch.Tensor):  # which torch 2.13 leaves without the attributes
+            if isinstance(state.get(name), torch.Tensor):  # torch 2.13 returns it without the attributes
                 carry(param, state[name])
     if not any(map(_MAY_BE_WRAPPED.search, state)):
         return state
@@ -158,13 +158,13 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     plain: OrderedDict[str, Any] = OrderedDict(zip(names, state.values(), strict=True))
     if len(plain) < len(state):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise CheckpointError(f"Two values of the module are called {twice!r} once wrappers are left out.")
+        raise CheckpointError(f"Two values of the module are named {twice!r} without the prefixes of wrappers.")
     _set_versions(plain, {plain_name(module, path): each for path, each in _versions(state).items()})
     return plain
 
 
 def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
-    """Load what :func:`state_of` has returned; what is ``missing`` stays as it is. Raises: what the modules raise."""
+    """Load the result of :func:`state_of`; ``missing`` names stay as they are. Raises: the errors of the modules."""
     versions, left = _versions(loaded), dict(loaded)
     new = {name.rpartition(".")[0] for name in missing}  # modules
     for module in modules:
@@ -174,9 +174,9 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing:
             continue
         live = module.state_dict()
         plain = [(key, plain_name(module, key)) for key in dict.fromkeys([*live, *_extra_keys(module)])]
-        left |= {name: live[key] for key, name in plain if name in missing}  # what a module has, any of them takes
+        left |= {name: live[key] for key, name in plain if name in missing}  # any module takes its own value
         own = OrderedDict((key, left.pop(name)) for key, name in plain if name in left)
-        if module is modules[-1]:  # what no module has, for it to refuse or to understand
+        if module is modules[-1]:  # the last one refuses or handles the names that no module has
             own.update(left)
         paths = {path: plain_name(module, path) for path in _versions(live)}
         own_versions = {path: each for path, each in _versions(live).items() if paths[path] in new}
@@ -185,7 +185,7 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing:
 
 
 def _versions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what modules have noted about themselves in a state dict, by their names."""
+    """Return the metadata of modules in a state dict, by their names."""
     return getattr(state, "_metadata", None) or {}
 
 

@@ -1,10 +1,10 @@
-"""Which saved name each entry and parameter is restored from, and which may be missing in a checkpoint.
+"""The saved name that each entry and parameter is restored from, and the names that may be missing in a checkpoint.
 
-A dotted name stands for itself and all below it. The name of a parameter may have the name of its entry before it:
-``a`` is ``a`` in every module of the state, ``model.a`` that of the entry ``model`` alone. A new name that is an entry
-of the state is that entry.
+A dotted name stands for itself and all names below it. The name of a parameter may begin with the name of its entry:
+``a`` is ``a`` in every module of the state, ``model.a`` is ``a`` of the entry ``model`` alone. A new name that is an
+entry of the state means that entry.
 
-The options may stay in a command that is started again: the next checkpoint has the new names. So a rename applies only
+The options may stay in a command that is run again: the next checkpoint has the new names. So a rename applies only
 while a checkpoint has nothing under the new name.
 """
 
@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from stagereg.base.option_text import option
 from stagereg.errors import CheckpointError, few_of, kind_of, nearest
 
-_MOST, _TRIED = 3, 20  # renames and patterns that a message proposes, and layers for which these are sought
+_MOST, _TRIED = 3, 20  # renames and patterns that a message proposes, and layers that are tried for them
 _OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod": "torch.compile"}
 
 
@@ -26,7 +26,7 @@ class NameMap:
     """The options ``rename`` and ``allow_missing`` for the restore of one checkpoint.
 
     Attributes:
-        missing: by entry, the parameters that are missing and may be.
+        missing: by entry, the parameters that are missing and may be missing.
         unused: the names of ``allow_missing`` that match nothing on this rank.
     """
 
@@ -35,8 +35,8 @@ class NameMap:
         self._patterns = allow_missing
         self._entries: dict[str, str] = {}  # the saved name of each entry that is renamed
         self._moves: dict[str, list[tuple[str, str]]] = {}  # renames that apply, by entry of modules
-        self._state: Collection[str] = ()  # its entries
-        self._here: Collection[str] = ()  # these and their parameters
+        self._state: Collection[str] = ()  # entries of the state
+        self._here: Collection[str] = ()  # entries and their parameters
         self.missing: dict[str, list[str]] = {}
         self.unused: list[str] = []
 
@@ -63,10 +63,10 @@ class NameMap:
         return found
 
     def origins(self, entry: str, name: str, here: str, saved: Collection[str]) -> list[str]:
-        """Return under which names a parameter of an optimizer may have been saved, the likeliest first.
+        """Return the names under which a parameter of an optimizer may have been saved, the likeliest first.
 
         Args:
-            entry: of the module that has the parameter; empty if none has.
+            entry: of the module that has the parameter; empty if no module has it.
             name: of the parameter in that module.
             here: its name in the optimizer, which has the entry before it if two modules have the same names.
             saved: the names in the saved optimizer.
@@ -84,23 +84,23 @@ class NameMap:
         return any(fnmatchcase(name, pattern) for pattern in self._patterns for name in names)
 
     def all_missing(self) -> list[str]:
-        """Return the parameters that are missing and may be, with their entries."""
+        """Return the parameters that are missing and may be missing, with their entries."""
         return [f"{entry}.{name}" for entry, own in self.missing.items() for name in own]
 
     def look(self, names: Collection[str]) -> None:
-        """Find what of ``allow_missing`` is none of ``names``, as entries and parameters are called here."""
+        """Find the names of ``allow_missing`` that are not in ``names``, the entries and parameters here."""
         self.unused = [each for each in self._patterns if not any(fnmatchcase(name, each) for name in names)]
         self._here = names
 
     def no_such(self) -> str:
-        """Return the message about what is ``unused``."""
+        """Return the message about the ``unused`` names."""
         names = {".".join(name.split(".")[:end]) for name in self._here for end in range(1, name.count(".") + 2)}
         close = nearest(self.unused[0].removesuffix(".*"), sorted(names))
         given = option("checkpoint.restore.allow_missing")
         return f"{given} has {self.unused[0]!r}, which matches nothing in the state.{close}"
 
     def explain(self, error: Exception) -> Exception:
-        """Return an error that also names what is ``unused``: it may have a typo."""
+        """Return an error that also names the ``unused`` names: one may have a typo."""
         if not self.unused or not isinstance(error, CheckpointError):
             return error
         return kind_of([error])(f"{str(error).rstrip('.')}. {self.no_such()}")
@@ -113,7 +113,7 @@ class NameMap:
         return found
 
     def _readings(self, entry: str, old: str, new: str) -> list[tuple[str, str]]:
-        """Return what a rename may mean in an entry: of names with the entry before them first."""
+        """Return the possible meanings of a rename in an entry: names that begin with the entry come first."""
         inner = _below(old, entry), _below(new, entry)
         if inner[0] is None:
             inner = _below(old, self._entries.get(entry, entry)), inner[1]
@@ -122,7 +122,7 @@ class NameMap:
 
 
 def _below(name: str, prefix: str) -> str | None:
-    """Return what follows a dotted prefix in a name, empty if nothing does; ``None`` if it has another one."""
+    """Return the rest of a name after a dotted prefix; ``None`` if the name has another prefix."""
     if not prefix or name == prefix:
         return name[len(prefix) :]
     return name[len(prefix) + 1 :] if name.startswith(f"{prefix}.") else None
@@ -133,7 +133,7 @@ def _join(*parts: str) -> str:
 
 
 def moved(name: str, moves: Sequence[tuple[str, str]]) -> str:
-    """Return the new name: by the move with the longest old name that ``name`` begins with."""
+    """Return the new name, by the rename with the longest old name that ``name`` begins with."""
     fits = [(old, _join(new, rest)) for old, new in moves if (rest := _below(name, old)) is not None]
     return max(fits, key=lambda each: len(each[0]))[1] if fits else name
 
@@ -143,14 +143,14 @@ def _active(pairs: Sequence[tuple[str, str]], saved: Collection[str]) -> list[tu
     found = []
     for old, new in pairs:
         is_there, is_new = (any(_below(name, each) is not None for name in saved) for each in (old, new))
-        is_inner = _below(old, new) is not None  # a level is taken out, so the outer name is there before and after
+        is_inner = _below(old, new) is not None  # a level is removed, so the outer name exists before and after
         if is_there and (is_inner or not is_new):
             found.append((old, new))
     return found
 
 
 def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
-    """Return saved names by the names here. Raises: ``CheckpointError`` if two would have one name."""
+    """Return saved names by the names here. Raises ``CheckpointError`` if two would have one name."""
     found: dict[str, str] = {}
     for name in saved:
         here = moved(name, moves) if moves else name
@@ -170,14 +170,14 @@ def advice(
     present: Collection[str],
     alike: Callable[[str, str], bool],
 ) -> str:
-    """Return which options would restore a module of which names are missing; empty if none is likely.
+    """Return the options that would restore a module with missing names; empty if none is likely.
 
     Args:
         entry: of the module.
         missing: the names that were not saved.
         rest: the saved names that are not here.
-        present: the names that were saved and are here.
-        alike: whether a missing name and a saved one have the same shape and dtype.
+        present: the names that were saved and exist here.
+        alike: returns whether a missing name and a saved name have the same shape and dtype.
     """
     left, renames, new = set(rest), {}, []
     whole_module = {_before(name, missing[0]) for name in rest} - {None} if missing and not present else ()
@@ -200,9 +200,9 @@ def advice(
         proposed = option("checkpoint.restore.rename", dict(pairs[:_MOST]))
         more = ", and so on" if len(pairs) > _MOST or len(groups) > _TRIED else ""
         [(old, each), *_] = pairs
-        texts.append(f"If {old!r} in it is {each!r} here, add {proposed}{more}")
+        texts.append(f"If {old!r} in the checkpoint is {each!r} here, add {proposed}{more}")
         ends = {name.rpartition(".")[2] for pair in pairs for name in pair}
-        texts += [f"{by} put {wrapper!r} before names" for wrapper, by in _OF_WRAPPERS.items() if wrapper in ends]
+        texts += [f"{by} add {wrapper!r} to names" for wrapper, by in _OF_WRAPPERS.items() if wrapper in ends]
     if new and present:
         allowed = option("checkpoint.restore.allow_missing", new[:_MOST])
         texts.append(f"To begin {few_of(new, _MOST)} from scratch, add {allowed}")
@@ -210,7 +210,7 @@ def advice(
 
 
 def _groups(missing: Sequence[str], present: Collection[str]) -> dict[str, list[str]]:
-    """Return missing names by the shortest prefix that no name which is present has."""
+    """Return missing names by their shortest prefix that is no prefix of a present name."""
     taken = {".".join(name.split(".")[:end]) for name in present for end in range(1, name.count(".") + 2)}
     groups: dict[str, list[str]] = {}
     for name in missing:

@@ -1,4 +1,4 @@
-"""Objects in containers: a state whose dicts, lists and tuples hold modules, optimizers, schedulers or others.
+"""Objects in containers: a state whose dicts, lists and tuples hold modules, optimizers, schedulers or other objects.
 
 ``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a view
 with an entry for each object, and for each plain value next to one; a restore writes through the view into the
@@ -29,13 +29,13 @@ _PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.Tenso
 _SPREAD = (dict, list, tuple)
 _OTHERS = (Mapping, set, frozenset, deque)  # containers that are not spread
 NOTHING = object()
-"""What :func:`find_inside` returns if there is nothing."""
+"""Returned by :func:`find_inside` if there is no value."""
 _OPTIMIZER = {"state", "param_groups"}  # keys of the state dict of an optimizer
-_DEEPEST = 200  # containers in each other; a checkpoint takes no more
+_DEEPEST = 200  # nested containers; a checkpoint accepts no more
 
 
 class NestedState(MutableMapping[str, Any]):
-    """A view of a state: its entries lie in containers, and ``ways`` has the keys that lead to each."""
+    """A view of a state with entries in containers; ``ways`` has the keys of the path to each entry."""
 
     def __init__(self, state: MutableMapping[str, Any], ways: dict[str, tuple[Any, ...]]) -> None:
         self._state, self._ways = state, ways
@@ -50,11 +50,11 @@ class NestedState(MutableMapping[str, Any]):
         _put(self._state, self._ways.setdefault(name, (name,)), value)
 
     def way_of(self, name: str) -> tuple[Any, ...]:
-        """Return the keys that lead to an entry."""
+        """Return the keys of the path to an entry."""
         return self._ways[name]
 
     def takes(self, name: str) -> bool:
-        """Whether a container of an object here would have the entry ``name``, which the program has not yet."""
+        """Whether a container of an object here could hold the entry ``name``, which the program does not have yet."""
         return name not in self._ways and bool(self._containers_of(name))
 
     def add(self, name: str) -> None:
@@ -74,7 +74,7 @@ class NestedState(MutableMapping[str, Any]):
         self._ways[name] = *before, *rest
 
     def _containers_of(self, name: str) -> list[tuple[tuple[Any, ...], list[str]]]:
-        """Return the ways to the containers that ``name`` lies in, outermost first, and the keys that follow."""
+        """Return the paths to the containers of ``name``, outermost first, and the keys that follow."""
         found = {}
         for way in self._ways.values():
             for end in range(1, len(way)):
@@ -95,7 +95,7 @@ class NestedState(MutableMapping[str, Any]):
 
 
 class Spreader:
-    """Spreads the state of a program, step after step. It keeps references to the plain containers of the last one."""
+    """Spreads the state of a program, step after step. Keeps references to the plain containers of the last step."""
 
     def __init__(self) -> None:
         self._plain: dict[int, Any] = {}
@@ -104,7 +104,7 @@ class Spreader:
         """Return ``state`` with an entry for each object in it; ``state`` itself if no container holds one.
 
         Unless ``again``, a container that had no object in the last call is not searched: a program may have a large
-        one in each of its steps.
+        container in each of its steps.
 
         Raises:
             CheckpointError: two entries would have one name; containers are nested too deeply.
@@ -138,12 +138,12 @@ class Spreader:
 
 
 def is_module_state(value: Any) -> bool:
-    """Whether a value is what ``state_dict()`` of a module returns, or a copy of that."""
+    """Whether a value is the result of ``state_dict()`` of a module, or a copy of it."""
     return isinstance(value, dict) and hasattr(value, "_metadata")
 
 
 def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of each state dict of a module or an optimizer in dicts, and which of the two it is of."""
+    """Yield the dotted name of each state dict of a module or an optimizer in dicts, and its kind."""
     if is_module_state(value):
         yield name, "module"
     elif isinstance(value, dict) and value.keys() >= _OPTIMIZER:
@@ -154,7 +154,7 @@ def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def expect_savable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a plain value of ``state`` is one that no checkpoint takes."""
+    """Raise ``CheckpointError`` if a checkpoint cannot store a plain value of ``state``."""
     expect_reachable(state)
     for name in state:
         if not _is_entry(value := entries.value_of(state, name)):
@@ -186,7 +186,7 @@ def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def find_inside(value: Any, keys: Sequence[str]) -> Any:
-    """Return what lies under dotted keys in nested dicts, lists and tuples; ``NOTHING`` if nothing does."""
+    """Return the value under dotted keys in nested dicts, lists and tuples; ``NOTHING`` if there is none."""
     if not keys:
         return value
     if isinstance(value, _SPREAD):
@@ -198,7 +198,7 @@ def find_inside(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _is_entry(value: Any) -> bool:
-    """Whether a value is saved by a method of its own, not by what it consists of."""
+    """Whether a value is saved by its own method instead of by its content."""
     if type(value) in _PLAIN:
         return False
     is_one = isinstance(value, entries.PerRank) or is_object(value)
@@ -214,7 +214,7 @@ def _values(holder: Any) -> Any:
 
 
 def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
-    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # of a million numbers in milliseconds
+    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # a million numbers take milliseconds
         return False
     for value in _values(holder):
         if _is_entry(value):
@@ -228,10 +228,10 @@ def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
 
 def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tuple[str, str] | None:
     """Return the dotted name of an object in a value, and the name of its type."""
-    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # the last is refused elsewhere
+    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # deeper values are refused elsewhere
         return None
     seen.add(id(value))
-    if is_config(value):  # plain data, but for what OmegaConf allows by a flag
+    if is_config(value):  # plain data, except for objects that OmegaConf allows by a flag
         value = content_of(value)
     if isinstance(value, (*_SPREAD, *_OTHERS)) and not is_object(value):
         if _PLAIN.issuperset(map(type, _values(value))):

@@ -1,8 +1,8 @@
-"""The forms of an optimizer's state: by the names of parameters, and as torch has it.
+"""The forms of an optimizer's state: by the names of parameters, and as torch stores it.
 
-By name a group goes by the name of its first parameter (docs/format.md). The parts that belong to no parameter (state
-under keys of its own, keys beside ``state`` and ``param_groups``, groups without parameters) go by the name of the
-first parameter of the optimizer.
+By name a group is identified by the name of its first parameter (docs/format.md). Parts that belong to no parameter
+(state under other keys, keys next to ``state`` and ``param_groups``, groups without parameters) are stored under the
+name of the first parameter of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
-BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; its ``STATE`` there is that of no parameter
-_DECOUPLED = "decoupled_weight_decay"  # by which AdamW is not an Adam
-_OF_THE_PARAMETERS = (PARAMS, "param_names")  # what a group has one of for each parameter; all else goes for the group
+BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; ``STATE`` in it is the state of no parameter
+_DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam
+_OF_THE_PARAMETERS = (PARAMS, "param_names")  # lists with one item per parameter; all other options are of the group
 
 
 def is_by_name(saved: Any) -> bool:
@@ -37,7 +37,7 @@ def is_by_name(saved: Any) -> bool:
 
 
 def as_by_name(saved: Any) -> Mapping[str, Any] | None:
-    """Return the state of an optimizer, or its structure, by name, also where torch made it; ``None`` if it is none."""
+    """Return the state of an optimizer, or its structure, by name, also if torch made it; ``None`` for other values."""
     if is_by_name(saved):
         return cast("Mapping[str, Any]", saved)
     if not _is_torchs(saved):
@@ -50,7 +50,7 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
 def by_name(
     found: Mapping[str, Any], names: Mapping[Any, str], groups: Sequence[tuple[list[str], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Return what torch has as the state of an optimizer by name, with the ``names`` of its parameters by number."""
+    """Return torch's state of an optimizer by name; ``names`` has the names of its parameters by number."""
     state = {names[key]: each for key, each in found[STATE].items() if key in names and not _is_empty(each)}
     whole = {STATE: state, GROUPS: {own[0]: {**options, PARAMS: own} for own, options in groups if own}}
     part = {
@@ -73,7 +73,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _is_torchs(saved: Any) -> bool:
-    """Whether it is what torch has as the state of an optimizer, with numbers or names."""
+    """Whether a value is torch's state of an optimizer, with numbers or names."""
     if not (isinstance(saved, dict) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
         return False
     groups = saved[GROUPS]
@@ -116,7 +116,7 @@ def joined(each: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def is_numbered(found: Any, count: int) -> bool:
-    """Whether it is what torch has as the state of an optimizer with so many parameters, by their numbers."""
+    """Whether a value is torch's state of an optimizer with ``count`` parameters, by their numbers."""
     if not _is_torchs(found):
         return False
     return [number for group in found[GROUPS] for number in group[PARAMS]] == [*range(count)]
@@ -127,10 +127,10 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``MissingEntryError`` if groups are of another kind of optimizer, as far as their options tell."""
+    """Raise ``MissingEntryError`` if the options of groups show another kind of optimizer."""
     there, here = _options_of(saved), _options_of(optimizer.param_groups)
     more, own = there.keys() - here.keys(), here.keys() - there.keys()
-    if not (more and own):  # options that one side alone has more are those of another version of torch
+    if not (more and own):  # extra options on one side only come from another version of torch
         more = own = {_DECOUPLED} if {there.get(_DECOUPLED), here.get(_DECOUPLED)} == {True, False} else set()
     if more:
         kind = type(optimizer).__name__

@@ -1,13 +1,13 @@
-"""The state of optimizers by the names of parameters, so that any split of a model over ranks restores it.
+"""The state of optimizers by the names of parameters, so that any parallelism layout can restore it.
 
-torch numbers the parameters of an optimizer from 0, and so do two pipeline stages, each for itself. Here a name stands
-for each of them, and a group goes by that of its first parameter (docs/format.md), so what several ranks have, as
-stages, ``FSDP2`` and ``ZeroRedundancyOptimizer`` do, is put together by name. The dotted names are those of torch's
+torch numbers the parameters of an optimizer from 0, and two pipeline stages both do so. Here each parameter has a name,
+and a group is identified by the name of its first parameter (docs/format.md), so the states of several ranks, for
+example of stages, ``FSDP2`` and ``ZeroRedundancyOptimizer``, are merged by name. The dotted names are those of torch's
 flattened optimizer state dicts (``StateDictOptions(flatten_optimizer_state_dict=True)``). ``aliases`` are the other
-names of tied parameters: in another split one may stand alone.
+names of tied parameters: in another layout one name may stand alone.
 
-A parameter of no module in the state goes by its number. Numbers, and names where only numbers are known, are matched
-by position, as torch does it.
+A parameter of no module in the state is identified by its number. Numbers, and names if the checkpoint has only
+numbers, are matched by position, as torch does.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ _log = logging.getLogger(__name__)
 
 
 class Names(NamedTuple):
-    """Of the parameters of an optimizer."""
+    """The names of the parameters of an optimizer."""
 
     by_parameter: dict[torch.Tensor, str]  # the name of each, in the order of the groups
-    aliases: dict[str, str]  # further names of tied ones, each with the first
-    flat: torch.nn.Module | None  # the module of FSDP1 that has them, for torch to take apart
-    owners: dict[str, tuple[str, str]]  # by name the entry of the module that has it, and its name there
+    aliases: dict[str, str]  # further names of tied parameters, each with the first name
+    flat: torch.nn.Module | None  # the FSDP1 module with the parameters, whose state torch flattens
+    owners: dict[str, tuple[str, str]]  # by name: the entry of the module with the parameter, and its name there
 
 
 class ParameterNames:
-    """Finds the names of the parameters of optimizers, in the modules of the state that they are saved with, once."""
+    """Finds the names of the parameters of optimizers in the modules of their state, once."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Optimizer, Names] = WeakKeyDictionary()
 
     def for_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Names:
-        """Return the names that go with ``state``.
+        """Return the names for ``state``.
 
         Raises:
             CheckpointError: two parameters have one name.
@@ -101,7 +101,7 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
     ambiguous = len({of for _, of in every}) < len({param for param, _ in every})
     known: dict[str, str] = {}
     owner_of: dict[str, tuple[str, str]] = {}
-    for name, (own, aliases) in owners.items():  # of two modules with like names each one's entry tells them apart
+    for name, (own, aliases) in owners.items():  # the entry distinguishes equal names of two modules
         before = f"{name}." if ambiguous and len(owners) > 1 else ""
         owner_of |= {f"{before}{of}": (name, of) for of in own.values()}
         names.update({param: f"{before}{of}" for param, of in own.items()})
@@ -113,9 +113,9 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
 
 
 def optimizers_of(value: Any) -> list[Optimizer]:
-    """Return the optimizer or optimizers that ``value`` is; none if it is something else.
+    """Return the optimizer or optimizers of ``value``; empty for other values.
 
-    An optimizer that has others to go through, such as torchtitan's ``OptimizersContainer``, is those. One without
+    A container of optimizers, such as torchtitan's ``OptimizersContainer``, counts as its optimizers. An object without
     groups, which has not called torch's constructor, is not an optimizer.
     """
     of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
@@ -124,7 +124,7 @@ def optimizers_of(value: Any) -> list[Optimizer]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return its parameters, in the order of its groups; of ``ZeroRedundancyOptimizer`` those of all ranks."""
+    """Return its parameters in the order of its groups; for ``ZeroRedundancyOptimizer`` the parameters of all ranks."""
     return [param for group in optimizer.param_groups for param in group[PARAMS]]
 
 
@@ -134,11 +134,11 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     """Return the state by name: references to live tensors. Collective with FSDP1 alone.
 
-    An optimizer whose ``state_dict`` is not as torch's own is left as it is.
+    An optimizer whose ``state_dict`` differs from torch's own is saved as it is.
 
     Raises:
-        CheckpointError: it has no state dict, as a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``; or something
-            that would not come back.
+        CheckpointError: it has no state dict, for example a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``; or
+            it has state that would not be restored.
     """
     if names.flat is not None:
         return _flat_state(optimizer, names.flat)
@@ -154,7 +154,7 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         return found
     groups = []
     for part, group in zip(found[GROUPS], optimizer.param_groups, strict=True):
-        # A scheduler writes into the outer groups of ZeRO, and the inner optimizer gets it at its next step only.
+        # A scheduler writes into the outer groups of ZeRO; the inner optimizer gets the values at its next step.
         outer = {} if inner is optimizer else hyperparameters(group)
         own = [names.by_parameter[param] for param in group[PARAMS]]
         groups.append((own, {**hyperparameters(part), **outer}))
@@ -170,7 +170,7 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state with FSDP1, which torch puts together: of parameters alone, and cast to their dtypes."""
+    """Return the state with FSDP1, which torch merges: of parameters alone, and cast to their dtypes."""
     beside = _beside(optimizer)
     states = [(str(i), param, optimizer.state.get(param, {})) for i, param in enumerate(parameters_of(optimizer))]
     given = {name: state for name, _, state in states}
@@ -189,13 +189,13 @@ def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]
 
 
 def _beside(optimizer: Optimizer) -> list[str]:
-    """Describe what an optimizer has beside the state of its parameters, for messages."""
+    """Describe the state of an optimizer that belongs to no parameter, for messages."""
     keys = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
     return keys + ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def _state_dict(optimizer: Optimizer) -> Any:
-    """Return the state dict. Raises: ``CheckpointError`` if torch would not bring it back."""
+    """Return the state dict. Raises ``CheckpointError`` if torch would not restore it."""
     params = parameters_of(optimizer)
     keys: Iterable[Any] = optimizer.state
     if taken := [key for key in keys if not isinstance(key, torch.Tensor) and key in range(len(params))]:
@@ -217,13 +217,13 @@ def _state_dict(optimizer: Optimizer) -> Any:
 
 
 def is_of_own_kind(optimizer: Optimizer) -> bool:
-    """Whether its state dict is not as torch's own, and goes back into it as it is."""
+    """Whether its state dict differs from torch's own, and is restored as it is."""
     inner = _inner(optimizer)
     return not is_numbered(_state_dict(inner), len(parameters_of(inner)))
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that has the state: of ZeRO the one inside, with the parameters of this rank."""
+    """Return the optimizer with the state: for ZeRO the inner one, with the parameters of this rank."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
     inner = getattr(optimizer, "optim", None)
@@ -249,17 +249,17 @@ def select(
     origins: Mapping[str, Sequence[str]],
     may_miss: Collection[str],
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return what this rank takes of a saved state, or of its structure, and the saved names that it knows.
+    """Return the part of a saved state, or of its structure, that this rank takes, and the saved names that it knows.
 
     Args:
         origins: the names under which a parameter may have been saved, the likeliest first.
-        may_miss: the parameters that keep the state that the program has for them, if they were not saved.
+        may_miss: the parameters that keep their state of the program, if they were not saved.
 
     Raises:
-        MissingEntryError: it is the state of another kind of optimizer, as far as its options tell; or one for all
+        MissingEntryError: the state is of another kind of optimizer, judged by its options; or it is one state for all
             parameters together, and some are missing.
-        CheckpointError: parameters are not in it; what is one group here was saved in groups that differ; some part
-            that belongs to no parameter fits nothing here.
+        CheckpointError: parameters are missing; one group here was saved in groups that differ; or a part that belongs
+            to no parameter does not match anything here.
     """
     notes = saved.get(TENSORS, {})
     optimizer_tensors.mark({key: saved[key] for key in (STATE, OPTIMIZERS) if key in saved}, notes)
@@ -273,7 +273,7 @@ def select(
     if absent and isinstance(optimizer, torch.optim.LBFGS):
         raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
-    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others are of other optimizers
+    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # other groups: other optimizers
     _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
@@ -305,7 +305,7 @@ def select(
 
 
 def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
-    """Return the parts that belong to no parameter, of the optimizers that had some of the ``own`` parameters."""
+    """Return the parts that belong to no parameter, from the optimizers with some of the ``own`` parameters."""
     every = saved.get(OPTIMIZERS, {})
     parts = [each for each in every.values() if own & set(each[PARAMS])] if own else [every.get("", {})]
     found: dict[str, dict[Any, Any]] = {}
@@ -348,7 +348,7 @@ def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
-    """Warn where groups whose options differ were one when they were saved; ``saved`` are those that each was."""
+    """Warn if groups with different options were saved as one; ``saved`` are the saved groups of each."""
     groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
@@ -369,7 +369,7 @@ def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
 
 
 def _keep_apart(structures: dict[str, Any]) -> None:
-    """Give each its own leaves, where two stand for the same that was saved: each is read into memory of its own."""
+    """Give each parameter its own leaves if two read the same saved value: each is read into its own memory."""
     seen: set[int] = set()
     for name, structure in structures.items():
         leaves = {id(leaf) for leaf in marks(structure)}
@@ -392,14 +392,14 @@ def _sources(
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two hyperparameters are equal, or both tensors, whose values are yet to be read."""
+    """Whether two hyperparameters are equal, or both are tensors, whose values are read later."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     return type(one) is type(other) and (not isinstance(one, (str, bool, int, float, tuple, list)) or one == other)
 
 
 def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
-    """Load what :func:`select` has returned, and its tensors. Raises: what the optimizer raises."""
+    """Load the result of :func:`select`, with its tensors. Raises: the errors of the optimizer."""
     inner = _inner(optimizer)
     if not is_by_name(loaded):
         inner.load_state_dict(dict(loaded) if isinstance(loaded, Mapping) else loaded)
@@ -426,7 +426,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
         _log.warning("%s of the optimizer was not saved, and stays as the program made it.", listed(new))
     given = {**state, **part.get(STATE, {})}
     absent = [x for x, name in zip(params, order, strict=True) if name not in there and x in inner.state]
-    kept = {x: inner.state[x] for x in absent}  # some make the state of a parameter at the start
+    kept = {x: inner.state[x] for x in absent}  # some optimizers make the state of a parameter at the start
     inner.load_state_dict({**current, **beside, STATE: given, GROUPS: options})
     inner.state.update(kept)
     for (number, own), param in ((each, params[each[0]]) for each in state.items()):
@@ -439,7 +439,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
 
 
 def _counting(saved: Any) -> Any:
-    """Return the state of a parameter with its step as torch has it: in half precision it would stop at 256."""
+    """Return the state of a parameter with torch's dtype of the step: in half precision it would stop at 256."""
     step = saved.get("step") if isinstance(saved, Mapping) else None
     if isinstance(step, torch.Tensor) and step.is_floating_point() and step.itemsize < torch.float32.itemsize:
         return {**saved, "step": step.float()}

@@ -1,8 +1,8 @@
-"""Notes on the tensors of an optimizer's state, for what neither their bytes nor ``load_state_dict`` bring back.
+"""Notes on the tensors of an optimizer's state, for properties that neither bytes nor ``load_state_dict`` restore.
 
-torch casts the state of a parameter to the parameter's dtype when it loads it. A checkpoint has row-major bytes of what
-several ranks have written, and does not tell a plain tensor from a ``DTensor`` that is replicated. So a save notes each
-tensor that a restore would make otherwise (docs/format.md); most optimizers have none.
+torch casts the state of a parameter to the parameter's dtype when it loads it. A checkpoint has row-major bytes of
+tensors that several ranks have written, and does not distinguish a plain tensor from a replicated ``DTensor``. A save
+notes each tensor that a restore would otherwise change (docs/format.md); most optimizers have none.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
 _DTYPES, _STRIDES, _PLACED = "dtypes", "strides", "placed"
-_STEP = "step"  # which torch casts to float32 alone, if at all
+_STEP = "step"  # torch casts it only to float32, if at all
 _NUMBERS = (int, float, bool, type(None))
 
 
 def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], whole: Any) -> dict[str, Any]:
-    """Return the notes on the state of an optimizer, by dotted paths in its entry; empty if there is nothing to note.
+    """Return the notes on the state of an optimizer, by dotted paths in its entry; empty if none are needed.
 
     Args:
         states: of the parameters, by their names.
-        parameters: these, by name.
-        whole: the rest of the entry, of which strides alone are noted.
+        parameters: the parameters, by name.
+        whole: the rest of the entry, for which only strides are noted.
     """
     notes: dict[str, dict[str, Any]] = {_DTYPES: {}, _STRIDES: {}, _PLACED: {}}
     for name, state in states.items():
@@ -53,13 +53,13 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
 
 
 def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
-    """Return the state of a parameter that is a part of a larger tensor, with its tensors as such parts too.
+    """Return the state of a parameter that is a shard of a larger tensor, with its tensors as such shards too.
 
-    A tensor of the parameter's shape is taken for a part of the same layout, unless the tensor declares its own
+    A tensor of the parameter's shape is taken as a shard of the same layout, unless the tensor declares its own
     (:mod:`~stagereg.checkpoint.format.split_tensors`). The tensors of the optimizer stay as they are.
 
     Raises:
-        CheckpointError: such a tensor wraps others, which cannot be cut into parts.
+        CheckpointError: such a tensor wraps others, so it cannot be split into shards.
     """
     if isinstance(value, dict):
         return {key: split_as(param, item, f"{path}.{key}") for key, item in value.items()}
@@ -76,7 +76,7 @@ def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
 
 
 def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
-    """Yield the dtypes of tensors in a value as torch goes through it; ``None`` for a step that is not of float32."""
+    """Yield the dtypes of tensors in a value in torch's order; ``None`` for a step that is not float32."""
     if isinstance(value, torch.Tensor):
         if key != _STEP:
             yield value.dtype
@@ -101,7 +101,7 @@ def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param
 
 
 def _placed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return how a tensor has to come back beside a sharded parameter; ``None`` if as a shard like that."""
+    """Return the placement of a tensor next to a sharded parameter; ``None`` if it is sharded like the parameter."""
     if not isinstance(x, DTensor):
         return PLAIN
     sharded_alike = x.shape == param.shape and any(not each.is_replicate() for each in x.placements)
@@ -109,7 +109,7 @@ def _placed(x: torch.Tensor, param: DTensor) -> str | None:
 
 
 def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return how it comes back without a note (:func:`~stagereg.checkpoint.storage.reading`)."""
+    """Return the placement that a restore infers without a note (:func:`~stagereg.checkpoint.storage.reading`)."""
     if x.shape == param.shape:
         return None
     return REPLICATED if x.ndim == param.ndim > 1 else PLAIN
@@ -123,7 +123,7 @@ def _shown(dtype: torch.dtype) -> str:
 
 
 def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Have the leaves of a structure come back as its notes say. Raises: ``CheckpointError`` for notes of others."""
+    """Set on the leaves of a structure the properties in its notes. Raises ``CheckpointError`` for invalid notes."""
     strides, placed = notes.get(_STRIDES, {}), notes.get(_PLACED, {})
     for path, leaf in walk(entry) if strides or placed else ():
         if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
@@ -138,21 +138,21 @@ def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
 
 
 def kept_dtypes(notes: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
-    """Return the notes on dtypes for the parameters here, each by its name with the name that it was saved under."""
+    """Return the notes on dtypes for the parameters here, each by its name with its saved name."""
     dtypes = notes.get(_DTYPES, {})
     return {_DTYPES: found} if (found := {name: dtypes[of] for name, of in source.items() if of in dtypes}) else {}
 
 
 def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bool:
-    """Whether the state of a parameter keeps the dtypes that it had: the parameter has the dtype that it had, too."""
+    """Whether the state of a parameter keeps its saved dtypes: the parameter has its saved dtype too."""
     return bool(notes.get(_DTYPES, {}).get(name) == _shown(param.dtype))
 
 
 def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
-    """Return what an optimizer has ``taken`` of a parameter's state, with what torch has made otherwise than ``given``.
+    """Return a parameter's state as an optimizer has ``taken`` it, with the values of ``given`` that torch has changed.
 
-    With ``dtypes`` tensors get back theirs. torch's ``load_state_dict`` replaces each text, also in a set, by the text
-    that describes a generator.
+    With ``dtypes`` tensors get their own dtypes again. torch's ``load_state_dict`` replaces each text, also in sets, by
+    the text that describes a generator.
     """
     if isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor):
         return given.to(taken.device) if dtypes and given.dtype != taken.dtype and given.shape == taken.shape else taken

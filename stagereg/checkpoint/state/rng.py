@@ -1,8 +1,8 @@
-"""The random number generators of one process: note their states, set them back, and seed them.
+"""The random number generators of one process: record, restore and seed their states.
 
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
-program has imported NumPy; not those that the program made itself. All are staged as bytes: collections no stager needs
-to understand, and of a tensor, which torch returns anew each time, a stager would have to make a new plan.
+program has imported NumPy; not the program's own generators. All are staged as bytes, which every stager supports;
+torch returns a new tensor each time, for which a stager would have to make a new plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-_JSON_BYTES = 8192  # more than what 625 numbers of 32 bits have; spaces fill it up
+_JSON_BYTES = 8192  # more than 625 numbers of 32 bits need; spaces fill it up
 
 
 def _accelerator() -> Any | None:
@@ -28,7 +28,7 @@ def _accelerator() -> Any | None:
 
 
 def note() -> dict[str, Any]:
-    """Return the state of every generator of this process as each has it; drawing nothing from any of them."""
+    """Return the state of every generator of this process, drawing nothing from any of them."""
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if accelerator := _accelerator():
         state["accelerator"] = accelerator.get_rng_state()
@@ -38,26 +38,26 @@ def note() -> dict[str, Any]:
 
 
 def capture(noted: dict[str, Any] | None = None) -> dict[str, bytes]:
-    """Return what :func:`note` returned, or the present state, as it is staged: torch's own bytes, or JSON."""
+    """Return the result of :func:`note`, or the present state, as it is staged: torch's own bytes, or JSON."""
     state = note() if noted is None else noted
     return {name: _bytes(each) if isinstance(each, torch.Tensor) else _json(each) for name, each in state.items()}
 
 
 def _json(state: Any) -> bytes:
-    # Always as many bytes: in the structure they would be something new in each save, that every rank had to send.
+    # Always equally many bytes: a new length would change the structure, which every rank would have to send again.
     return json.dumps(as_lists(state)).encode().ljust(_JSON_BYTES)
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    """Return what :func:`capture` returned as it is written: tensors of bytes."""
+    """Return the result of :func:`capture` as it is written: tensors of bytes."""
     return {name: _tensor(data) for name, data in state.items()}
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
-    """Set the generators of this process to what :func:`as_tensors` returned, as far as they are here.
+    """Set the generators of this process to the result of :func:`as_tensors`, as far as they exist here.
 
     Raises:
-        CheckpointError: it is not the state of generators; all of them are as they were.
+        CheckpointError: the value is not the state of generators; all of them are unchanged.
     """
     before = as_tensors(capture())
     try:
@@ -68,7 +68,7 @@ def restore(state: dict[str, torch.Tensor]) -> None:
 
 
 def expect_valid(state: dict[str, torch.Tensor]) -> None:
-    """Raise ``CheckpointError`` if :func:`restore` would; the generators stay as they are."""
+    """Raise ``CheckpointError`` if :func:`restore` would; the generators stay unchanged."""
     before = as_tensors(capture())
     restore(state)
     _set(before)
@@ -87,7 +87,7 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 def seeds() -> dict[str, str]:
     """Return the seed of each generator of this process; equal on ranks that the program seeded identically.
 
-    Torch keeps the seed; of Python and NumPy it is a digest of the present state.
+    Torch keeps the seed; for Python and NumPy it is a digest of the present state.
     """
     found = {"python": _digest(random.getstate()), "torch": str(torch.initial_seed())}
     if accelerator := _accelerator():
@@ -102,7 +102,7 @@ def _digest(state: Any) -> str:
 
 
 def seed_from(*parts: object) -> int:
-    """Return a seed that follows from the parts alone, on every machine and in every process."""
+    """Return a seed that depends only on the parts, on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
@@ -121,7 +121,7 @@ def seeded(numbers: Mapping[str, int]) -> dict[str, torch.Tensor]:
 
 
 def seeded_numpy(like: Any, seed: int) -> Any:
-    """Return a ``RandomState`` of the kind of another one, with a seed."""
+    """Return a ``RandomState`` with the algorithm of another one, with a seed."""
     return type(like)(type(like._bit_generator)(seed))
 
 
@@ -130,7 +130,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def as_lists(state: Any) -> Any:
-    """Return a state of NumPy or Python with lists in place of arrays."""
+    """Return a state of NumPy or Python with lists instead of arrays."""
     if isinstance(state, dict):
         return {name: as_lists(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -143,7 +143,7 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def checked(state: Any) -> Any:
-    """Return NumPy's state if its positions lie in the block they draw from, which NumPy does not check."""
+    """Return NumPy's state if its positions are in the block they draw from, which NumPy does not check."""
     for part in (state, state["state"]):
         for name, most in (("pos", 624), ("buffer_pos", 4)):
             if name in part and (type(part[name]) is not int or not 0 <= part[name] <= most):

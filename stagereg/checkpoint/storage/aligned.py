@@ -2,8 +2,8 @@
 
 With ``O_DIRECT`` the disk reads memory itself, without a copy, processor time, or a page evicted. Address, offset and
 length of such writes must be multiples of a block, so small data goes through two aligned buffers, and whole pages of
-memory are written as they are if the file has them on a page too; the end goes through the page cache. A thread writes
-while the caller's takes the CRC-32 of the same bytes; both release the GIL.
+memory are written directly if they are page-aligned in the file too; the end goes through the page cache. A thread
+writes while the caller's thread takes the CRC-32 of the same bytes; both release the GIL.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from stagereg.checkpoint.store.backend import Sink
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import PAGE
 
-BLOCK_BYTES = 4 << 20  # bytes of a file that have a CRC-32 of their own; the last block may be shorter
+BLOCK_BYTES = 4 << 20  # bytes of a file with one CRC-32; the last block may be shorter
 
-_WORTH_LETTING_GO = 1 << 16  # bytes that take longer than another thread's turn
-_STRAIGHT_BYTES = 1 << 20  # what memory must have at least to be worth a write of its own
+_WORTH_LETTING_GO = 1 << 16  # bytes whose copy takes longer than another thread's turn
+_STRAIGHT_BYTES = 1 << 20  # least size of memory that is written without a buffer
 _CHUNK_BYTES = 1 << 24
-_MOST_PENDING = 8  # or else memory would be held long after it was handed over
+_MOST_PENDING = 8  # pieces in the queue; more would hold the caller's memory too long
 
 
 class AlignedFile:
-    """A new file, ``target``, written in order by a thread, or by the caller if none can be started.
+    """A new file, ``target``, written in order by a thread, or by the caller if no thread can be started.
 
-    Small writes go through ``buffers`` (:func:`make_buffers`), which another file may have afterwards. Call
+    Small writes go through ``buffers`` (:func:`make_buffers`), which another file may use afterwards. Call
     :meth:`finish` before the context manager ends. Methods raise the ``OSError`` of their write, or of an earlier one.
 
     Attributes:
@@ -48,18 +48,18 @@ class AlignedFile:
             self._free.put(buffer)
         self._buffer = self._free.get()
         self._filled = 0  # bytes in the buffer
-        self._begin = 0  # where they go in the file, a multiple of PAGE
+        self._begin = 0  # offset of the buffer in the file, a multiple of PAGE
         self.blocks: list[int] = []
-        self._error: BaseException | None = None  # why nothing more is written
+        self._error: BaseException | None = None  # the error that has stopped all writes
         self._whole = False
-        # What to write, and the buffer that is free afterwards.
+        # The data to write, and the buffer that is free afterwards.
         self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
-        # Not an executor's, which the end of the process would wait for, although a disk may never answer.
+        # Not an executor's thread: the end of the process would wait for it, although a disk may never answer.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
         try:
             self._thread.start()
             self._has_thread = True
-        except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
+        except RuntimeError:  # Python 3.12 starts no thread any more while a process ends
             self._has_thread = False
 
     def __enter__(self) -> AlignedFile:
@@ -71,14 +71,14 @@ class AlignedFile:
             self._writes.put(None)
             self._thread.join()
         self._target.close(self._whole)
-        self._error = None  # or else it and the caller's memory would keep each other
+        self._error = None  # otherwise the error and the caller's memory would keep each other alive
 
     def tell(self) -> int:
         """Return how many bytes have been written."""
         return self._begin + self._filled
 
     def flush(self) -> None:
-        """Nothing yet: ``torch.save`` asks for it after each tensor."""
+        """Do nothing yet: ``torch.save`` flushes after each tensor."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes; return how many."""
@@ -94,12 +94,12 @@ class AlignedFile:
         return size
 
     def align(self, address: int, nbytes: int) -> None:
-        """Write zeros until ``nbytes`` at ``address`` can follow without a buffer, if they are enough."""
+        """Write zeros until ``nbytes`` at ``address`` can follow without a buffer, if there are enough of them."""
         if nbytes >= _STRAIGHT_BYTES:
             self.write(bytes((address - self.tell()) % PAGE))
 
     def write_memory(self, data: memoryview) -> None:
-        """Write memory, which must not change until :meth:`finish`; the view is held as long as that is needed.
+        """Write memory, which must not change until :meth:`finish`; the view is held only as long as needed.
 
         Large memory after :meth:`align` needs a buffer only for its ends.
         """
@@ -114,7 +114,7 @@ class AlignedFile:
         self.write(data)
 
     def finish(self) -> FileDigest:
-        """Wait until all is written, make it durable and return the mark of the file."""
+        """Wait until all data is written, make the file durable and return its digest."""
         self._submit_buffer()
         self._writes.join()
         self.raise_error()
@@ -127,7 +127,7 @@ class AlignedFile:
         )
 
     def raise_error(self) -> None:
-        """Raise what a write has failed with, if one has."""
+        """Raise the error of a failed write, if there is one."""
         if self._error is not None:
             raise self._error from None
 
@@ -151,7 +151,7 @@ class AlignedFile:
     def _work(self) -> None:
         while (given := self._writes.get()) is not None:
             self._write(*given)
-            del given  # the memory is held no longer than it is needed
+            del given  # releases the memory as soon as possible
             self._writes.task_done()
 
     def _write(self, data: memoryview, buffer: memoryview | None) -> None:
@@ -174,7 +174,7 @@ def make_buffers(nbytes: int) -> list[memoryview]:
 
 
 def _copy(to: memoryview, data: memoryview) -> None:
-    """Copy bytes; many of them without the interpreter's lock, which an assignment would hold."""
+    """Copy bytes; many of them without the interpreter lock, which an assignment would hold."""
     if len(data) < _WORTH_LETTING_GO or data.readonly:
         to[:] = data
     else:
@@ -182,5 +182,5 @@ def _copy(to: memoryview, data: memoryview) -> None:
 
 
 def address(memory: memoryview) -> int:
-    """Return where memory begins."""
+    """Return the address of memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""``dcp``: torch's own format, past the page cache where that can be.
+"""``dcp``: torch's own format, written past the page cache if possible.
 
 The file of a rank has the archives of torch's writer (:mod:`.envelope`); only their order, and the zeros between them,
 differ. Large tensors are written from their memory, others through a buffer, packed if they have holes, copied from an
@@ -28,11 +28,11 @@ from stagereg.registry import register
 
 @register("storage", "dcp")
 class DcpStorage(FileStorage):
-    """Writes what plain ``torch.distributed.checkpoint.load`` reads, with ``O_DIRECT`` where the file system takes it.
+    """Writes files that plain ``torch.distributed.checkpoint.load`` reads, with ``O_DIRECT`` if the file system has it.
 
-    It takes hardly any processor time from training, and none of its page cache. Large tensors are written from the
-    memory they are in; small tensors and tensors with holes go through two small buffers. A file system that refuses
-    ``O_DIRECT``, as some network and memory file systems do, is written through the page cache, which is logged once.
+    Takes hardly any processor time from training, and evicts nothing from its page cache. Large tensors are written
+    directly from their memory; small tensors and tensors with holes go through two small buffers. If a file system
+    refuses ``O_DIRECT``, as some network and memory file systems do, files go through the page cache; logged once.
 
     Args:
         path: the directory or URL; torch and the checkpointer name another for each checkpoint.
@@ -54,7 +54,7 @@ class DcpStorage(FileStorage):
 
 @register("storage", "torch_dcp")
 class TorchDcpStorage(FileSystemWriter, Storage):
-    """Writes with torch's ``FileSystemWriter``, through the page cache: to compare ``dcp`` with.
+    """Writes with torch's ``FileSystemWriter``, through the page cache; for comparison with ``dcp``.
 
     Args:
         path: the directory, the current one by default; torch and the checkpointer name another for each checkpoint.

@@ -1,11 +1,11 @@
-"""The archive that a tensor is in a file of torch's distributed checkpoint, as ``torch.save`` writes it.
+"""The archive of one tensor in a file of torch's distributed checkpoint, as ``torch.save`` writes it.
 
 It is a zip archive whose one large record is the content of the tensor's storage::
 
     offset                         offset + len(head)                            offset + length
     | head: form of the tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
 
-Head and tail depend on dtype, shape and stride alone, but for the zip's checksums, which ``torch.load`` ignores
+Head and tail depend on dtype, shape and stride alone, except for the zip's checksums, which ``torch.load`` ignores
 (``torch.serialization.set_crc32_options``). So torch makes them once for each kind of tensor.
 """
 
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-_KEPT = 1 << 15  # a model has as many kinds of tensor as it has tensors at worst
-MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+_KEPT = 1 << 15  # cached envelopes; a model has at most as many kinds of tensor as tensors
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name from 3.13 on
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What is around a tensor's content: the bytes before and behind it; ``stride`` is how the content lies in it."""
+    """The bytes before and after a tensor's content; ``stride`` is the order of the elements in the content."""
 
     head: bytes
     tail: bytes
@@ -32,10 +32,10 @@ class Envelope:
 
 
 def envelope(x: torch.Tensor) -> Envelope | None:
-    """Return what goes around the content of ``x``, on any device.
+    """Return the bytes around the content of ``x``, on any device.
 
     Strides are packed as in ``torch.empty_like`` unless ``x`` is contiguous. None for subclasses, sparse, quantized and
-    empty tensors, and if torch cannot leave the content out.
+    empty tensors, and if torch cannot omit the content.
     """
     if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized or x.is_meta or not x.numel():
         return None
@@ -61,7 +61,7 @@ def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> En
 
 
 class _Archive(io.BytesIO):
-    """A file for ``torch.save`` that leaves out skipped ranges, and records their places and sizes."""
+    """A file for ``torch.save`` that omits skipped ranges, and records their offsets and sizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Files of a checkpoint, marked while they are written, and durable when they end: the base of the storages.
+"""Base of the storages that write files: computes digests while it writes, and makes each file durable at its end.
 
-A write that the network has lost is made again as a whole.
+A write that fails in the network is repeated completely.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _log = logging.getLogger(__name__)
 
 
 class FileStorage(Storage):
-    """Base of the storages that write files: a subclass writes those of a rank, this ``.metadata`` as torch has it.
+    """Base of the storages that write files: a subclass writes the files of a rank, this class torch's ``.metadata``.
 
-    Files go to a directory, or to a URL that fsspec knows. One thread at a time may use it, for one checkpoint after
-    the other.
+    Files go to a directory, or to a URL that fsspec supports. Only one thread may use an object at a time, for one
+    checkpoint after another.
 
     Args:
         path: the directory or URL; torch and the checkpointer name another for each checkpoint.
-        direct: whether files bypass the page cache where that can be.
-        buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
+        direct: whether files bypass the page cache if possible.
+        buffer_bytes: size of each of the two buffers for small writes, a multiple of a page.
 
     Attributes:
-        path: the directory or URL; empty if none was named yet.
-        blocks: of each file that has a mark, the CRC-32 of each block of :data:`.aligned.BLOCK_BYTES`.
+        path: the directory or URL; empty before one is given.
+        blocks: for each file that has a digest, the CRC-32 of each block of :data:`.aligned.BLOCK_BYTES`.
         mode: of new files in a directory, less the umask.
     """
 
@@ -61,7 +61,7 @@ class FileStorage(Storage):
     def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         self._direct = direct
         self._buffer_bytes = buffer_bytes
-        self._buffers: list[memoryview] = []  # kept, since new memory holds the interpreter's lock when it is touched
+        self._buffers: list[memoryview] = []  # reused, because the first access to new memory holds the GIL
         self._marks: dict[str, FileDigest] = {}
         self.blocks: dict[str, tuple[int, ...]] = {}
         self._metadata = b""
@@ -78,7 +78,7 @@ class FileStorage(Storage):
 
     @property
     def finished(self) -> bytes | None:
-        # A subclass with ways of its own is called each time.
+        # A subclass with its own methods is called each time.
         own, kind = FileStorage, type(self)
         is_own = kind.finish is own.finish and kind.prepare_global_plan is own.prepare_global_plan
         return self._metadata if is_own else None
@@ -88,21 +88,21 @@ class FileStorage(Storage):
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin another checkpoint, in ``checkpoint_id`` if that is given. Raises: ``CheckpointError``."""
+        """Begin another checkpoint, in ``checkpoint_id`` if it is given. Raises: ``CheckpointError``."""
         path = os.fspath(checkpoint_id or self.path)
         expect_fit(self, path)
         self.path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take part. Raises: ``CheckpointError`` with torch's ``use_collectives=False``."""
+        """Join the save. Raises ``CheckpointError`` with torch's ``use_collectives=False``."""
         if not kwargs.get("use_collectives", True):
             raise CheckpointError("use_collectives=False needs torch's own FileSystemWriter.")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory. Raises: ``CheckpointError`` if none was named; ``OSError``."""
+        """Create the directory. Raises ``CheckpointError`` if none was given; ``OSError``."""
         if not self.path:
             raise CheckpointError(
-                f"{type(self).__name__} was given no directory: build it with path=..., or save with checkpoint_id=..."
+                f"{type(self).__name__} has no directory: build it with path=..., or save with checkpoint_id=..."
             )
         backend_of(self.path).make(self.path)
         failpoint("made")
@@ -113,7 +113,7 @@ class FileStorage(Storage):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
+        """Write this rank's files. Raises ``OSError``, with the error of the operating system or the object store."""
         self._marks.clear()
         self.blocks.clear()
         write = partial(self.write_files, plan.storage_data, plan.items, planner)
@@ -123,7 +123,7 @@ class FileStorage(Storage):
 
     @abstractmethod
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write a rank's files, each in :meth:`create`; called again where the network has lost something."""
+        """Write a rank's files, each in :meth:`create`; called again after a network error."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write torch's metadata. Called on the coordinator."""
@@ -138,12 +138,12 @@ class FileStorage(Storage):
             file.write(self._metadata)
 
     def reader(self, path: StrPath) -> StorageReader:
-        """Return a reader of files that hold what ``torch.save`` has made of each entry. It runs no code of a file."""
+        """Return a reader of files with ``torch.save``'s archive of each entry. The reader runs no code of a file."""
         return torch_reader(path)
 
     @contextmanager
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
-        """Write a new file in :attr:`path`; after the block it is durable, and has its mark."""
+        """Write a new file in :attr:`path`; after the block it is durable, and has its digest."""
         path = f"{self.path.rstrip('/')}/{name}"
         target = backend_of(path).create(path, self._direct, self.mode)
         self._buffers = self._buffers or make_buffers(self._buffer_bytes)
@@ -151,7 +151,7 @@ class FileStorage(Storage):
             try:
                 yield file
             except RuntimeError:
-                file.raise_error()  # and not what torch's archive writer raises about positions while it unwinds
+                file.raise_error()  # instead of the error that torch's archive writer raises while it unwinds
                 raise
             self._marks[name] = file.finish()
             self.blocks[name] = tuple(file.blocks)
@@ -164,7 +164,7 @@ class FileStorage(Storage):
 def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> StorageReader:
     """Return torch's reader of a directory or URL, from an extension; the reader runs no code of a file.
 
-    ``unpack`` makes of the bytes of an entry what ``torch.save`` has made of it. Raises: ``CheckpointError`` without
+    ``unpack`` turns the bytes of an entry into ``torch.save``'s archive. Raises: ``CheckpointError`` without
     the extension.
     """
     for each in providers("readers"):
@@ -186,7 +186,7 @@ def write_archive(file: AlignedFile, name: str, item: WriteItem, data: torch.Ten
     """Write a tensor as ``torch.save`` does, or an object as torch's planner has saved it, into the file ``name``."""
     begin = file.tell()
     if isinstance(data, torch.Tensor):
-        torch.save(data, file)  # type: ignore[arg-type]  # torch's writer does so too
+        torch.save(data, file)  # type: ignore[arg-type]  # as torch's writer does
     else:
         file.write(data.getbuffer())
     length = file.tell() - begin

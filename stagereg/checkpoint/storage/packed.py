@@ -1,4 +1,4 @@
-"""The base of storages that keep each entry in another form, such as compressed or encrypted."""
+"""The base of storages that store each entry in another form, such as compressed or encrypted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from stagereg.checkpoint.storage.files import FileStorage, StrPath, standalone, 
 
 
 class PackedStorage(FileStorage):
-    """Writes one file a rank, of entries that a subclass packs; a subclass defines :meth:`pack` and :meth:`unpack`.
+    """Writes one file per rank, of entries that a subclass packs; a subclass defines :meth:`pack` and :meth:`unpack`.
 
-    It reads and writes directories and URLs, and tensors that were saved on any number of ranks. An entry is in memory
-    twice while it is packed: as ``torch.save`` makes it, and packed.
+    Reads and writes directories and URLs, and tensors that were saved on any number of ranks. An entry is in memory
+    twice while it is packed: as ``torch.save``'s archive, and packed.
     """
 
     @abstractmethod
     def pack(self, data: memoryview) -> bytes:
-        """Return the bytes that go into the file for one entry. On the thread that writes checkpoints."""
+        """Return the bytes to write for one entry. On the thread that writes checkpoints."""
 
     @abstractmethod
     def unpack(self, data: bytes) -> bytes:
-        """Return the bytes that :meth:`pack` was given. Any thread, also of a storage built without arguments."""
+        """Return the bytes that :meth:`pack` was given. Any thread, also on a storage built without arguments."""
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:

@@ -1,8 +1,8 @@
 """The protocol of a storage, torch's ``StorageWriter`` (torch 2.13) that also returns its reader; and storage names.
 
 A writer made for torch is a storage once it has :meth:`Storage.reader`; a subclass of :class:`Storage` may have
-optional members too. A manifest has the name of its storage: the registered one, else the dotted path of the class. A
-storage of the project has its bare name, which stays readable if another package claims the name too.
+optional members too. A manifest has the name of its storage: the registered one, otherwise the dotted path of the
+class. A storage of the project has its bare name, which stays readable if another package claims the name too.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Storage(StorageWriter):
     1. ``reset(checkpoint_id)`` gives the directory, which is empty or does not exist.
     2. ``set_up_storage_writer``, ``prepare_local_plan``, and on the coordinator ``prepare_global_plan``.
     3. ``write_data`` writes this rank's files; the coordinator's ``finish`` follows when all ranks have written theirs.
-    4. ``marks`` returns what was written, if the storage has them. Steps 1 to 4 may come again.
+    4. ``marks`` returns the digests of the files, if the storage has them. Steps 1 to 4 may be repeated.
 
     A storage promises:
 
-    1. *Whole or an error.* What the disk refuses is an ``OSError`` with the error of the operating system.
-    2. *On the disk.* A file that has a mark is flushed to the disk; the checkpointer flushes the others.
-    3. *Bit for bit.* What :meth:`reader` reads equals what was given, also in another process and on other ranks.
+    1. *Complete or an error.* A failed write is an ``OSError`` with the error of the operating system.
+    2. *On the disk.* A file that has a digest is flushed to the disk; the checkpointer flushes the others.
+    3. *Bit for bit.* :meth:`reader` reads the values that were given, also in another process and on other ranks.
     4. *No arguments needed.* It can be built without arguments: a checkpoint names its storage, and the name is enough
        to read it.
     5. *Portable.* It can be pickled before ``write_data`` and after it.
 
-    A subclass has to write torch's methods and ``reader``.
+    A subclass must define torch's methods and ``reader``.
 
     Attributes:
         remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
@@ -57,7 +57,7 @@ class Storage(StorageWriter):
         """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread.
 
         The checkpointer uses it for results that are neither :class:`TensorResult` nor :class:`ArchiveResult`. It reads
-        the first save of a storage of another package back, and refuses the save if anything differs.
+        the first save of a storage of another package back, and refuses the save if any value differs.
         """
 
     @property
@@ -74,19 +74,19 @@ class Storage(StorageWriter):
     def marks(self) -> Mapping[str, FileDigest]:
         """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
 
-        By name inside the directory, from the bytes as they were written. The checkpointer reads every other file once
-        more to mark it.
+        By name inside the directory, computed from the bytes as they were written. The checkpointer reads every other
+        file once more to compute its digest.
         """
         return {}
 
 
 def is_builtin(storage: Storage) -> bool:
-    """Whether the class of a storage is the project's own: it returns places, and no checkpoint needs its reader."""
+    """Whether a storage is the project's own: it returns offsets, and no checkpoint needs its reader."""
     return type(storage).__module__.startswith("stagereg.")
 
 
 def name_of(storage: Storage) -> str:
-    """Return the name of ``storage`` in a manifest; one that wraps another has the name of that."""
+    """Return the name of ``storage`` in a manifest; for a wrapper the name of the wrapped storage."""
     storage = (storage.wraps if isinstance(storage, Storage) else None) or storage
     path = f"{type(storage).__module__}.{type(storage).__qualname__}"
     entry = registry.find_target(path)
@@ -96,10 +96,10 @@ def name_of(storage: Storage) -> str:
 
 
 def expect_fit(storage: Storage, path: str) -> None:
-    """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` writes to none."""
+    """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` does not write to URLs."""
     if path and isinstance(storage, Storage) and not storage.remote and backend_of(path).remote:
         raise CheckpointError(
-            f"{choice('storage', name_of(storage))} writes to file systems of this machine alone, not to {path}; use "
+            f"{choice('storage', name_of(storage))} writes only to file systems of this machine, not to {path}. Use "
             f"{choice('storage', 'dcp')}."
         )
 
@@ -113,7 +113,7 @@ def named(name: str, own: Storage) -> Storage:
         storage: Storage = registry.build("storage", name + _OURS if ours else name)
     except (StageregError, TypeError) as error:
         raise CheckpointError(
-            f"It was written by the storage {name!r}, which cannot be built; install or import what has it, or pass it "
-            f"to the Checkpointer: {error}"
+            f"The checkpoint was written by the storage {name!r}, which cannot be built. Install or import its "
+            f"package, or pass the storage to the Checkpointer: {error}"
         ) from error
     return storage

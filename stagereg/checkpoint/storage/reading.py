@@ -1,8 +1,8 @@
 """Reading a checkpoint: bytes go from its files straight into their tensors, in one copy, on a few threads.
 
-:class:`CheckpointFiles` has the checked index of one checkpoint (:mod:`.index`), and its files. Stored parts of a
-sharded tensor are intersected with the wanted part, so any number of ranks reads what any other number has written. A
-storage of another package that does not report its places is read through its own reader and torch's planner.
+:class:`CheckpointFiles` has the checked index of one checkpoint (:mod:`.index`), and its files. Stored shards of a
+tensor are intersected with the wanted shard, so any number of ranks can read the files of any other number. A storage
+of another package that does not report its offsets is read through its own reader and torch's planner.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
 
 _THREADS = min(4, os.cpu_count() or 1)
-_SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
+_SMALL_BYTES = 1 << 16  # smaller ranges are read together with their neighbours
 _RUN_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 23
 
@@ -48,7 +48,7 @@ _PIECE_BYTES = 1 << 23
 class CheckpointFiles(ExitStack):
     """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
 
-    ``storage`` wrote the checkpoint, and reads what the index has no place of.
+    ``storage`` wrote the checkpoint, and reads the values whose offsets the index does not have.
     """
 
     def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
@@ -61,7 +61,7 @@ class CheckpointFiles(ExitStack):
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
         """Return the files of a complete checkpoint, and its storage: ``own``, or built by name.
 
-        ``index`` is the content of the index, if that is read already. Raises: ``CheckpointError``, ``OSError``.
+        ``index`` is the content of the index, if it is read already. Raises: ``CheckpointError``, ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
         storage = named(checkpoint.manifest.storage, own)
@@ -80,17 +80,17 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        Values that differ between ranks are those of ``rank``, else of the lowest rank. Raises: ``CheckpointError``.
+        Values that differ between ranks are those of ``rank``, or of the lowest rank. Raises: ``CheckpointError``.
         """
         found = encoding.decode(self.index.state[name], self._saved_names.get(name, name), rank)
         for leaf in encoding.marks(found):
             leaf.stored = self.index.find(leaf.name)
             if leaf.stored is None:
-                raise CheckpointError(f"{name!r:.100} has {leaf.name!r:.100} by its structure, and it is not stored.")
+                raise CheckpointError(f"The structure of {name!r:.100} has {leaf.name!r:.100}, which is not stored.")
         return found
 
     def open_for(self, leaves: Iterable[Leaf]) -> None:
-        """Open what leaves lie in. Raises: ``CheckpointError`` if a file is no regular one; ``OSError``."""
+        """Open the files of leaves. Raises: ``CheckpointError`` if a file is not a regular one; ``OSError``."""
         for leaf in leaves:
             for chunk in leaf.stored.chunks or ():
                 self.file(chunk.file)
@@ -98,14 +98,14 @@ class CheckpointFiles(ExitStack):
     def read(self, leaves: Sequence[Leaf]) -> None:
         """Read leaves, each into its ``value``. Raises: ``CheckpointError``, ``OSError``.
 
-        A tensor is read into ``live`` if the leaf is ``in_place``, else into new memory.
+        A tensor is read into ``live`` if the leaf is ``in_place``, otherwise into new memory.
         ``copy_`` converts another dtype.
         """
         self.plan(leaves).run()
 
     @without_gc()
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
-        """Return what is to be read for :meth:`read`. What only the storage that wrote it can read is read already."""
+        """Return the transfer for :meth:`read`. Values that only their storage can read are read at once."""
         transfer = Transfer(self.file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
@@ -128,19 +128,19 @@ class CheckpointFiles(ExitStack):
         return transfer
 
     def load_object(self, name: str, data: bytes | bytearray) -> Any:
-        """Return the object that ``torch.save`` has made ``data`` of. Raises: ``CheckpointError``."""
+        """Return the object that ``torch.save`` has written as ``data``. Raises: ``CheckpointError``."""
         return pickled.load(name, data)
 
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
-        """Read through the reader of a storage that is not the project's, as ``torch.distributed.checkpoint.load``."""
+        """Read through the reader of another package's storage, as ``torch.distributed.checkpoint.load`` does."""
         storage = self._storage
-        if storage is None or is_builtin(storage):  # which has a place of everything: the index is forged
+        if storage is None or is_builtin(storage):  # a builtin storage reports all offsets: the index is forged
             name = next(iter(wanted))
-            raise CheckpointError(f"{INDEX} of {self.path} does not say where {name!r:.100} lies.")
+            raise CheckpointError(f"{INDEX} of {self.path} has no offset of {name!r:.100}.")
         read_through(storage, self.path, wanted, self.load_object)
 
     def file(self, name: str) -> Readable:
-        """Return one of them, open. Raises as :meth:`open_for`."""
+        """Return a file of the checkpoint, opened. Raises as :meth:`open_for`."""
         if name not in self._files:
             self._files[name] = File(os.path.join(self.path, name))
             self.callback(self._files[name].stream.close)
@@ -151,31 +151,31 @@ def read_index(checkpoint: Checkpoint) -> bytes:
     """Return the content of the index of a checkpoint. Raises: ``CheckpointError``, ``OSError``."""
     path, mark = checkpoint.path, checkpoint.manifest.files.get(INDEX)
     if mark is None or mark.bytes > INDEX_BYTES:
-        what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which none has"
+        what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which is too large"
         raise CheckpointError(f"{path} has {what}.")
     file = File(f"{path}/{INDEX}")
     with file.stream:
         data = bytes(file.read(0, mark.bytes))
     if crc32(data) != mark.crc32:
-        raise CheckpointError(f"{INDEX} of {path} is not what was written.") from ValueError("CRC-32")
+        raise CheckpointError(f"{INDEX} of {path} is corrupt: CRC-32 mismatch.") from ValueError("CRC-32")
     return data
 
 
 class Readable(Protocol):
-    """What a transfer reads from; several threads may where it is ``local``. Errors are ``OSError``."""
+    """A source of a transfer; several threads may read it if it is ``local``. Errors are ``OSError``."""
 
     @property
     def local(self) -> bool:
-        """Whether it is on this machine."""
+        """Whether the file is on this machine."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``; the file may not end before."""
+        """Fill ``memory``; the file must not end before."""
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """As :meth:`read_into`, by any thread."""
+        """Do as :meth:`read_into`, on any thread."""
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return bytes of it."""
+        """Return bytes of the file."""
 
 
 class File:
@@ -187,10 +187,10 @@ class File:
         try:
             self.stream = self._backend.open(path)
         except UnfitFileError as error:
-            raise CheckpointError(f"{path} is no regular file") from error
+            raise CheckpointError(f"{path} is not a regular file") from error
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises: ``OSError``, also if the file ends before."""
+        """Fill ``memory``. Raises ``OSError``, also if the file ends before."""
         while memory:
             if self.local:
                 count = os.preadv(self.stream.fileno(), [memory], offset)
@@ -202,7 +202,7 @@ class File:
             memory, offset = memory[count:], offset + count
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """As :meth:`read_into`, with one request where it is remote; any thread."""
+        """Do as :meth:`read_into`, with one request for a remote file; any thread."""
         if self.local:
             self.read_into(offset, memory)
             return
@@ -233,7 +233,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
             local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
             return subclasses.dtensor_like(sharded, local)
         return torch.empty_like(sharded, dtype=dtype)
-    is_replicated = leaf.placed == REPLICATED  # otherwise Adafactor's rows and columns are
+    is_replicated = leaf.placed == REPLICATED  # otherwise rows and columns of Adafactor are
     if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
         whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), sharded.device_mesh
         return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -243,13 +243,13 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
 
 
 def _strides_of(stored: Stored) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that lies in a file as a whole, if they are not row-major."""
+    """Return the strides of a tensor that is stored as a whole in a file, if they are not row-major."""
     [chunk] = stored.chunks if stored.chunks is not None and len(stored.chunks) == 1 else [None]
     return chunk.layout if chunk is not None and isinstance(chunk.layout, tuple) else None
 
 
 def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield what this process has of a tensor, each part with the place in the whole at which it begins."""
+    """Yield the shards of a tensor in this process, each with its offsets in the whole tensor."""
     if isinstance(x, ShardedTensor):
         for shard in x.local_shards():
             yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
@@ -276,17 +276,17 @@ class _Move(NamedTuple):
 
 
 class Transfer:
-    """What is to be read, and where to."""
+    """Ranges to read, and their destinations."""
 
     def __init__(self, file: Callable[[str], Readable]) -> None:
         self._file = file
         self.moves: dict[str, list[_Move]] = defaultdict(list)  # by file
-        # Objects, and chunks that do not lie as the tensor has its elements, or have another dtype.
+        # Objects, and chunks whose elements have another order or dtype than the tensor.
         self.wholes: list[Whole] = []
-        self._kept: list[torch.Tensor] = []  # so that no address is of freed memory
+        self._kept: list[torch.Tensor] = []  # keeps the memory of all addresses alive
 
     def ranges(self) -> dict[str, list[range]]:
-        """Return which bytes are read, by file."""
+        """Return the ranges that are read, by file."""
         found: dict[str, list[range]] = defaultdict(list)
         for name, moves in self.moves.items():
             found[name] += [range(move.offset, move.offset + move.length) for move in moves]
@@ -295,7 +295,7 @@ class Transfer:
         return found
 
     def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
-        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
+        """Add ``part``, which begins at ``start``, to be filled from the chunks of a tensor."""
         plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
         for chunk in stored.chunks or ():
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
@@ -343,7 +343,7 @@ def _copy(
     if chunk.layout == ARCHIVE:
         stored = subclasses.load_part(name, chunk, dtype, data)
         if wraps(stored):
-            raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which is no dense tensor.")
+            raise CheckpointError(f"{name!r:.100} is a {name_of(stored)}, which is not a dense tensor.")
     else:
         stored = elements_of(torch.frombuffer(data, dtype=torch.uint8), chunk, dtype)
     with torch.no_grad():
@@ -351,7 +351,7 @@ def _copy(
 
 
 def elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bytes of a chunk as the part of the tensor that they are."""
+    """Return the bytes of a chunk as a shard of the tensor."""
     flat = data.view(dtype)
     return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)
 
@@ -361,7 +361,7 @@ def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slic
 
 
 def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group moves, in the order of the file, into what is read at once: a long one, or short ones close together."""
+    """Group moves, in file order, into single reads: a long one, or short ones close together."""
     run: list[_Move] = []
     for move in moves:
         if run:
@@ -375,7 +375,7 @@ def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
 
 
 def _fetch(file: Readable, moves: list[_Move]) -> None:
-    """Read bytes of a file once, and leave them at the addresses of ``moves``."""
+    """Read bytes of a file once, and copy them to the addresses of ``moves``."""
     begin, length, address = moves[0]
     if len(moves) == 1:
         file.read_into(begin, memoryview((ctypes.c_char * length).from_address(address)).cast("B"))

@@ -1,6 +1,6 @@
 """Reads entries through the reader of the storage that wrote them, as ``torch.distributed.checkpoint.load`` does.
 
-Only storages of other packages need it: the index of their checkpoints names no places in files.
+Only storages of other packages need it: the index of their checkpoints has no offsets in files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def read_through(storage: Storage, path: str, wanted: dict[str, Any], load_objec
     """Read the entries ``wanted`` of the checkpoint ``path``: tensors into their memory, objects by ``load_object``.
 
     Raises:
-        CheckpointError: the reader raised, or left an entry out.
+        CheckpointError: the reader raised, or skipped an entry.
     """
     planner = _Planner(load_object)
     try:
@@ -46,7 +46,7 @@ class _Planner(DefaultLoadPlanner):
     def __init__(self, load_object: Callable[[str, bytes], Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._load_object = load_object
-        self._left: set[tuple[MetadataIndex, MetadataIndex]] = set()  # to where, and from where
+        self._left: set[tuple[MetadataIndex, MetadataIndex]] = set()  # unread items: destination and source
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
@@ -63,7 +63,7 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[name] = self._load_object(name, value.getvalue())
 
     def expect_all_read(self) -> None:
-        """Raise ``CheckpointError`` if the reader has left an item out."""
+        """Raise ``CheckpointError`` if the reader has skipped an item."""
         for _, stored in self._left:
             at = f" from {[*stored.offset]} on" if stored.offset and any(stored.offset) else ""
-            raise CheckpointError(f"{stored.fqn!r:.100}{at} was left out by the reader of its storage")
+            raise CheckpointError(f"the reader of its storage skipped {stored.fqn!r:.100}{at}")

@@ -1,7 +1,7 @@
-"""Reads tensors that wrap others (:mod:`stagereg.checkpoint.format.wrappers`) back as what they were, bit for bit.
+"""Reads tensors that wrap others (:mod:`stagereg.checkpoint.format.wrappers`) back bit for bit.
 
-A rank's part of such a tensor is one archive, which as many ranks, split as before, read as it is. Split otherwise,
-parts are copied into a copy of the live tensor, if slices of the subclass can be written.
+A rank's shard of such a tensor is one archive, which the same number of ranks with the same split reads directly. With
+another split, shards are copied into a copy of the live tensor, if slices of the subclass can be written.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Whole(NamedTuple):
 
 
 def wholes_of(leaf: Leaf) -> list[Whole] | None:
-    """Return what has to be read for a leaf; ``None`` if this rank wants nothing of a subclass.
+    """Return the ranges to read for a leaf; ``None`` if this rank needs no tensor of a subclass.
 
     Raises:
-        CheckpointError: the tensor was split otherwise, and parts of it cannot be put together.
+        CheckpointError: the tensor has another split, and its shards cannot be merged.
     """
     if not leaf.stored.is_subclass:
         return None
@@ -52,13 +52,13 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
 
 
 def dtensor_like(live: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a ``DTensor`` that is split as another one is, over this rank's part."""
+    """Return a ``DTensor`` with the split of another one, over this rank's shard."""
     mesh, places, shape, stride = live.device_mesh, live.placements, live.shape, live.stride()
     return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride)
 
 
 def _wanted(leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where in the whole this rank's part begins, and its shape."""
+    """Return the start of this rank's shard in the whole tensor, and its shape."""
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         [chunk] = leaf.live.__create_chunk_list__()
         return tuple(chunk.offsets), tuple(chunk.sizes)
@@ -75,12 +75,12 @@ def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         try:
             leaf.value = dtensor_like(leaf.live, leaf.value)
-        except Exception as error:  # of the subclass, which torch asks for a view
+        except Exception as error:  # torch asks the subclass for a view
             raise CheckpointError(f"{leaf.name!r:.100} cannot be in a DTensor: {reason(error)}") from error
 
 
 def load_part(name: str, chunk: Chunk, dtype: torch.dtype, data: bytearray) -> torch.Tensor:
-    """Return the tensor in the archive of a chunk. Raises: ``CheckpointError``: the index has another."""
+    """Return the tensor in the archive of a chunk. Raises ``CheckpointError`` if the index has another form."""
     part = pickled.load(name, data)
     if not isinstance(part, torch.Tensor) or part.shape != chunk.shape or part.dtype != dtype:
         raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than in the index.")
@@ -91,8 +91,8 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
     live = leaf.live
     local = live._local_tensor if isinstance(live, DTensor) else live
     refusal = (
-        f"{leaf.name!r:.100} is a tensor of a subclass, saved in {len(leaf.stored.chunks)} parts, and split otherwise "
-        "here. Restore it on as many ranks, split in the same way"
+        f"{leaf.name!r:.100} is a tensor of a subclass, saved in {len(leaf.stored.chunks)} shards, and has another "
+        "split here. Restore it on as many ranks, with the same split"
     )
     if local is None or not wraps(local) or any(chunk.layout != SUBCLASS for chunk in parts):
         raise CheckpointError(f"{refusal}.")
@@ -103,7 +103,7 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
             for target in targets:
                 target.copy_(target)
     except Exception as error:
-        raise CheckpointError(f"{refusal}: parts of it cannot be written ({reason(error)}).") from error
+        raise CheckpointError(f"{refusal}: its shards cannot be written ({reason(error)}).") from error
     leaf.value = dtensor_like(live, copy) if isinstance(live, DTensor) else copy
     copied: list[tuple[Chunk, torch.Tensor]] = []
 
@@ -114,21 +114,21 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
                 source = _common(part, chunk.start, start, local.shape)
                 target.copy_(source)
                 copied.append((chunk, source))
-                # Slices may be copies, and parts may share an inner tensor, such as one scale for all of it.
+                # Slices may be copies, and shards may share an inner tensor, such as one scale for all of it.
                 same = len(copied) < len(parts) or all(
                     same_bits(_common(copy, start, each.start, each.shape), own) for each, own in copied
                 )
         except Exception as error:
-            raise CheckpointError(f"{refusal}: parts of it cannot be copied ({reason(error)}).") from error
+            raise CheckpointError(f"{refusal}: its shards cannot be copied ({reason(error)}).") from error
         if not same:
-            raise CheckpointError(f"{refusal}: a copy of its parts has other bytes.")
+            raise CheckpointError(f"{refusal}: a copy of its shards has other bytes.")
 
     each = zip(parts, targets, strict=True)
     return [Whole(chunk.file, chunk.offset, chunk.length, partial(take, chunk, to)) for chunk, to in each]
 
 
 def _common(x: torch.Tensor, start: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return what a part that begins at ``start`` has in common with one of a ``shape`` at ``other``, as a view."""
+    """Return the intersection of a shard that begins at ``start`` and one of a ``shape`` at ``other``, as a view."""
     for dim, (a, b, m) in enumerate(zip(start, other, shape, strict=True)):
         low, high = max(a, b), min(a + x.shape[dim], b + m)
         if high - low < x.shape[dim]:

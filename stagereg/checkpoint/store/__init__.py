@@ -1,1 +1,1 @@
-"""Where checkpoints are: a directory or a bucket, its lock, and retention; ``storage`` makes the bytes of the files."""
+"""The storage location of checkpoints: a directory or a bucket, its lock, and retention."""

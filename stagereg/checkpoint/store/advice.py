@@ -1,4 +1,4 @@
-"""What to do about an error of the storage, found among all the errors behind the one that was raised; names in one."""
+"""Advice for errors of the storage, found among all the causes of the error that was raised."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 from stagereg.base.option_text import option
 
 _FULL = (
-    "The disk of {root} is full: free some space, or keep fewer checkpoints ({keep}); there must be room for "
-    "one more than that."
+    "The disk of {root} is full. Free space, or retain fewer checkpoints ({keep}). The disk needs room for one more "
+    "checkpoint than is retained."
 )
-_READ_ONLY = "{root} cannot be written any more: it is mounted read-only. Systems do so after disk errors: see `dmesg`."
-_FORBIDDEN = "This process may not write in {root} any more: look at the owner and the permissions of what is there."
+_READ_ONLY = "{root} is now mounted read-only. Linux does that after disk errors: see `dmesg`."
+_FORBIDDEN = "This process may no longer write in {root}. Check the owner and the permissions of its files."
 _DENIED = (
-    "The store refuses the credentials of this process, or the right to write, list or delete in {root}. Renew them if "
-    "they have expired, set the clock of this machine if it is off, or grant that right; a bucket that is read-only "
-    "can only be read."
+    "The storage refuses the credentials of this process, or the right to write, list or delete in {root}. Renew the "
+    "credentials if they have expired, correct the clock of this machine if it is wrong, or grant the right. A bucket "
+    "that is read-only can only be read."
 )
 _BROKEN = (
-    "The disk or the server below {root} fails: look at `dmesg`, and at the older checkpoints with "
+    "The disk or the server of {root} fails. Check `dmesg`, and check the older checkpoints with "
     "`stagereg verify {root}`."
 )
-_DELETED = "Something in {root} was deleted or moved while it was written: is another program cleaning up there?"
-_AWAY = "The server of {root} does not answer as it did: is it still mounted, and up?"
+_DELETED = "A file in {root} was deleted or moved during the save. Check whether another program deletes files there."
+_AWAY = "The server of {root} does not respond. Check that the server is running and mounted."
 _ADVICE = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL.replace("disk of {root} is full", "quota for {root} is used up"),
-    errno.EFBIG: "A file has become larger than the file system of {root}, or `ulimit -f`, allows.",
+    errno.EFBIG: "A file has exceeded the limit of the file system of {root}, or of `ulimit -f`.",
     errno.EROFS: _READ_ONLY,
     errno.EACCES: _FORBIDDEN,
     errno.EPERM: _FORBIDDEN,
@@ -44,7 +44,7 @@ _ADVICE = {
 
 
 def advice(error: BaseException, root: str) -> str:
-    """Return what to do about ``error``, raised while ``root`` was written; empty if unknown."""
+    """Return the advice for ``error``, raised while ``root`` was written; empty if there is none."""
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
             text = _DENIED if "://" in root and each.errno == errno.EACCES else _ADVICE[each.errno]
@@ -53,7 +53,7 @@ def advice(error: BaseException, root: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and every error behind it, once each: those of ranks in torch's, causes and contexts."""
+    """Yield ``error`` and all its causes and contexts, once each; for a torch error, the errors of its ranks too."""
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:

@@ -1,6 +1,6 @@
-"""The operations of a place that has checkpoints: a directory of this machine, or what an extension has for a URL.
+"""The operations of a place that has checkpoints: a local directory, or an extension's backend for a URL.
 
-:class:`.Directory` renames a save to commit it; an object store, which cannot rename, gets the manifest last.
+:class:`.Directory` renames a save to commit it; an object store cannot rename, and gets the manifest last.
 :class:`.CheckpointStore` and :class:`.Retention` do everything else, the same for both.
 """
 
@@ -21,26 +21,26 @@ class Sink(Protocol):
     """A new file that is written in order. Errors are ``OSError``.
 
     Attributes:
-        refused: whether the place has refused to be written past the page cache.
+        refused: whether the file system has refused to write past the page cache.
     """
 
     refused: bool
 
     def write(self, data: memoryview) -> None:
-        """Write the next bytes: whole pages, but for the last call."""
+        """Write the next bytes: whole pages, except in the last call."""
 
     def end(self) -> None:
-        """Make the file durable, which is whole."""
+        """Make the complete file durable."""
 
     def close(self, whole: bool) -> None:
-        """Let go of the file; without ``whole`` it is of no use. Raises nothing."""
+        """Close the file; ``whole`` is False for an incomplete file, which is useless. Raises nothing."""
 
 
 class Files(Protocol):
-    """Opens and makes files, which a storage reads and writes. Errors are ``OSError``. Thread-safe.
+    """Opens and creates the files that a storage reads and writes. Errors are ``OSError``. Thread-safe.
 
     Attributes:
-        remote: whether requests reach the files, by URLs that mean the same on every machine.
+        remote: whether the files are accessed by requests to URLs, which mean the same on every machine.
     """
 
     remote: bool
@@ -50,90 +50,90 @@ class Files(Protocol):
         """Whether all machines see the same files, as far as this machine can know."""
 
     def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
-        """Return the result of ``act``, which may be repeated where the network has lost something."""
+        """Return the result of ``act``, which may be repeated if the network loses a request."""
 
     def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-        """Return the result of ``act``; if requests hang, raise ``TimeoutError``, and ``give_back`` gets a late one."""
+        """Return the result of ``act``; if requests hang, raise ``TimeoutError``; ``give_back`` gets a late result."""
 
     def fetch(self, path: str, part: range) -> bytes:
-        """Read a part of a file at once. Any thread."""
+        """Read a range of a file in one request. Any thread."""
 
     def open(self, path: str) -> RawIOBase | BufferedReader:
-        """Open a file for reading, at any offset. Raises ``UnfitFileError`` if it is not a file."""
+        """Open a file for reading, at any offset. Raises ``UnfitFileError`` if it is not a regular file."""
 
     def make(self, path: str) -> None:
-        """Make a directory below the root, where there are any; it may exist."""
+        """Create a directory below the root, if the backend has directories; it may exist."""
 
     def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
-        """Begin a new file; ``direct``: past the page cache where that can be; ``mode``: less the umask."""
+        """Begin a new file; ``direct``: past the page cache if possible; ``mode``: less the umask."""
 
 
 class Backend(Files, Protocol):
     """Directories with files in them, below one root.
 
-    Paths are full paths or URLs, as text. A write is safely stored when the call returns. Errors are ``OSError`` unless
-    said otherwise. Thread-safe; any process reads; the run that holds the lock writes.
+    Paths are full paths or URLs, as text. A write is durable when the call returns. Errors are ``OSError`` unless the
+    docstring differs. Thread-safe; any process reads; the run that holds the lock writes.
 
     Attributes:
         root: the directory of checkpoints, without a slash at its end.
         in_place: whether a save is written under its final name. A directory with a token in its name and without a
-            manifest is then an unfinished save, or a checkpoint being deleted.
+            manifest is then an unfinished save, or a checkpoint that is being deleted.
     """
 
     root: str
     in_place: bool
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
-        """Return the content of a directory, if it exists: sizes or damage of files; ``None`` for directories.
+        """Return the content of a directory, if it exists: sizes or errors of files; ``None`` for directories.
 
-        If listings may be late, each of ``files`` is looked up by its name.
+        If listings are eventually consistent, each of ``files`` is looked up by its name.
         """
 
     def resolve(self, path: str) -> str:
-        """Return the directory that a path means, which may be that of a ``latest`` (:meth:`point`)."""
+        """Return the directory of a path, which may be a ``latest`` (:meth:`point`)."""
 
     def read(self, path: str) -> bytes:
-        """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a file."""
+        """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a regular file."""
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
-        """Read a file to its end, or a part of it, and return the mark of that; ``flush``: first have it stored."""
+        """Read a file, or a range of it, and return the digest; ``flush``: first make the file durable."""
 
     def holder(self) -> Owner | None:
-        """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
+        """Return the owner of the lock at this moment, or ``None``; neither waits nor locks."""
 
     def lock(self) -> StoreLock:
-        """Lock the root, and make it, until the lock is released. Raises: ``CheckpointError``, ``OSError``."""
+        """Lock the root, and create it, until the lock is released. Raises: ``CheckpointError``, ``OSError``."""
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file into a directory that is not read yet, or a file of which a half does no harm."""
+        """Write a small file that no process reads yet, or whose first half does no harm."""
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write or replace a small file of the root in one step; delete it if there is no ``data``."""
+        """Write or replace a small file of the root in one step; delete the file if ``data`` is empty."""
 
     def delete(self, path: str) -> None:
-        """Delete a small file, if it is there."""
+        """Delete a small file, if it exists."""
 
     def commit(self, written: str, manifest: Manifest) -> str:
         """Write the manifest of ``written``, and make a checkpoint of it in one step; return its path.
 
-        Nothing is overwritten: if the plain name of the step is taken, the new name has a token. After an error
+        Overwrites nothing: if the plain name of the step is taken, the new name has a token. After an error
         ``written`` is not a checkpoint, as far as that can be undone.
         """
 
     def point(self, name: str) -> None:
-        """Have ``latest`` point to a directory of the root, in one step."""
+        """Make ``latest`` point to a directory of the root, in one step."""
 
     def link(self, checkpoint: Checkpoint) -> str:
-        """Link a checkpoint under its plain name too, in one step; return that path, or nothing if it is taken."""
+        """Link a checkpoint under its plain name too, in one step; return that path, empty if the name is taken."""
 
     def hide(self, each: VerificationResult) -> str:
-        """Hide a checkpoint in one step, and return its path now, to be discarded or given to :meth:`bring_back`."""
+        """Hide a checkpoint in one step, and return its new path, for :meth:`discard` or :meth:`bring_back`."""
 
     def bring_back(self, each: VerificationResult, hidden: str) -> None:
         """Undo :meth:`hide` of a checkpoint with a manifest, in one step."""
 
     def discard(self, path: str) -> None:
-        """Delete a directory that is no checkpoint; what cannot be deleted stays and does no harm."""
+        """Delete a directory that is not a checkpoint; files that cannot be deleted stay and do no harm."""
 
     def tidy(self) -> Sequence[str]:
-        """Delete what killed runs left outside of the directories of saves; return full paths. Raises nothing."""
+        """Delete the files of killed runs outside of the directories of saves; return full paths. Raises nothing."""

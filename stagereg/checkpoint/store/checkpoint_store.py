@@ -1,10 +1,10 @@
-"""A checkpoint store: which checkpoints there are, and how one is committed; docs/guarantees.md shows its files.
+"""A checkpoint store: lists the checkpoints, and commits new ones; docs/guarantees.md shows its files.
 
 *Reading*: any process at any time, without a lock. *Writing*: rank 0 of the run that holds the lock; each rank calls
 :meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes
 there, ``mark``, ``publish`` and ``retention.clear``, or after an error ``backend.discard``; ``settle`` in the end.
 
-Paths are full paths, or URLs, as text. Errors are ``OSError`` unless said otherwise.
+Paths are full paths, or URLs, as text. Errors are ``OSError`` unless the docstring differs.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class CheckpointStore:
         self.readers = Readers(backend)
         self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
-        self._serial: int | None = None  # of the checkpoint committed last, as this run knows since it has the lock
-        self._put: dict[str, list[str]] = {}  # the files that were written here and not read back, of one save
+        self._serial: int | None = None  # serial of the last commit that this run knows since it took the lock
+        self._put: dict[str, list[str]] = {}  # files of one save that were written here and not read back
 
     @property
     def root(self) -> str:
-        """Its full path or URL, as messages name it; without a slash at its end."""
+        """The full path or URL for messages, without a slash at its end."""
         return self.backend.root
 
     # -- reading
@@ -60,27 +60,27 @@ class CheckpointStore:
     def checkpoints(self) -> tuple[list[Checkpoint], list[VerificationResult]]:
         """Return the complete checkpoints, newest first, and the other step directories, the highest step first.
 
-        Complete by manifest and sizes; no content is read. :meth:`leftovers` and :meth:`of_torch` are in neither list.
+        Complete by manifest and sizes; no content is read. Neither list has :meth:`leftovers` and :meth:`of_torch`.
         """
         found = conditions.conditions(self.backend)
         damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
         return conditions.complete(found), damaged
 
     def of_torch(self, every: bool = False) -> list[VerificationResult]:
-        """Return the step directories that torch wrote, by sizes; with ``every`` those of any name."""
+        """Return the step directories that torch wrote, by sizes; with ``every`` the directories of any name."""
         return conditions.of_torch(self.backend, every)
 
     def look(self, path: str, content: bool = False) -> VerificationResult:
-        """Return the condition of one checkpoint, also of torch. Of one that is deleted meanwhile, no manifest is left.
+        """Return the condition of one checkpoint, also of torch. If the checkpoint is deleted, it has no manifest.
 
         Args:
-            path: of a checkpoint's directory, or of a ``latest`` that points to one; may be outside of this store.
-            content: whether to read all of its files; else the manifest and the sizes are checked.
+            path: the directory of a checkpoint, or a ``latest`` that points to one; may be outside of this store.
+            content: whether to read all files; otherwise the manifest and the sizes are checked.
         """
         found = conditions.look(self.backend, path)
         if not content or found.manifest is None or found.writer == TORCH:
             return found
-        if not found.manifest.files:  # of torch, and the checksums cannot be read
+        if not found.manifest.files:  # torch wrote it, and its checksums cannot be read
             return found
         wrong = differences(found.manifest, self.contents(found.path, dict.fromkeys(found.manifest.files, WHOLE)))
         if wrong and self.look(found.path).manifest != found.manifest:
@@ -88,9 +88,9 @@ class CheckpointStore:
         return dataclasses.replace(found, damages=wrong)
 
     def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
-        """Read these bytes of files of a checkpoint, and return what was found, by name. Any rank.
+        """Read these bytes of files of a checkpoint, and return the results by name. Any rank.
 
-        :func:`.damage.differences` compares it with the manifest, after :func:`.damage.marks_of_shares` joins parts.
+        :func:`.damage.differences` compares them with the manifest, after :func:`.damage.marks_of_shares` merges them.
         """
         try:
             sizes = conditions.sizes(self.backend, path, parts)
@@ -106,13 +106,13 @@ class CheckpointStore:
         return found
 
     def latest(self) -> Checkpoint | None:
-        """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
+        """Return the checkpoint that ``latest`` points to; ``None`` if there is no complete checkpoint."""
         return self.look(f"{self.root}/{LATEST}").checkpoint
 
     def note(self, name: str, needed: bool = False) -> bytes:
-        """Return a small file of the root, which ``backend.replace`` has written; empty if it is not there.
+        """Return a small file of the root, which ``backend.replace`` has written; empty if the file does not exist.
 
-        Something else under its name is skipped with a warning; if the file is ``needed``, raises ``UnfitFileError``.
+        A directory or link of that name is skipped with a warning; if ``needed``, raises ``UnfitFileError``.
         """
         path = f"{self.root}/{name}"
         try:
@@ -126,31 +126,31 @@ class CheckpointStore:
             return b""
 
     def leftovers(self) -> list[str]:
-        """Return the full paths of what is half-written, be it of a dead run or of one that is writing now."""
+        """Return the full paths of half-written saves, of a dead run or of a run that is writing now."""
         return conditions.leftovers(self.backend)
 
     # -- writing
 
     def holder(self) -> Owner | None:
-        """Return who holds the lock at this moment, or ``None``; neither waits nor locks."""
+        """Return the owner of the lock at this moment, or ``None``; neither waits nor locks."""
         return self.backend.holder()
 
     def last_serial(self) -> int:
-        """Return the serial of the checkpoint committed last, corrupt or not; 0 if there is none."""
+        """Return the serial of the last committed checkpoint, corrupt or not; 0 without checkpoints."""
         complete, damaged = self.checkpoints()
         return _last_serial([*complete, *damaged])
 
     def lock(self) -> StoreLock:
-        """Lock the store until the lock is released, or return the lock that it holds."""
+        """Lock the store until the lock is released, or return the lock that the store holds."""
         if self._lock is None or not self._lock.held:
             self._lock, self._serial = self.backend.lock(), None
             self.retention.check = self._lock.check
         return self._lock
 
     def sweep(self, but: Collection[str] = ()) -> list[str]:
-        """Delete what killed runs left half-written, ``but`` these, and bring to its end what one of them had begun.
+        """Delete the half-written saves of killed runs, except ``but``, and finish a commit that a kill interrupted.
 
-        With the lock held. Returns the full paths of what it deleted.
+        With the lock held. Returns the full paths of the deleted directories.
         """
         left = [path for path in self.leftovers() if path not in but]
         for path in left:
@@ -160,16 +160,16 @@ class CheckpointStore:
         complete, damaged = self.checkpoints()
         self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
-        # A link to a corrupt or deleted checkpoint stays as it is: that the newest is lost must not go unnoticed.
+        # A link to a corrupt or deleted checkpoint stays, so that the loss of the newest checkpoint is reported.
         pointed, names = self.retention.pointed(), [each.name for each in complete]
         is_there = pointed in names or pointed in [each.name for each in damaged]
         is_saved_again = not is_there and step_of(pointed) in map(step_of, names)  # under a name with a token
         if complete and (step_of(pointed) is None or pointed in names[1:] or is_saved_again):
-            self.backend.point(complete[0].name)  # its run was killed right after the commit
+            self.backend.point(complete[0].name)  # a kill hit its run right after the commit
         return left
 
     def temporary(self, step: int, token: str) -> str:
-        """Return the full path of the directory in which all ranks write one save; makes nothing.
+        """Return the full path of the directory in which all ranks write one save; creates nothing.
 
         ``token`` (:func:`.manifest.new_token`) distinguishes this save from others, and is the same on all ranks.
         """
@@ -177,78 +177,78 @@ class CheckpointStore:
         return f"{self.root}/{name}" if self.backend.in_place else f"{self.root}/.{name}.tmp"
 
     def put(self, written: str, name: str, data: bytes) -> FileDigest:
-        """Write one file into the directory ``written``, have it safely stored, and return its mark."""
+        """Write one file into the directory ``written``, make it durable, and return its digest."""
         self.backend.write(f"{written}/{name}", data)
         self._put = {written: [*self._put.get(written, ()), name]}
         return FileDigest(len(data), crc32(data))
 
     def mark(self, written: str, name: str) -> FileDigest:
-        """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
+        """Make one file in the directory ``written`` durable, read it back, and return its digest. Any rank."""
         return self.backend.mark(f"{written}/{name}", flush=True)
 
     def publish(self, written: str, manifest: Manifest, keep: int | KeepRule) -> Checkpoint:
-        """Commit the checkpoint in ``written``, and hide what is not to be kept.
+        """Commit the checkpoint in ``written``, and hide the checkpoints that are no longer retained.
 
-        The order makes every moment safe to be killed in: the files have their sizes; the lock is still held; one step
+        A kill is safe between any two of the following steps. The sizes of the files and the lock are checked; one step
         commits; manifest and index are read back; another step moves ``latest``; then old checkpoints are hidden; a
-        step that was saved again gets its plain name. A run that lost the lock finds that out before it commits, and
+        step that was saved again gets its plain name. A run that lost the lock detects the loss before it commits, and
         before it hides each checkpoint.
 
         Args:
-            written: the path of :meth:`temporary`; all of its files are safely stored.
-            manifest: with the mark of every file in ``written``; gets its serial and its time here.
-            keep: the rule for complete checkpoints, or how many of the newest stay.
+            written: the path of :meth:`temporary`; all of its files are durable.
+            manifest: with the digest of every file in ``written``; gets its serial and its time here.
+            keep: the rule for complete checkpoints, or the number of newest checkpoints to retain.
 
         Raises:
-            CheckpointError: a file does not have its mark; the lock is lost; or what was committed does not come back
-                as it was written. Nothing before is touched.
+            CheckpointError: a file does not match its digest; the lock is lost; or the committed files do not read back
+                as they were written. Earlier checkpoints are not touched.
         """
         self.retention.check()
         before, policy = conditions.conditions(self.backend), Keep.of(keep)
         last = _last_serial(before)
         if self._lock is not None and self._serial is not None and last > self._serial:
             raise CheckpointError(
-                f"{self.root} has a checkpoint that another run has committed while this run had it. Two runs must not "
-                "write there; end one of them."
+                f"{self.root} has a checkpoint that another run has committed while this run held the lock. Two runs "
+                "must not write there: stop one of them."
             )
         manifest = dataclasses.replace(manifest, serial=1 + last, time=now())
         manifest.expect_readable(written)
         there = conditions.sizes(self.backend, written, manifest.files)
         lost = VerificationResult(written, manifest, differences(manifest, there))
         if lost.damages:
-            raise CheckpointError(f"{written} did not reach the disk or the store as it was written: {lost}")
+            raise CheckpointError(f"{written} did not reach the storage as it was written: {lost}")
         self.retention.check()
         failpoint("held")
         made = Checkpoint(self.backend.commit(written, manifest), manifest)
         self._serial = manifest.serial
         unclear = self._expect_stored(made, self._put.pop(written, []))
-        try:  # the checkpoint is complete, so the save must not fail; the next one, or the next start, makes up for it
+        try:  # the checkpoint is complete, so the save must not fail; the next save or start repeats this
             failpoint("committed")
             self.retention.check()
             if unclear:
-                raise OSError(f"it cannot be read back: {unclear}")
+                raise OSError(f"cannot read the checkpoint back: {unclear}")
             try:
                 self.backend.point(made.name)
                 failpoint("pointed")
-            finally:  # or a file system without links would fill up
+            finally:  # otherwise a file system without links would fill up
                 stay = self.retention.retire(before, made, policy)
             made = Checkpoint(self.retention.use_plain_names(stay).get(made.path, made.path), manifest)
         except Exception as error:
             text = (
-                "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
-                "checkpoints); the next save makes up for it: %s"
+                "stagereg: Step %d is saved in %s, but moving `latest` or deleting old checkpoints failed. The next "
+                "save does that again: %s"
             )
             _log.warning(text, manifest.step, made.path, error)
         failpoint("retained")
         return made
 
     def _expect_stored(self, made: Checkpoint, put: Sequence[str]) -> str:
-        """Raise ``CheckpointError`` if reading finds another manifest than was committed, or other files.
+        """Raise ``CheckpointError`` if the manifest or the files do not read back as they were committed.
 
-        Return why that is unclear, or nothing. Of the files ``put`` the content is read; others were read before.
+        Return why the check was not possible, or an empty text. Reads the content of the files ``put`` only.
         """
         found = conditions.look(self.backend, made.path)
-        wrong = {**found.damages} or ({} if found.manifest == made.manifest else {MANIFEST: "it is another one"})
+        wrong = {**found.damages} or ({} if found.manifest == made.manifest else {MANIFEST: "another manifest"})
         marks = {name: made.manifest.files[name] for name in put}
         if not wrong:
             there = self.contents(made.path, dict.fromkeys(marks, WHOLE))
@@ -257,7 +257,7 @@ class CheckpointStore:
         if not all(isinstance(what, InaccessibleFile) for what in wrong.values()):
             self.retention.distrusted.add(made.path)
             raise CheckpointError(
-                f"{made.path} is not what was written: {text}. The disk or the store has lost it, so no older "
+                f"{made.path} does not read back as it was written: {text}. The storage has lost data, so no older "
                 "checkpoint was deleted. Check the disk, or save to another directory."
             )
         return text
@@ -268,9 +268,9 @@ class CheckpointStore:
             if self._lock is not None:
                 self.retention.settle(self._lock)
         except Exception as error:
-            _log.warning("stagereg: not every step in %s has its plain name: %s", self.root, error)
+            _log.warning("stagereg: Steps in %s keep a token in their names: %s", self.root, error)
 
 
 def _last_serial(found: Sequence[Checkpoint | VerificationResult]) -> int:
-    """Return the serial of the checkpoint committed last, damaged or not."""
+    """Return the serial of the last committed checkpoint, corrupt or not."""
     return max((each.manifest.serial for each in found if each.manifest is not None), default=0)

@@ -19,28 +19,28 @@ _MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some
 
 
 def look(backend: Backend, path: str) -> VerificationResult:
-    """Return the condition of the checkpoint that ``path`` means, by its manifest and the sizes; also of torch."""
+    """Return the condition of the checkpoint at ``path``, by its manifest and the sizes; also for torch's."""
     try:
         return _settled(lambda: [_look(backend, backend.resolve(path))])[0]
     except OSError as error:
-        return VerificationResult(path, None, {MANIFEST: InaccessibleFile(f"cannot be looked at ({error})")})
+        return VerificationResult(path, None, {MANIFEST: InaccessibleFile(f"cannot be accessed ({error})")})
 
 
 def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, int | str]:
-    """Return the size of each file in a directory, or what it is instead; see :meth:`.Backend.list`."""
+    """Return the size of each file in a directory, or its kind if it is not a file; see :meth:`.Backend.list`."""
     there = backend.list(path, files).items()
-    return {name: "no regular file" if size is None else size for name, size in there}
+    return {name: "not a regular file" if size is None else size for name, size in there}
 
 
 def conditions(backend: Backend) -> list[VerificationResult]:
-    """Return the conditions of all step directories but those of :func:`leftovers` and :func:`of_torch`."""
+    """Return the conditions of all step directories except :func:`leftovers` and :func:`of_torch`."""
     return [each for each in _steps(backend) if not _is_begun(backend, each) and not each.writer]
 
 
 def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
-    """Return the step directories that torch wrote, with ``every`` those of any name.
+    """Return the step directories that torch wrote; with ``every`` the directories of any name.
 
-    Without an extension that reads such directories there are none (:mod:`.foreign`).
+    Empty without an extension that reads such directories (:mod:`.foreign`).
     """
     there = backend.list(backend.root).items()
     names = [name for name, size in there if size is None and not name.startswith(".")]
@@ -49,14 +49,14 @@ def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
 
 
 def leftovers(backend: Backend) -> list[str]:
-    """Return the full paths of what is half-written, be it of a dead run or of one that is writing now."""
+    """Return the full paths of half-written saves, of a dead run or of a run that is writing now."""
     if backend.in_place:
         return sorted(each.path for each in _steps(backend) if _is_begun(backend, each))
     return sorted(f"{backend.root}/{name}" for name in backend.list(backend.root) if _LEFTOVER.fullmatch(name))
 
 
 def complete(found: list[VerificationResult]) -> list[Checkpoint]:
-    """Return the complete ones, the one committed last first; of one under two names its plain one."""
+    """Return the complete checkpoints, the last committed one first; of two names of one, the plain name."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
     those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
     return [*{each.key: each for each in those}.values()][::-1]
@@ -68,19 +68,19 @@ def _steps(backend: Backend) -> list[VerificationResult]:
         names = {name for name, size in there if size is None and step_of(name) is not None}
         newest = backend.resolve(f"{backend.root}/{LATEST}").rpartition("/")[2] if backend.in_place else ""
         if step_of(newest) is not None:
-            names.add(newest)  # which a late listing may not have yet
+            names.add(newest)  # an eventually consistent listing may not have the newest yet
         return [_look(backend, f"{backend.root}/{name}", reads_torch=False) for name in names]
 
     return _settled(look_at_all)
 
 
 def _is_begun(backend: Backend, each: VerificationResult) -> bool:
-    """Whether a directory has no manifest yet; a name without a token is not ours, and its owner may want it."""
+    """Whether a directory has no manifest yet; a name without a token is another program's directory."""
     return backend.in_place and each.damages == {MANIFEST: "missing"} and "." in each.name
 
 
 def _settled(look: Callable[[], list[VerificationResult]]) -> list[VerificationResult]:
-    """Look until what is damaged stays so: a run may have deleted it meanwhile, or moved ``latest``."""
+    """Repeat the check until errors persist: a run may have deleted a checkpoint meanwhile, or moved ``latest``."""
     found = look()
     while any(each.damages for each in found) and (again := look()) != found:
         found = again
@@ -91,7 +91,7 @@ def _look(backend: Backend, path: str, reads_torch: bool = True) -> Verification
     try:
         there = sizes(backend, path, [MANIFEST])
     except OSError as error:
-        there = {MANIFEST: InaccessibleFile(f"cannot be looked at ({error})")}
+        there = {MANIFEST: InaccessibleFile(f"cannot be accessed ({error})")}
     if is_foreign(path, there):
         return look_at_foreign(backend, path, there) if reads_torch else VerificationResult(path, None, {}, TORCH)
     found = _manifest(backend, path, there.get(MANIFEST, "missing"))
@@ -102,16 +102,16 @@ def _look(backend: Backend, path: str, reads_torch: bool = True) -> Verification
 
 
 def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
-    """Return the manifest in a directory, of which a listing says ``there``, or what is wrong with it."""
+    """Return the manifest in a directory, or its error; ``there`` is the listed size of the file, or its error."""
     if isinstance(there, str):
         return there
     if there > _MANIFEST_BYTES:
-        return f"damaged (it has {there:,} bytes)"
+        return f"corrupt (it has {there:,} bytes)"
     try:
         manifest = Manifest.loads(backend.read(f"{path}/{MANIFEST}"))
     except OSError as error:
         return damage_of(error)
     except MALFORMED as error:
-        return f"damaged ({error})"
+        return f"corrupt ({error})"
     named = step_of(path.rpartition("/")[2])
-    return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this one"
+    return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this step"

@@ -1,4 +1,4 @@
-"""A directory of checkpoints in a file system: a save is written into a hidden directory, and committed by renaming it.
+"""A directory of checkpoints in a file system: a save is written into a hidden directory, and committed by renaming.
 
 ``latest`` is a symbolic link. Reading follows no link inside a checkpoint: its files are regular files.
 """
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Directory(LocalFiles):
-    """A directory of this machine's file systems, shared ones included, by its full path; see :class:`.Backend`."""
+    """A directory of this machine's file systems, including shared ones, by its full path; see :class:`.Backend`."""
 
     in_place = False
 
@@ -60,7 +60,7 @@ class Directory(LocalFiles):
         try:
             with os.scandir(path) as entries:
                 return {entry.name: _size(entry) for entry in entries}
-        except (FileNotFoundError, NotADirectoryError):  # anything else must not look like an empty store
+        except (FileNotFoundError, NotADirectoryError):  # another error must not look like an empty store
             return {}
 
     def resolve(self, path: str) -> str:
@@ -110,7 +110,7 @@ class Directory(LocalFiles):
         try:
             sync(self.root)
         except OSError:
-            with contextlib.suppress(OSError):  # as far as it can be undone where the disk fails
+            with contextlib.suppress(OSError):  # as far as possible if the disk fails
                 os.rename(final, written)
             raise
         return final
@@ -123,7 +123,7 @@ class Directory(LocalFiles):
         except OSError as error:
             discard(link)
             if isinstance(error, IsADirectoryError):  # it may be the user's
-                text = f"{latest} is a directory, as some copies make one of a link. Delete it or move it away."
+                text = f"{latest} is a directory; some copy programs make one from a link. Delete it or move it away."
                 raise CheckpointError(text) from error
             raise
         sync(self.root)
@@ -161,7 +161,7 @@ class Directory(LocalFiles):
             os.rename(path, hidden)
             path = hidden
         discard(path)
-        with contextlib.suppress(OSError):  # it is gone, as a rule
+        with contextlib.suppress(OSError):  # usually the directory is gone
             if (owner := os.lstat(path).st_uid) != os.geteuid():
                 _warn_of_another_users(self.root, owner)
 
@@ -169,7 +169,7 @@ class Directory(LocalFiles):
         left: list[str] = []
         with contextlib.suppress(OSError):
             for path in [f"{self.root}/{name}" for name in os.listdir(self.root) if temporary_of(name) in _NOTES]:
-                with contextlib.suppress(OSError):  # a directory is not ours
+                with contextlib.suppress(OSError):  # a directory of that name is not ours
                     os.unlink(path)
                     left.append(path)
         return left
@@ -182,8 +182,8 @@ class Directory(LocalFiles):
 @functools.cache  # once a process
 def _warn_of_another_users(root: str, owner: int) -> None:
     _log.warning(
-        "stagereg: old checkpoints in %s belong to another user, %d, who alone can delete them: they stay hidden until "
-        "a run of that user starts there. Users who share a directory set `umask 002` before they train.",
+        "stagereg: old checkpoints in %s belong to another user, %d. Only that user can delete them: they stay hidden "
+        "until a run of that user starts there. Users who share a directory set `umask 002` before they train.",
         root,
         owner,
     )
@@ -191,11 +191,11 @@ def _warn_of_another_users(root: str, owner: int) -> None:
 
 def _size(entry: os.DirEntry[str]) -> int | str | None:
     try:
-        if entry.is_dir():  # mostly known without another look
+        if entry.is_dir():  # usually known without another system call
             return None
         found = entry.stat(follow_symlinks=False)
     except OSError as error:
         return damage_of(error)
     if stat.S_ISLNK(found.st_mode):
         return "a link (cp -rL copies the file itself)"
-    return found.st_size if stat.S_ISREG(found.st_mode) else "no regular file"
+    return found.st_size if stat.S_ISREG(found.st_mode) else "not a regular file"

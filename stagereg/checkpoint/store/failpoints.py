@@ -1,6 +1,6 @@
-"""The named moments of a save, for tests that end a process there.
+"""The named crash points of a save, for tests that end a process there.
 
-Each module that does a step of the commit calls :func:`failpoint` right after it; a test sets an observer by
+Each module that does a step of the commit calls :func:`failpoint` right after the step; a test sets an observer by
 :func:`watch`.
 """
 
@@ -41,20 +41,20 @@ TIER_POINTS = {
 }
 """The same for a save into a tier. The receiving machine reaches "receiving", "received" and "part"."""
 
-_observer: Callable[[str], None] | None = None  # of this process, since a test has no object of it
+_observer: Callable[[str], None] | None = None  # of this process, because a test has no object of a save
 
 
 def failpoint(name: str) -> None:
-    """Report the moment ``name``, one of :data:`POINTS` or :data:`TIER_POINTS`, to the observer.
+    """Report the crash point ``name``, one of :data:`POINTS` or :data:`TIER_POINTS`, to the observer.
 
-    Any thread; passes on what that raises.
+    Any thread. Raises whatever the observer raises.
     """
     if _observer is not None:
         _observer(name)
 
 
 def watch(observer: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Have ``observer`` called with each moment of this process, where it comes; return the one there was before."""
+    """Call ``observer`` at each crash point of this process, on its thread; return the previous observer."""
     global _observer
     before, _observer = _observer, observer
     return before

@@ -1,7 +1,7 @@
-"""A lease: a small file that names the user of something, which a thread renews every twenty seconds.
+"""A lease: a small file that names the user of a resource; a thread renews the file every twenty seconds.
 
-A lease that has not changed for a minute is over, and at once if its owner was a process of this machine that has
-ended. Readers of checkpoints have leases, and a writer where there are no locks that die with a process.
+A lease expires one minute after its last renewal, or at once if its owner was a process of this machine that has
+ended. Readers of checkpoints have leases, and so do writers on storage without locks that die with a process.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stagereg.base.machine import machine_name
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.store.lock import Owner
 
-LEASE_S = 60.0  # seconds that it is good for after it was renewed
-REQUEST_S = 10.0  # seconds that writing or deleting it may take
+LEASE_S = 60.0  # seconds from a renewal to the expiry
+REQUEST_S = 10.0  # timeout of a request that writes or deletes the file, in seconds
 
 _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A file that names the user of something; a thread renews it until it is ended or garbage collected.
+    """A file that names the user of a resource; a thread renews it until it is ended or garbage collected.
 
-    With ``read``, another lease may replace it, which is then neither renewed nor deleted.
+    With ``read``, another lease may replace the file, which is then neither renewed nor deleted.
     """
 
     def __init__(
@@ -46,32 +46,32 @@ class Lease:
         self._path, self._write, self._delete, self._read = path, write, delete, read
         self._owner, self._token, self._process = Owner.ourselves(), new_token(), os.getpid()
         self._ended = threading.Event()
-        self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
+        self._busy = threading.Lock()  # the renewing thread must not write after the file is deleted
 
     def content(self) -> bytes:
-        """Return what it says now."""
+        """Return the current content."""
         return LeaseRecord(self._owner, self._token, machine_name(), time.time()).dumps()
 
     def is_ours(self) -> bool:
-        """Whether the file is not another one's."""
+        """Whether the file does not belong to another lease."""
         there = None if self._read is None else self._read(self._path)
         return self._read is None or (there is not None and there.token == self._token)
 
     def renew(self) -> None:
-        """Write it, if it is ours, and not ended."""
+        """Write the file, if this lease owns it and has not ended."""
         with self._busy, within(REQUEST_S):
             if self.is_ours() and not self._ended.is_set():
                 self._write(self._path, self.content())
 
     def keep(self, thread: str, level: int) -> None:
-        """Have a thread of that name renew it; what fails then is logged at ``level``."""
+        """Start a thread of that name that renews the file; it logs failures at ``level``."""
         threading.Thread(target=_keep, args=(weakref.ref(self), self._ended, level), name=thread, daemon=True).start()
 
     def end(self) -> None:
-        """Delete it, if it is ours, and not of the process that this one was forked from. Raises nothing."""
+        """Delete the file, if this lease owns it, unless the process is a forked child. Raises nothing."""
         self._ended.set()
         if self._process == os.getpid():
-            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # it counts for a minute at most
+            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # a leftover counts for a minute
                 if self.is_ours():
                     self._delete(self._path)
 
@@ -81,7 +81,7 @@ def _keep(held: weakref.ref[Lease], ended: threading.Event, level: int) -> None:
         try:
             lease.renew()
         except Exception as error:
-            _log.log(level, "stagereg: the lease %s could not be renewed: %s", lease._path, error)
+            _log.log(level, "stagereg: Cannot renew the lease %s: %s", lease._path, error)
         del lease
 
 
@@ -95,7 +95,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def loads(cls, data: bytes) -> LeaseRecord:
-        """Read the content; one that is not ours is over."""
+        """Parse the content; a content of another format has expired."""
         try:
             read = json.loads(data)
             owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
@@ -109,7 +109,7 @@ class LeaseRecord(NamedTuple):
         return json.dumps({**self._asdict(), "owner": asdict(self.owner)}).encode()
 
     def is_over(self) -> bool:
-        """Whether its owner has ended, or has not renewed it in time by the clock of this machine."""
+        """Whether the owner has ended, or has not renewed the lease in time by the clock of this machine."""
         return time.time() > self.renewed + LEASE_S or self.is_orphaned()
 
     def is_near(self) -> bool:
@@ -117,12 +117,12 @@ class LeaseRecord(NamedTuple):
         return self.machine == machine_name() and self.owner.pid != os.getpid()
 
     def is_orphaned(self) -> bool:
-        """Whether the owner is of this machine and has ended."""
+        """Whether the owner was a process of this machine that has ended."""
         return self.is_near() and not _lives(self.owner.pid)
 
 
 def _lives(pid: int) -> bool:
-    try:  # a zombie has ended, though its exit status was not read yet
+    try:  # a zombie has ended, though no process has read its exit status yet
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

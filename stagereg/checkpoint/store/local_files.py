@@ -1,4 +1,4 @@
-"""Files and directories of this machine: a path of a URL, marks, new files."""
+"""Files and directories of this machine: paths of URLs, digests, new files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import ConfigError
 
 FILE_URL = "file://"
-PAGE = 4096  # bytes: a multiple of the logical block of nearly every disk
+PAGE = 4096  # bytes; a multiple of the logical block of nearly every disk
 _O_DIRECT = os.O_DIRECT
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 _THREADS = min(4, os.cpu_count() or 1)
@@ -32,15 +32,15 @@ _BLOCK_BYTES = 1 << 20
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a path or ``file://`` URL; ``~`` is the user's home. Raises: ``ConfigError``."""
     if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
-        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
+        raise ConfigError(f"{path} names another machine. A directory of this machine has three slashes: file:///runs.")
     expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
     if expanded.startswith("~"):
-        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.")
+        raise ConfigError(f"{path} begins with the home of an unknown user. For a file of that name, write ./{path}.")
     return Path(expanded).absolute()
 
 
 def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
-    """Read a regular file, or a part of it, once, on a few threads, and return size and checksum."""
+    """Read a regular file, or a range of it, once, on a few threads; return size and checksum."""
     with open(path, "rb", buffering=0, opener=open_regular) as file:
         end = min(part.stop, os.fstat(file.fileno()).st_size)
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
@@ -50,7 +50,7 @@ def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
         with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
             try:
                 marks = threads.map(mark, pieces)
-            except RuntimeError:  # while a process ends, Python 3.12 starts no thread any more
+            except RuntimeError:  # Python 3.12 starts no thread any more while a process ends
                 marks = map(mark, pieces)
             return joined(marks)
 
@@ -66,7 +66,7 @@ def _mark_piece(descriptor: int, piece: range) -> FileDigest:
 class DiskFile:
     """A new, empty file at ``path``, past the page cache if ``direct`` and possible: a :class:`.Sink`.
 
-    A regular file there is replaced, and anything else is an error. ``mode`` is of a new file, less the umask.
+    Replaces a regular file; anything else at the path is an error. ``mode`` is the mode of a new file, less the umask.
     """
 
     def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
@@ -81,7 +81,7 @@ class DiskFile:
     def write(self, data: memoryview) -> None:
         while data:
             if len(data) < PAGE or self._at % PAGE:
-                self._use_cache()  # it is no whole block
+                self._use_cache()  # the last block is not complete
             try:
                 written = os.pwrite(self._descriptor, data[: len(data) // PAGE * PAGE or None], self._at)
             except OSError as error:
@@ -91,7 +91,7 @@ class DiskFile:
                 self.refused = True
                 continue
             if written == 0:
-                raise OSError(errno.EIO, "The file takes no more bytes", self._path)
+                raise OSError(errno.EIO, "Writing to the file returned 0 bytes", self._path)
             failpoint("writing")
             data = data[written:]
             self._at += written
@@ -107,7 +107,7 @@ class DiskFile:
         os.close(self._descriptor)
 
     def _use_cache(self) -> bool:
-        """Write through the page cache from now on; return whether that is new."""
+        """Write through the page cache from now on; return whether that is a change."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)

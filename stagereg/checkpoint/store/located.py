@@ -1,4 +1,4 @@
-"""What a path or URL of the user means: a directory of checkpoints, or one of them. Locks and changes nothing."""
+"""Resolve a path or URL of the user: a directory of checkpoints, or one checkpoint. Locks and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Located:
 
 
 def located(target: str, empty: bool = False, every_name: bool = False) -> Located:
-    """Return the meaning of a path or URL; with ``empty`` a directory may have leftovers only.
+    """Return the checkpoints at a path or URL; with ``empty`` a directory may have only leftovers.
 
-    Directories that torch wrote count if their names are those of steps, or with ``every_name`` all of them.
+    Directories that torch wrote count if they are named like steps, or with ``every_name`` under any name.
 
-    Raises: ``CheckpointError`` if there is nothing, or it cannot be accessed; ``ConfigError``.
+    Raises: ``CheckpointError`` if there is no checkpoint, or the path cannot be accessed; ``ConfigError``.
     """
     try:
         name = target.rstrip("/").rpartition("/")[2]
@@ -44,7 +44,7 @@ def located(target: str, empty: bool = False, every_name: bool = False) -> Locat
         if one.manifest is not None or not lost or any(each.name == one.name for each in conditions(store)):
             return Located(store, [one], one=True)
     except OSError as error:
-        raise CheckpointError(f"{target} could not be looked at: {error}") from error
+        raise CheckpointError(f"Cannot access {target}: {error}") from error
     expect_no_other_format(target)
     raise CheckpointError(nothing_in(target))
 
@@ -55,12 +55,12 @@ def nothing_in(target: str) -> str:
     others = [] if store.backend.remote else [each.name for each in store.of_torch(every=True)]
     if others:
         there = listed(sorted(others))
-        return f"No checkpoint in {target} is called step-N. Name one of the directories there: {there}."
-    return f"There is no checkpoint in {target}. Name the directory that has them."
+        return f"No checkpoint in {target} is named step-N. Give one of the directories there: {there}."
+    return f"There is no checkpoint in {target}. Give a directory with checkpoints."
 
 
 def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationResult]:
-    """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
+    """Sort by the order of the saves; directories without a manifest, which may be newer, come first."""
     own = [each for each in conditions if not each.writer]
     own.sort(key=lambda each: -each.manifest.serial if each.manifest else -inf)
     return with_those_of_torch(own, [each for each in conditions if each.writer])
@@ -69,7 +69,7 @@ def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationR
 def with_those_of_torch(
     own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]
 ) -> list[VerificationResult]:
-    """Insert directories that torch wrote into a list, the newest first: by the time of writing, then by step."""
+    """Insert directories that torch wrote into a list, newest first: by the time of writing, then by step."""
 
     def age(each: VerificationResult) -> tuple[float, float]:
         return (inf, inf) if each.manifest is None else (each.manifest.time, each.manifest.step)
@@ -82,7 +82,7 @@ def with_those_of_torch(
 
 
 def conditions(store: CheckpointStore) -> list[VerificationResult]:
-    """Return what each checkpoint of a store is like by manifest and sizes, the highest step first."""
+    """Return the condition of each checkpoint of a store by manifest and sizes, the highest step first."""
     complete, damaged = store.checkpoints()
     return sorted([*(VerificationResult(one.path, one.manifest) for one in complete), *damaged], key=_falling)
 
@@ -92,9 +92,9 @@ def _falling(each: VerificationResult) -> int:
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
-    """Return the newest good checkpoint, and the newer ones, which are not good; ``verify`` reads all content.
+    """Return the newest valid checkpoint, and the newer ones, which are not valid; ``verify`` reads all content.
 
-    ``reading`` is entered with the lease that keeps the checkpoint. Raises: ``CheckpointError``, ``ConfigError``.
+    Enters the lease that keeps the checkpoint into ``reading``. Raises: ``CheckpointError``, ``ConfigError``.
     """
     found = located(target)
     passed: list[VerificationResult] = []
@@ -108,13 +108,13 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationR
         reading.close()
         passed.append(condition)
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
-        return newest(target, verify, reading)  # a run has replaced them by newer ones meanwhile
+        return newest(target, verify, reading)  # a run has replaced the checkpoints by newer ones meanwhile
     every = "\n".join(f"{each.path}: {each}" for each in passed)
-    raise CorruptCheckpointError(f"There is no good checkpoint in {target}:\n{every}")
+    raise CorruptCheckpointError(f"There is no valid checkpoint in {target}:\n{every}")
 
 
 def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
-    """Return the path of a checkpoint now, which may be its plain name since; ``None`` if it is gone."""
+    """Return the current path of a checkpoint, which may have its plain name by now; ``None`` if it was deleted."""
     folder, _, name = checkpoint.path.rpartition("/")
     for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
         found = store.look(path)

@@ -30,24 +30,24 @@ from stagereg.base.small_files import open_or_make
 from stagereg.errors import CheckpointError
 
 LOCK = ".lock"
-LOCK_TIMEOUT_S = 3.0  # seconds to wait for an owner that is just ending
+LOCK_TIMEOUT_S = 3.0  # seconds to wait for an owner that is ending
 
 _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a link or a pipe there is neither followed nor waited for
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follows a link nor waits for a pipe
 
 _log = logging.getLogger(__name__)
-_held: dict[str, Owner] = {}  # what this process holds, or is about to take: the real paths of directories, and URLs
+_held: dict[str, Owner] = {}  # locks that this process holds or is taking: real paths of directories, and URLs
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a directory, as that process wrote it down.
+    """The owner of a directory lock, as its process recorded it.
 
     Attributes:
-        pid: its process; 0 where that could not be read.
+        pid: its process; 0 if unknown.
         host: the name of its machine.
         since: seconds since the epoch.
         command: its command line, shortened.
@@ -66,34 +66,34 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """Which process it is, in words."""
+        """The process, in words."""
         return f"process {self.pid} on {self.host}"
 
     @classmethod
     def ourselves(cls) -> Owner:
-        """Return this process."""
+        """Return this process as an owner."""
         return cls(os.getpid(), socket.gethostname(), time.time(), " ".join(sys.argv)[:_COMMAND_LENGTH])
 
     @classmethod
     def parse(cls, who: Mapping[str, Any]) -> Owner:
-        """Parse what an owner has written down, fit to be printed. Any error: it is not ours, or half written."""
+        """Parse the record of an owner, for printing. Any error: it has another format, or is half written."""
         host, command = (text if text.isprintable() else ascii(text) for text in (who["host"], who["command"]))
         owner = cls(int(who["pid"]), host, float(who["since"]), command)
-        str(owner)  # no date can be made of some numbers
+        str(owner)  # fails if a number is not a date
         return owner
 
 
 class StoreLock:
-    """Holds a directory of checkpoints, from its construction on, for one object of this process; a context manager.
+    """Holds a checkpoint directory, from the construction on, for one object of this process; a context manager.
 
-    Garbage collection releases it; the end of the interpreter does not, as the last save may end after that. On a file
-    system without locks, one warning is logged, and only checkpointers of this process are kept out.
+    Garbage collection releases the lock; the end of the interpreter does not, as the last save may end after that. On
+    a file system without locks, one warning is logged, and only checkpointers of this process are kept out.
 
-    Raises ``OSError``, and ``CheckpointError`` if another run holds it for ``patience`` seconds.
+    Raises ``OSError``, and ``CheckpointError`` if another run holds the lock for ``patience`` seconds.
     """
 
     _look_s = 0.05
-    _process = 0  # who holds it; a forked child has the object too, and holds nothing
+    _process = 0  # the process that holds the lock; a forked child has the object too, but holds no lock
 
     def __init__(self, root: str | os.PathLike[str], patience: float = LOCK_TIMEOUT_S) -> None:
         self.root, self._key, mine = os.fspath(root), _key(root), Owner.ourselves()
@@ -102,7 +102,7 @@ class StoreLock:
             gc.collect()  # an unreachable Checkpointer releases its lock
         if _held.setdefault(self._key, mine) is not mine:
             raise CheckpointError(
-                f"{self.root} is in use by another Checkpointer of this process; close() that first.{self._to_read}"
+                f"{self.root} is in use by another Checkpointer of this process. Close that one first.{self._to_read}"
             )
         began = time.monotonic()
         try:
@@ -117,24 +117,24 @@ class StoreLock:
 
     @property
     def held(self) -> bool:
-        """Whether it is not released."""
+        """Whether the lock is not released."""
         return bool(self._process)
 
     def check(self) -> None:
-        """Make sure that the lock is held. Thread-safe. Raises: ``CheckpointError``, ``OSError``."""
+        """Raise an error if the lock is lost. Thread-safe. Raises: ``CheckpointError``, ``OSError``."""
         if not self._process:
-            raise CheckpointError(f"This run has let go of {self.root}; it may not write there any more.")
+            raise CheckpointError(f"This run has released the lock of {self.root}, so it must not write there.")
         if self._is_ours():
             return
         if not self._make():
             raise CheckpointError(
-                f"{self.root} was taken over while this run had it, by {self._other()}: {LOCK} in it was deleted, or "
-                "not renewed in time. Two runs must not write there; end one of them."
+                f"{self._other()} has taken the lock of {self.root} from this run: {LOCK} was deleted, or not renewed "
+                "in time. Two runs must not write there: stop one of them."
             )
-        _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
+        _log.warning("stagereg: %s/%s was deleted while this run held it, and locked again.", self.root, LOCK)
 
     def release(self) -> None:
-        """Let others lock it. Twice is harmless."""
+        """Release the lock. Idempotent."""
         if self._process == os.getpid():
             self._process = 0
             try:
@@ -153,18 +153,18 @@ class StoreLock:
             self.release()
 
     def _take(self, waited: float) -> bool:
-        """Take it if that can be done now; ``waited`` so many seconds. Raises if there is no use in waiting on."""
+        """Try to take the lock; ``waited``: seconds so far. Raises if waiting longer is useless."""
         return self._make()
 
     def _make(self) -> bool:
-        """Take it, unless another process has it, or has just deleted it."""
+        """Take the lock, unless another process holds it, or has just deleted it."""
         self._close()
         try:
             self._descriptor = open_or_make(self._path, os.O_RDWR | os.O_CREAT | _FLAGS)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
-            text = f"{self._path} cannot be locked: it is not a regular file. Delete it or move it away."
+            text = f"Cannot lock {self._path}: it is not a regular file. Delete it or move it away."
             raise CheckpointError(text) from error
         ours = False
         try:
@@ -177,14 +177,14 @@ class StoreLock:
                 self._close()
         if ours:
             self._share()
-            with contextlib.suppress(OSError):  # a full disk is found by who has to write
+            with contextlib.suppress(OSError):  # a save reports the full disk
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, json.dumps(asdict(Owner.ourselves())).encode(), 0)
         return ours
 
     def _share(self) -> None:
-        """Give write bits to users who may read and delete the file: a killed run leaves it with those of its umask."""
-        with contextlib.suppress(OSError):  # another user has made it; or nothing has a mode there
+        """Give write bits to users who may read and delete the file: a killed run leaves the file with its umask."""
+        with contextlib.suppress(OSError):  # another user has made the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
             may = 0 if folder.st_mode & stat.S_ISVTX else folder.st_mode & (group | stat.S_IWOTH)
@@ -196,7 +196,7 @@ class StoreLock:
         if self._descriptor < 0:
             return False
         try:
-            # Nothing happens if it is held; it was lost if something in this process has closed the same file.
+            # Does nothing if the lock is held; the lock is lost if this process has closed the same file elsewhere.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
@@ -207,12 +207,12 @@ class StoreLock:
         return _is_at(self._descriptor, self._path)
 
     def _other(self) -> Owner:
-        """Return who has it in place of this process."""
+        """Return the other owner."""
         return _other(self._path) or Owner()
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):
-            # While it is locked: whoever waits with this file open finds it gone, and opens the new one.
+            # While it is locked: a process that waits with this file open sees the deletion, and opens the new file.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         self._close()
@@ -228,18 +228,18 @@ class StoreLock:
 
     def _refused(self, owner: Owner) -> CheckpointError:
         return CheckpointError(
-            f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
-            f"a directory of its own: {option('checkpoint.dir', 'PATH')}.{self._to_read}"
+            f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait until that run ends, or give "
+            f"this run its own directory: {option('checkpoint.dir', 'PATH')}.{self._to_read}"
         )
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:
-    """Return who holds a local directory at this moment, or None; neither waits nor locks."""
+    """Return the owner of a local directory's lock at this moment, or None; neither waits nor locks."""
     return _held.get(_key(root)) or _other(os.path.join(root, LOCK))
 
 
 def _other(path: str) -> Owner | None:
-    """Return which other process has locked a file that this one has not opened."""
+    """Return the other process that has locked a file that this process has not opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -255,7 +255,7 @@ def _other(path: str) -> Owner | None:
 
 @functools.cache  # once a process
 def _warn_no_locks(root: str, why: str) -> None:
-    text = "stagereg: the file system of %s has no locks (%s): see to it that one run at a time writes there."
+    text = "stagereg: the file system of %s has no locks (%s). Make sure that only one run at a time writes there."
     _log.warning(text, root, why)
 
 
@@ -264,7 +264,7 @@ def _key(root: str | os.PathLike[str]) -> str:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is what ``path`` names; a lock file may be deleted or replaced meanwhile."""
+    """Whether an open file is still the file at ``path``; a lock file may be deleted or replaced meanwhile."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:

@@ -1,8 +1,8 @@
 """Readers of checkpoints: the run that writes in a directory does not delete a checkpoint that is being read.
 
-A reader keeps a lease beside the checkpoint, ``.reading.step-00000100.TOKEN``. The run looks for leases before it hides
-checkpoints, and once more when all are hidden, and then brings back those that are read; a later save deletes them. A
-reader that may not write in the directory has no lease.
+A reader keeps a lease next to the checkpoint, ``.reading.step-00000100.TOKEN``. The run lists the leases before it
+hides checkpoints, and again when all are hidden, and then restores those that are being read; a later save deletes
+them. A reader that may not write in the directory has no lease.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 class Readers:
-    """The leases of those who read checkpoints in a store."""
+    """The leases of the readers of checkpoints in a store."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # and since when they have not changed
+        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # with the time since when they have not changed
 
     @contextlib.contextmanager
     def read_lease(self, path: str) -> Generator[None, None, None]:
-        """Keep a lease of the checkpoint that ``path`` means, as long as the block runs or the generator is held."""
+        """Hold a lease on the checkpoint at ``path`` while the block runs or the generator exists."""
         folder, _, name = self._backend.resolve(path).rpartition("/")
         if step_of(name) is None:
             yield
@@ -49,9 +49,9 @@ class Readers:
             lease.end()
 
     def found(self, delete: bool = False) -> dict[str, list[LeaseRecord]]:
-        """Return the leases that count, by the names of checkpoints; ``delete`` the others, with the lock held.
+        """Return the current leases, by the names of checkpoints; ``delete`` the expired ones, with the lock held.
 
-        A lease counts until its process on this machine ends, or until it has not changed for a minute.
+        A lease is current until its process on this machine ends, or until it has not changed for a minute.
         """
         now, root = time.monotonic(), self._backend.root
         there = [self._lease(name) for name in self._backend.list(root) if _being_read(name)]
@@ -65,7 +65,7 @@ class Readers:
         return found
 
     def _lease(self, name: str) -> tuple[str, LeaseRecord] | None:
-        """Return a lease with its name; ``None`` if it cannot be one."""
+        """Return a lease with its name; ``None`` if the file is not a lease."""
         path = f"{self._backend.root}/{name}"
         try:
             return name, LeaseRecord.loads(self._backend.read(path))
@@ -82,7 +82,7 @@ def reader_name(checkpoint: str) -> str:
 
 
 def _being_read(name: str) -> str | None:
-    """Return the checkpoint that a file is a lease of, or will be when it is renewed; ``None`` for other names."""
+    """Return the checkpoint of a lease's file, also of one that is being renewed; ``None`` for other names."""
     name = temporary_of(name) or name
     checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
     return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None
@@ -90,4 +90,4 @@ def _being_read(name: str) -> str | None:
 
 @functools.cache  # once a process
 def _log_without(root: str, why: str) -> None:
-    _log.debug("Checkpoints of %s are read without a lease: %s", root, why)
+    _log.debug("Checkpoints in %s are read without a lease: %s", root, why)

@@ -1,6 +1,6 @@
-"""Refuses a directory of checkpoints of another job of a sweep: resuming from it would mix two combinations.
+"""Refuses a checkpoint directory of another job of a sweep: resuming from it would mix two combinations.
 
-Rank 0 notes the job, its combination and its sweep in ``.sweep-job.json``. The same job resumes as usual, also in
+Rank 0 records the job, its combination and its sweep in ``.sweep-job.json``. The same job resumes as usual, also in
 another sweep.
 """
 
@@ -19,7 +19,7 @@ from stagereg.errors import MALFORMED, CheckpointError
 
 
 def expect_own_job(store: CheckpointStore, resume: str) -> None:
-    """Raise ``CheckpointError`` if another job of a sweep has had the directory, and nothing says that is meant.
+    """Raise ``CheckpointError`` if another job of a sweep has used the directory, unless the user asked to resume.
 
     Another job has another combination, or another number in this sweep.
     """
@@ -36,23 +36,23 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
     here, combination = noted.get("sweep") == own["sweep"], noted.get("combination")
     if combination == own["combination"] and not (here and noted.get("job") != str(own["job"])):
         return
-    other = f", which ran with {combination}, and not with {own['combination']}"
+    other = f", which ran with {combination} instead of {own['combination']}"
     of = "" if combination == own["combination"] else other
     raise CheckpointError(
         f"job {own['job']} of this sweep would resume from the checkpoints of job {noted.get('job')}"
-        f"{'' if here else ' of ' + str(noted.get('sweep'))}{of}. Give each job a directory of its own, as "
-        "checkpoint.dir is by default. If that is meant, add checkpoint.resume=auto to the command."
+        f"{'' if here else ' of ' + str(noted.get('sweep'))}{of}. Give each job its own directory, which is the "
+        "default of checkpoint.dir. If resuming is intended, add checkpoint.resume=auto to the command."
     )
 
 
 def note_job(store: CheckpointStore) -> None:
-    """Note the job of a sweep that has the locked directory."""
+    """Record the job of a sweep that has the locked directory."""
     if (own := _own_job()) is not None:
         store.backend.replace(SWEEP_JOB, f"{json.dumps(own)}\n".encode())
 
 
 def _own_job() -> dict[str, Any] | None:
-    if "hydra.core.hydra_config" not in sys.modules:  # importing it takes 0.3 s, which a program without Hydra saves
+    if "hydra.core.hydra_config" not in sys.modules:  # importing takes 0.3 s, which a program without Hydra saves
         return None
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf

@@ -62,7 +62,7 @@ def test_any_damage_is_found_in_shares(tmp_path: Path, monkeypatch: pytest.Monke
         return differences(manifest, marks_of_shares(shares))
 
     assert damages() == {}
-    for change, what in {files["a"][:49] + b"x": "flipped", files["a"][:11]: "truncated: 11 of 50"}.items():
+    for change, what in {files["a"][:49] + b"x": "CRC-32 mismatch", files["a"][:11]: "truncated: 11 of 50"}.items():
         (tmp_path / "a").write_bytes(change)
         assert damages()["a"].startswith(what)
     (tmp_path / "b").write_bytes(b"longer")

@@ -70,7 +70,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_name_that_is_no_plain_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="is no plain name"):
+    with pytest.raises(ValueError, match="is not a plain file name"):
         Manifest.loads(Manifest(1, 1, 1, {name: FileDigest(0, 0)}).dumps())
 
 

@@ -32,9 +32,7 @@ def test_one_that_cannot_be_looked_at_is_not_passed_over(tmp_path: Path, monkeyp
 
     with Checkpointer(str(tmp_path), save_last=False) as checkpointer:
         monkeypatch.setattr(Directory, "list", away)
-        with pytest.raises(
-            CheckpointError, match=r"step-00000002 may be a good checkpoint, and it could not be looked"
-        ):
+        with pytest.raises(CheckpointError, match=r"step-00000002 may be a valid checkpoint, but cannot be accessed"):
             checkpointer.restore(state)
         monkeypatch.undo()
         assert checkpointer.restore(state) == 2

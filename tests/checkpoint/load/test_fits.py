@@ -203,7 +203,9 @@ def test_names_that_all_begin_with_module_are_those_without(tmp_path: Path) -> N
 def test_the_names_of_both_sides_are_shown(tmp_path: Path) -> None:
     save(tmp_path, {"model": torch.nn.ModuleDict({"trunk": torch.nn.Linear(2, 2)})})
     text = refused(lambda: restore(tmp_path, {"model": torch.nn.Linear(2, 2)}))
-    assert "2 missing in it: weight, bias; 2 in it that are not here: trunk.bias, trunk.weight" in text
+    assert (
+        "2 missing in the checkpoint: weight, bias; 2 in the checkpoint but not here: trunk.bias, trunk.weight" in text
+    )
 
 
 # -- what is refused
@@ -255,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "expanded buffer": (
         lambda: masked(7, torch.ones(3, 4)),
         lambda: masked(1, torch.ones(3, 1).expand(3, 4)),
-        "'other.mask' has several elements in one place",
+        "'other.mask' has several elements at one address",
     ),
     "meta buffer": (
         lambda: masked(7, torch.ones(3)),
@@ -266,7 +268,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "number for a tensor": (
         lambda: {"weight": torch.ones(2, 2), "bias": 3},
         lambda: net(),
-        "bias (a int in it, a tensor here)",
+        "bias (a int in the checkpoint, a tensor here)",
     ),
     "expanded tensor": (lambda: torch.ones(3, 4), lambda: torch.ones(3, 1).expand(3, 4), "several elements"),
     "scheduler of fewer": (lambda: scheduled(1, 2, 3), lambda: scheduled(1, 2), "_schedulers has 3 items"),
@@ -280,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "scaler that was off": (
         lambda: torch.amp.GradScaler("cpu", enabled=False),
         lambda: torch.amp.GradScaler("cpu"),
-        "turned off",
+        "disabled",
     ),
     "generator": (lambda: 3, torch.Generator, "not the state of a random number generator"),
     "sampler of other data": (
@@ -322,5 +324,10 @@ def test_what_an_object_refuses_itself_is_said_to_have_changed_others(tmp_path: 
     assert ("model" in changed) == torch.equal(weights, torch.full((2, 2), 7.0))
     assert sorted(changed) == ["model", "seen"]
     assert state["late"].count == 1
-    with pytest.raises(CheckpointError, match="start again, before you train"), Checkpointer(tmp_path, every=1) as c:
+    with (
+        pytest.raises(
+            CheckpointError, match="Do not train with them: restore another checkpoint, or start the program again"
+        ),
+        Checkpointer(tmp_path, every=1) as c,
+    ):
         c.restore(state)

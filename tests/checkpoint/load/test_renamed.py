@@ -204,7 +204,7 @@ def test_entries_are_renamed_each_ranks_own_and_those_in_containers_too(tmp_path
 def test_what_begins_from_scratch_is_logged_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, program(1, "a"))
     restore(tmp_path, {**program(2, "a", "c"), "epoch": 3}, restore=Restore(allow_missing=["c.sc*", "c.*", "epoch"]))
-    [text] = [each.getMessage() for each in caplog.records if "begun from scratch" in each.getMessage()]
+    [text] = [each.getMessage() for each in caplog.records if "started from scratch" in each.getMessage()]
     assert "has nothing for epoch, model.c.scale, model.c.linear.weight, " in text
 
 
@@ -233,7 +233,7 @@ def test_a_new_layer_keeps_nothing_of_a_corrupt_checkpoint_that_had_it(read: Any
         return
     text = refused(lambda: restore(tmp_path, mine, restore=how))
     assert "it does not have model.c.linear.bias, model.c.linear.weight" in text
-    assert "do not train with them" in text
+    assert "Do not train with them" in text
 
 
 def test_renames_that_a_later_run_could_not_tell_apart_are_refused() -> None:
@@ -280,7 +280,7 @@ def test_the_options_that_a_refusal_proposes_restore_the_rest(kind: str, tmp_pat
     save(tmp_path, saved)
     mine = program(2, *after)
     text = refused(lambda: restore(tmp_path, mine))
-    assert "missing in it" in text
+    assert "missing in the checkpoint" in text
     restore(tmp_path, mine, restore=followed(text))
     assert not differing(saved, mine, {name: name for name in before if name in after})
     assert sum(not differing(saved, mine, {old: new}) for old in before for new in after) == len(before)
@@ -292,8 +292,8 @@ def test_the_proposed_names_are_the_nearest_of_the_same_shape(tmp_path: Path) ->
     save(tmp_path, {"model": saved})
     text = refused(lambda: restore(tmp_path, {"model": net(2, "enc", "decoder")}))
     assert "'checkpoint.restore.rename={encoder: enc}'" in text
-    assert "8 missing in it: enc.scale, enc.linear.weight" in text
-    assert "16 in it that are not here: encod.linear.bias" in text
+    assert "8 missing in the checkpoint: enc.scale, enc.linear.weight" in text
+    assert "16 in the checkpoint but not here: encod.linear.bias" in text
 
 
 def test_a_wrapper_around_all_names_is_named(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_refusal_of_a_large_model_fits_on_a_screen(tmp_path: Path) -> None:
     for at, (before, after) in enumerate((("old", "new"), ("o" * 90, "n" * 90))):
         save(tmp_path / str(at), {"model": large(before)})
         text = refused(lambda: restore(tmp_path / str(at), {"model": large(after)}))  # noqa: B023
-        assert "600 missing in it" in text
+        assert "600 missing in the checkpoint" in text
         assert len(text) < 40 * 80
         assert text.count(": ") < 20
 
@@ -353,7 +353,7 @@ def test_a_schedule_of_fewer_groups_is_refused(tmp_path: Path) -> None:
     save(tmp_path, scheduled(1, "a"))
     mine = scheduled(2, "a", "c")
     text = refused(lambda: restore(tmp_path, mine, restore=Restore(allow_missing=["c.*"])))
-    assert "it is of 1 groups of parameters, and the optimizer here has 2" in text
+    assert "it has 1 groups of parameters, but the optimizer here has 2" in text
     assert "checkpoint.restore.allow_missing=[scheduler]" in text
     restore(tmp_path, mine, restore=Restore(allow_missing=["c.*", "scheduler"]))
 

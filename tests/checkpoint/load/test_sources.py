@@ -126,7 +126,7 @@ def test_a_corrupt_candidate_is_reported_to_its_source_and_the_next_one_is_tried
     assert watching.calls[2:] == [
         *("lease 5", "restoring 5 of elsewhere, x=0", "corrupt 5", "restoring 1 of store, x=0", "restored 1, x=1")
     ]
-    assert "step-00000005 is damaged and skipped:\n" in caplog.text
+    assert "step-00000005 is corrupt and was skipped:\n" in caplog.text
     with pytest.raises(CheckpointError, match=r"latest: .*step-00000005 is not a complete checkpoint"):
         restored(tmp_path, "latest")
 
@@ -147,11 +147,11 @@ def test_a_rejected_candidate_is_skipped_with_the_reason_and_the_hint_of_its_ext
 ) -> None:
     watching.asleep = {5}
     assert restored(tmp_path) == 1
-    assert "step-00000005 is asleep and skipped:\n  clock: it sleeps\n  Wake it." in caplog.text
-    assert "NOT from step 5, which is asleep: 4 steps are lost" in caplog.text
+    assert "step-00000005 is asleep and was skipped:\n  clock: it sleeps\n  Wake it." in caplog.text
+    assert "instead of step 5: 4 steps are repeated." in caplog.text
     assert not [each for each in watching.calls if "restoring 5" in each or "corrupt" in each]
     watching.asleep, watching.calls[:] = {1, 5}, []
-    with pytest.raises(CheckpointError, match=r"(?s)none of them is good.*clock: it sleeps\nWake the newest\.\n"):
+    with pytest.raises(CheckpointError, match=r"(?s)none of them is valid.*clock: it sleeps\nWake the newest\.\n"):
         restored(tmp_path)
     assert watching.calls[-1] == "refused"
 

@@ -96,7 +96,12 @@ def nested(weights: Any) -> dict[str, Any]:
         (lambda: torch.nn.DataParallel(Net()), Net, "module.head.bias", {}),
         (Net, lambda: torch.nn.DataParallel(Net()), "module.head.bias", {}),
         (Net, lambda: Net("other"), "other.weight", {"rename": {"head": "other"}}),
-        (lambda: Net(dtype=torch.bfloat16), Net, "bfloat16 [2, 2] in it, float32 [2, 2] here", {"cast": True}),
+        (
+            lambda: Net(dtype=torch.bfloat16),
+            Net,
+            "bfloat16 [2, 2] in the checkpoint, float32 [2, 2] here",
+            {"cast": True},
+        ),
     ],
 )
 def test_weights_that_a_state_dict_does_not_take_are_refused_and_the_module_takes_them(
@@ -120,9 +125,9 @@ def test_weights_that_a_state_dict_does_not_take_are_refused_and_the_module_take
 
 def test_a_checkpoint_with_more_or_without_the_state_dict_is_refused(tmp_path: Path) -> None:
     save(tmp_path, nested({**Net().state_dict(), "more": torch.ones(1)}))
-    assert "1 in it that are not here: more" in refused(lambda: restore(tmp_path, nested(Net().state_dict())))
+    assert "1 in the checkpoint but not here: more" in refused(lambda: restore(tmp_path, nested(Net().state_dict())))
     save(tmp_path, {"ckpt": {"epoch": 3}})
-    assert "4 missing in it: " in refused(lambda: restore(tmp_path, nested(Net().state_dict())))
+    assert "4 missing in the checkpoint: " in refused(lambda: restore(tmp_path, nested(Net().state_dict())))
 
 
 def test_the_state_dict_of_a_module_takes_the_same_weights_in_place(
@@ -155,9 +160,10 @@ def test_tensors_of_plain_dicts_that_the_checkpoint_does_not_fill_are_named(
     restore(tmp_path, {"model": weights(Net("other")), "x": torch.zeros(2, dtype=torch.float64)})
     [text] = warnings(caplog, "placing")
     assert (
-        "step-00000001 does not fill: model.other.weight (missing in it), model.other.bias (missing in it), x" in text
+        "step-00000001 does not fill: model.other.weight (missing in the checkpoint), "
+        "model.other.bias (missing in the checkpoint), x" in text
     )
-    assert "x (float32 [2] in it, float64 [2] here)" in text
+    assert "x (float32 [2] in the checkpoint, float64 [2] here)" in text
     assert "body" not in text
 
 

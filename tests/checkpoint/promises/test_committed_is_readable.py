@@ -160,10 +160,10 @@ OTHER = Manifest(9, 1, 1, {}).dumps().encode()
 @pytest.mark.parametrize(
     ("name", "data", "what"),
     [
-        ("manifest.json", b"{}", "no manifest"),
+        ("manifest.json", b"{}", "not a manifest"),
         ("manifest.json", OTHER, "of step 9"),
         ("index.json", b"{", "truncated"),
-        ("index.json", b"", "flipped bits"),
+        ("index.json", b"", "CRC-32 mismatch"),
     ],
 )
 def test_what_a_disk_loses_at_the_commit_is_not_acknowledged_and_deletes_nothing(
@@ -174,7 +174,7 @@ def test_what_a_disk_loses_at_the_commit_is_not_acknowledged_and_deletes_nothing
     save(root, 1, keep=1)
     with monkeypatch.context() as patched:
         patched.setattr(backend, "commit", losing(backend, name, data))
-        with pytest.raises(CheckpointError, match=f"is not what was written.*{what}"):
+        with pytest.raises(CheckpointError, match=f"does not read back as it was written.*{what}"):
             save(root, 2, keep=1)
     assert restored(root) == 1
     save(root, 3, keep=1)
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_a_disk_has_lost_does_not_count_among_those_that_stay(
         with monkeypatch.context() as patched:
             patched.setattr(backend, "commit", losing(backend, "index.json", b""))
             checkpointer.save(2, {"x": torch.ones(3)})
-            with pytest.raises(CheckpointError, match="is not what was written"):
+            with pytest.raises(CheckpointError, match="does not read back as it was written"):
                 checkpointer.wait()
         checkpointer.save(3, {"x": torch.ones(3)})
     assert steps(root) == [3, 2, 1]
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_read_back_at_this_moment_stays_and_so_do_ol
 
         patched.setattr(conditions, "look", failing)
         save(tmp_path, 2, keep=1)
-    assert "cannot be read back: manifest.json: timed out" in caplog.text
+    assert "cannot read the checkpoint back: manifest.json: timed out" in caplog.text
     assert steps(tmp_path) == [2, 1]
     save(tmp_path, 3, keep=1)
     assert steps(tmp_path) == [3]

@@ -106,13 +106,13 @@ def test_any_damage_is_named_and_the_one_before_is_loaded(
     step, _ = restore(root)
     assert step == 100
     block, end = seen(caplog)
-    assert block.startswith(f"{path_of(root, 200)} is damaged and skipped:\n  {name}: ")
-    expected = {"flip": "flipped bits", "cut": "truncated: ", "grow": "too long: ", "remove": "missing"}
-    expected["other"] = "flipped bits"
+    assert block.startswith(f"{path_of(root, 200)} is corrupt and was skipped:\n  {name}: ")
+    expected = {"flip": "CRC-32 mismatch", "cut": "truncated: ", "grow": "too long: ", "remove": "missing"}
+    expected["other"] = "CRC-32 mismatch"
     if name == "manifest.json":
-        expected |= {"flip": "damaged (", "cut": "damaged (", "grow": "damaged (", "other": "of step 100"}
+        expected |= {"flip": "corrupt (", "cut": "corrupt (", "grow": "corrupt (", "other": "of step 100"}
     assert expected[how] in block
-    assert end == "Resumed from step 100, NOT from step 200, which is damaged: 100 steps are lost."
+    assert end == "Resumed from step 100 instead of step 200: 100 steps are repeated."
 
 
 def test_a_fast_check_reads_the_index_and_no_other_content(
@@ -125,7 +125,7 @@ def test_a_fast_check_reads_the_index_and_no_other_content(
     index.write_bytes(b"\0" * index.stat().st_size)
     step, state = restore(root, restore=Restore(verify="fast"))
     assert (step, state["n"]) == (100, 100)
-    assert f"{INDEX}: flipped bits" in seen(caplog)[0]
+    assert f"{INDEX}: CRC-32 mismatch" in seen(caplog)[0]
 
 
 def test_damage_found_while_reading_changes_no_object(
@@ -151,12 +151,12 @@ def test_a_fallback_is_recorded_and_without_a_good_one_an_error(root: Path, tmp_
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     [event] = [each for each in events if each["event"] == "fallback"]
     assert (event["step"], event["damaged"], event["lost"]) == (100, 200, 100)
-    assert event["why"].startswith(f"{DATA}: flipped bits")
+    assert event["why"].startswith(f"{DATA}: CRC-32 mismatch")
     (path_of(root, 100) / "manifest.json").unlink()
     with pytest.raises(CheckpointError) as refused:
         restore(root)
     for part in (
-        "step-00000200: __0_0.distcp: flipped bits",
+        "step-00000200: __0_0.distcp: CRC-32 mismatch",
         "step-00000100: manifest.json: missing",
         'resume="never"',
     ):
@@ -173,8 +173,8 @@ def test_a_damaged_checkpoint_asked_for_is_an_error(root: Path, resume: str, dam
     flip(file) if damage != "cut" else file.write_bytes(b"")
     with pytest.raises(CheckpointError) as refused:
         restore(root, resume=asked)
-    assert f"step-00000300 is not a complete checkpoint: it is damaged:\n  {file.name}: " in str(refused.value)
-    assert str(refused.value).endswith(f"`stagereg verify {root}` shows which are good.")
+    assert f"step-00000300 is not a complete checkpoint: it is corrupt:\n  {file.name}: " in str(refused.value)
+    assert str(refused.value).endswith(f"`stagereg verify {root}` lists the valid checkpoints.")
 
 
 def test_retention_neither_counts_nor_deletes_damaged_ones(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +193,7 @@ def test_retention_neither_counts_nor_deletes_damaged_ones(root: Path, caplog: p
         checkpointer.wait()
     assert [path.name.partition(".")[0] for path in root.glob("step-*")] == ["step-00000300"]
     assert seen(caplog) == [
-        f"stagereg: the bad checkpoint {path_of(root, step)} is replaced: step {step} was saved again."
+        f"stagereg: the corrupt or skipped checkpoint {path_of(root, step)} was replaced: step {step} was saved again."
         for step in (200, 300)
     ]
     assert restore(root)[0] == 300
@@ -215,7 +215,7 @@ def test_an_old_damaged_one_is_reported_but_costs_no_steps(root: Path, caplog: p
     save(root, 250)
     seen(caplog)
     assert restore(root)[0] == 250
-    assert seen(caplog) == [f"{path_of(root, 300)} is damaged and skipped:\n  manifest.json: missing"]
+    assert seen(caplog) == [f"{path_of(root, 300)} is corrupt and was skipped:\n  manifest.json: missing"]
     assert restore(root, resume="latest")[0] == 250
 
 
@@ -259,7 +259,7 @@ def test_an_error_of_load_state_dict_is_not_reported_as_damage(root: Path, caplo
     with Checkpointer(str(root)) as checkpointer:
         for verify in ("full", "fast"):
             checkpointer.restore_options = Restore(verify=verify)
-            with pytest.raises(CheckpointError, match="no 'y' in it"):
+            with pytest.raises(CheckpointError, match="The checkpoint has no 'y'"):
                 checkpointer.restore({"y": 0})
     assert seen(caplog) == []
 
@@ -317,10 +317,10 @@ def test_ranks_load_nothing_before_all_have_read(tmp_path: Path) -> None:
         assert whole == (2, 2, 2.0)
         assert blind[1:] == (0, 0.0)
         assert "Rank 1 does not find" in str(blind[0])
-        assert "which rank 0 does" in str(blind[0])
+        assert "but rank 0 does" in str(blind[0])
         assert flipped == (1, 1, 1.0)
         assert unreadable == (1, 1, 1.0), "rank 0 could read all of its own, and has taken nothing of it"
     (_, first), (_, second) = results
-    assert first[0].startswith(f"{path_of(tmp_path, 2)} is damaged and skipped")
-    assert first[1].startswith("Resumed from step 1, NOT from step 2")
+    assert first[0].startswith(f"{path_of(tmp_path, 2)} is corrupt and was skipped")
+    assert first[1].startswith("Resumed from step 1 instead of step 2")
     assert second == [], "rank 0 alone logs what all have found"

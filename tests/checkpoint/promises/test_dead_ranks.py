@@ -74,7 +74,7 @@ def test_a_rank_that_dies_in_an_exchange_is_named_at_once(
         run_ranks(on_three_ranks, 3, args=(str(tmp_path), dying, where))
     texts = raised.value.returned
     assert texts.keys() == {0, 1, 2} - {dying}
-    expected = f"{failing.replace('ROOT', str(tmp_path))}rank {dying} ended, or the connection was lost: look at the"
+    expected = f"{failing.replace('ROOT', str(tmp_path))}rank {dying} ended, or the connection was lost: check the"
     assert all(text.startswith(expected) for text in texts.values()), texts
 
 
@@ -99,11 +99,13 @@ def come_late(rank: int, world_size: int, hangs: bool) -> str:
 def test_a_rank_that_does_not_come_is_named_on_all_when_the_time_is_up() -> None:
     first, second, _ = run_ranks(come_late, 3, args=(False,))
     assert first == second
-    assert re.match(r"Nothing: rank 2 did not come to this exchange within 2(\.\d+)? s, and may hang", first)
+    assert re.match(r"Nothing: rank 2 did not reach this exchange within 2(\.\d+)? s, and may hang", first)
 
 
 def test_a_store_that_hangs_does_not_keep_a_rank_from_giving_up() -> None:
-    assert run_ranks(come_late, 3, args=(True,))[0].startswith("Nothing: a rank, perhaps the one that has the job's st")
+    assert run_ranks(come_late, 3, args=(True,))[0].startswith(
+        "Nothing: a rank, perhaps the one with the rendezvous st"
+    )
 
 
 def agree_late(rank: int, world_size: int) -> list[int]:

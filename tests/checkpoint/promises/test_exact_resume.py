@@ -72,7 +72,7 @@ def test_a_skipped_checkpoint_is_named_with_its_reason_and_the_steps_that_are_re
     assert logged(caplog) == [
         f"Skipped step 30, which is not exact: it lacks random numbers, own of rank 0 (restore=Restore(exact=True)): "
         f"{root}/step-00000030",
-        "Resumed from step 20, NOT from step 30, which is not exact: 10 steps are repeated.",
+        "Resumed from step 20 instead of step 30: 10 steps are repeated.",
     ]
     [event] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "fallback" in line]
     assert (event["lost"], event["why"]) == (10, "not exact: it lacks random numbers, own of rank 0")
@@ -97,9 +97,9 @@ def test_of_damaged_and_inexact_checkpoints_each_is_called_what_it_is(
     flip(root / "step-00000020/__0_0.distcp")
     assert restore(root) == 10
     damaged, skipped, end = logged(caplog)
-    assert damaged.startswith(f"{root}/step-00000020 is damaged and skipped")
+    assert damaged.startswith(f"{root}/step-00000020 is corrupt and was skipped")
     assert skipped.startswith("Skipped step 30, which is not exact")
-    assert end == "Resumed from step 10, NOT from step 30, which is not exact: 20 steps are repeated."
+    assert end == "Resumed from step 10 instead of step 30: 20 steps are repeated."
 
 
 @pytest.mark.parametrize("resume", ["latest", "step-00000030"])
@@ -117,10 +117,10 @@ def test_inexact_checkpoints_alone_are_an_error_and_nothing_starts_from_scratch(
     with pytest.raises(CheckpointError, match="none of them is exact") as told:
         restore(root)
     assert not isinstance(told.value, CorruptCheckpointError)
-    assert "To resume from the newest that is not exact, give restore=Restore(exact=False)." in str(told.value)
+    assert "To resume from the newest inexact checkpoint, give restore=Restore(exact=False)." in str(told.value)
     assert 'resume="never"' in str(told.value)
     (root / "step-00000010/__0_0.distcp").unlink()
-    with pytest.raises(CorruptCheckpointError, match="none of them is good") as told:
+    with pytest.raises(CorruptCheckpointError, match="none of them is valid") as told:
         restore(root)
     assert "restore=Restore(exact=False)" in str(told.value)
 

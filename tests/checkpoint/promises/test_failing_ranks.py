@@ -209,9 +209,9 @@ def test_saves_stay_paired_when_ranks_see_a_failure_apart(ran: Any) -> None:
     ("case", "text", "left"),
     [
         ("steps", "different steps at the same time: [0, 1]", []),
-        ("restore", "rank 1: 'model' does not take", ["latest", "step-00000001"]),
-        ("unwritable", "cannot be written to: rank 0: FileNotFoundError", None),
-        ("destroyed", "close() the Checkpointer before destroy_process_group()", []),
+        ("restore", "rank 1: 'model' does not accept", ["latest", "step-00000001"]),
+        ("unwritable", 'Cannot write to dir="/proc/checkpoints": rank 0: FileNotFoundError', None),
+        ("destroyed", "Call close() of the Checkpointer before destroy_process_group()", []),
     ],
 )
 def test_what_cannot_be_is_reported_on_all_ranks(ran: Any, case: str, text: str, left: list[str] | None) -> None:

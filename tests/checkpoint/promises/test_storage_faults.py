@@ -66,9 +66,9 @@ def test_training_goes_on_and_the_end_reports_a_last_failure(tmp_path: Path, cap
             assert len(warned) == step // 2
         assert "Step 4 was not saved" in warned[1]
         assert f"The disk of {tmp_path} is full" in warned[1]
-        assert f"The newest good checkpoint is step 3, in {tmp_path}." in warned[1]
+        assert f"The newest valid checkpoint is step 3, in {tmp_path}." in warned[1]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
-    with pytest.raises(CheckpointError, match=r"the last save has failed, of step 4.*is step 3"):
+    with pytest.raises(CheckpointError, match=r"the last save, of step 4, failed.*is step 3"):
         ending.finish()
     with Checkpointer(str(tmp_path), failure=Failure(on_error="warn")) as checkpointer:
         checkpointer.save(5, {"x": 5})
@@ -94,7 +94,7 @@ def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> N
     stage = checkpointer._stager.stage
     checkpointer._stager.stage = lambda state: staged.append(1) or stage(state)  # type: ignore[method-assign,func-returns-value]
     checkpointer.save(1, {"x": 1})
-    with pytest.raises(SaveTimeoutError, match=r"taken longer than 0\.1 s \(it is at: writing its files\)"):
+    with pytest.raises(SaveTimeoutError, match=r"took longer than 0\.1 s \(it is at: writing its files\)"):
         checkpointer.wait()
     for step in range(2, 50):
         with pytest.raises(CheckpointError, match=f"Step {step} was not saved: an earlier save hangs"):
@@ -119,7 +119,7 @@ def test_a_save_that_close_gives_up_commits_nothing_later(tmp_path: Path) -> Non
         str(tmp_path / "run"), storage=storage, failure=Failure(timeout=datetime.timedelta(milliseconds=100))
     )
     checkpointer.save(1, {"x": 1})
-    with pytest.raises(CheckpointError, match="taken longer"):
+    with pytest.raises(CheckpointError, match="took longer"):
         checkpointer.close()
     with pytest.raises(CheckpointError, match="in use"):
         Checkpointer(str(tmp_path / "run")).lock()
@@ -180,8 +180,8 @@ def test_a_rank_that_hangs_is_named_and_then_all_go_on(tmp_path: Path) -> None:
     assert second[0]
     assert any("rank 0 is at: waiting for the others" in text for text in first[1]), first[1]
     assert any("rank 1 is at: writing its files" in text for text in second[1]), second[1]
-    assert any("step 2 is saved after all" in text for text in first[1]), first[1]
-    assert first[2].startswith("only here: rank 1 did not come to this exchange within 0.1"), first[2]
+    assert any("step 2 was saved after all" in text for text in first[1]), first[1]
+    assert first[2].startswith("only here: rank 1 did not reach this exchange within 0.1"), first[2]
     assert first[3] == ["step-00000001", "step-00000002", "step-00000004"]
 
 

@@ -306,7 +306,7 @@ def test_what_is_no_regular_file_is_never_waited_for(forged: Path, file: str, ki
         files = CheckpointFiles.of(checkpoint, build("storage", "dcp"))
         files.open_for([files.structure("pair")])
 
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         opened()
 
 

@@ -67,7 +67,9 @@ def test_what_only_looks_like_an_optimizer_has_no_groups(groups: Any) -> None:
 
 
 def test_what_does_not_make_up_the_structure_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="What rank 0 sent of 'optimizer' does not match the digest"):
+    with pytest.raises(
+        CheckpointError, match="The structure of 'optimizer' that rank 0 sent does not match its digest"
+    ):
         exchanged(optimizer(0.5), optimizer(0.25), lambda sent: {"optimizer": Encoded("[]", [])})
 
 

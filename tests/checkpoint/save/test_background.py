@@ -94,7 +94,7 @@ def test_a_save_behind_one_that_hangs_is_written_after_it(write: Fake, caplog: p
     assert second.over.wait(30)
     assert background.finish()
     assert "step 1 was not saved" in caplog.text
-    with pytest.raises(CheckpointError, match="Step 1 was not saved: it has taken longer"):
+    with pytest.raises(CheckpointError, match="Step 1 was not saved: it took longer"):
         background.raise_failure()
     background.raise_failure()
     assert background.newest == 2
@@ -162,7 +162,7 @@ def test_saves_behind_a_deletion_that_hangs_are_late_too(write: Fake, monkeypatc
     assert deleting.wait(30)
     write.submitted(background, 2)
     assert not background.wait()
-    with pytest.raises(CheckpointError, match="taken longer than"):
+    with pytest.raises(CheckpointError, match="took longer than"):
         background.raise_failure()
     go_on.set()
 

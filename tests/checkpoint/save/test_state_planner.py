@@ -114,5 +114,5 @@ def test_parts_that_do_not_fit_together_are_refused(ranks: list[list[WriteItem]]
 
 
 def test_two_values_of_one_name_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"both called 'a\.b'"):
+    with pytest.raises(CheckpointError, match=r"both named 'a\.b'"):
         StatePlanner().set_up_planner({"a": {"b": 1}, "a.b": 2})

@@ -119,7 +119,7 @@ def test_a_target_that_fails_leaves_the_others_alone(tmp_path: Path, required: b
     if required:
         with pytest.raises(CheckpointError, match=text):
             run.threads.raise_failure()
-    assert ("Training goes on without it" in caplog.text) is not required
+    assert ("Training continues without it" in caplog.text) is not required
     run.threads.raise_failure()
     assert run.stager.released == [4.0]
     run.threads.close()
@@ -147,7 +147,7 @@ def test_the_newest_checkpoint_is_named_with_those_that_last_longer(tmp_path: Pa
     for step in (1, 2, 3):
         run.step(step)
         run.threads.wait()
-    text = f"The newest good checkpoint is step 3, in {tmp_path}/0. Step 2 is in {tmp_path}/1."
+    text = f"The newest valid checkpoint is step 3, in {tmp_path}/0. Step 2 is in {tmp_path}/1."
     assert run.threads.describe_newest() == text
     run.threads.close()
 
@@ -182,5 +182,5 @@ def test_a_tensor_that_two_ranks_hold_is_written_by_the_first_one_by_default(tmp
 )
 def test_tensors_of_one_name_in_two_layouts_are_refused_by_default(tmp_path: Path, dtypes: Any, sizes: Any) -> None:
     for text in run_ranks(save_on_two, 2, args=(str(tmp_path), dtypes, sizes)):
-        assert "Under the name 'x' ranks have tensors of different dtypes or shapes." in text
+        assert "Ranks have tensors of different dtypes or shapes under the name 'x'." in text
     assert open_store(str(tmp_path)).checkpoints() == ([], [])

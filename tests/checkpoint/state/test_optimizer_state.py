@@ -95,23 +95,23 @@ def test_what_is_missing_or_one_too_many_is_listed(tmp_path: Path) -> None:
     larger, smaller = net(2, *[3] * 20), net(2, *[3] * 3)
     text = refused(tmp_path, model=larger)
     assert (
-        "'model' does not take what was saved under its name: 12 missing in it: 13.weight, 13.bias, 14.weight" in text
+        "'model' does not accept its saved state: 12 missing in the checkpoint: 13.weight, 13.bias, 14.weight" in text
     )
     assert "and 2 more" in text
     assert 'resume="never"' in text
     text = refused(tmp_path, model=smaller)
-    assert "22 in it that nothing here takes: 10.bias, 10.weight, 11.bias" in text
+    assert "22 in the checkpoint but not here: 10.bias, 10.weight, 11.bias" in text
     optimizer = torch.optim.AdamW(larger.parameters())
     text = refused(tmp_path, optimizer=optimizer, model=torch.nn.Sequential(*larger[:13]))
-    assert "'optimizer' does not take" in text
+    assert "'optimizer' does not accept" in text
     optimizer = torch.optim.AdamW(model[:2].parameters())
     text = refused(tmp_path, model=model, optimizer=optimizer)
-    assert "'optimizer' does not take what was saved under its name: 22 in it that nothing here takes" in text
-    assert "as that run did, before restore(). If the checkpoint is another model's" in text
+    assert "'optimizer' does not accept its saved state: 22 in the checkpoint but not here" in text
+    assert "before restore(), as that run did. If the checkpoint is of another model" in text
     optimizer.add_param_group({"params": model[2:].parameters()})  # as the message says
     restore(tmp_path, model=model, optimizer=optimizer)
     other = net(1, *[3] * 14).double()
-    assert "0.weight (float32 [3, 3] in it, float64 [3, 3] here)" in refused(tmp_path, model=other)
+    assert "0.weight (float32 [3, 3] in the checkpoint, float64 [3, 3] here)" in refused(tmp_path, model=other)
 
 
 class Tied(torch.nn.Module):
@@ -198,7 +198,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_unless_it_may_begin_f
             keeper.restore({"model": other, "optimizer": fresh})
         assert (fresh.param_groups[0]["lr"], len(fresh.state)) == (0.7, 0)
         assert torch.equal(model[0].weight, other[0].weight)
-        assert "has nothing for optimizer: begun from scratch" in caplog.text
+        assert "has nothing for optimizer: started from scratch" in caplog.text
     for own in ({}, {"mine": 1}):
         again = torch.optim.Adam([{"params": [*other.parameters()], **own}])
         with Checkpointer(str(tmp_path), restore=Restore(allow_missing=["optimizer"])) as keeper:
@@ -212,7 +212,7 @@ def test_a_new_entry_begins_from_scratch_where_the_run_says_so(tmp_path: Path) -
     save(tmp_path, model=model, optimizer=optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 7}
-    only = "There is no 'scheduler' in it, only model, optimizer. To begin 'scheduler' alone from scratch, add "
+    only = "The checkpoint has no 'scheduler', only model, optimizer. To begin 'scheduler' alone from scratch, add "
     assert f'{only}restore=Restore(allow_missing=["scheduler"])' in refused(tmp_path, **state)
     with (
         Checkpointer(str(tmp_path), restore=Restore(allow_missing=["sheduler"])) as keeper,

@@ -128,7 +128,9 @@ def restore_into_different_kinds(rank: int, world_size: int, root: str) -> None:
     model = Tolerant(2, 2) if rank == 0 else torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
-        with pytest.raises(CheckpointError, match=r"rank 1: 'model' does not take .* 1 in it that nothing here takes"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: 'model' does not accept .* 1 in the checkpoint but not here"
+        ):
             checkpointer.restore({"model": model})
         assert torch.equal(model.weight, before)
         model = Tolerant(2, 2)
@@ -201,7 +203,7 @@ def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) ->
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointFiles, "open_for", cut)
             with pytest.raises(
-                CheckpointError, match=r"__0_0.distcp ends at byte.* The objects have changed in part: "
+                CheckpointError, match=r"__0_0.distcp ends at byte.* The objects have changed in part\. "
             ):
                 checkpointer.restore({"x": torch.zeros(100_000)})
 
@@ -252,10 +254,10 @@ def test_a_model_may_replace_its_meta_tensors_in_load_state_dict(tmp_path: Path)
 
 def test_a_missing_name_is_reported_with_the_saved_names(tmp_path: Path) -> None:
     with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
-        assert "by each rank for itself: restore it into per_rank(loader)" in refused(checkpointer, {"loader": {}})
+        assert "was saved per rank: restore it into per_rank(loader)" in refused(checkpointer, {"loader": {}})
         assert "Did you mean 'loader.rank0'?" in refused(checkpointer, {"loader.rank1": {}})
     with saved(tmp_path / "none", {}) as checkpointer:
-        assert "no 'x' in it, only an empty state" in refused(checkpointer, {"x": 1})
+        assert "The checkpoint has no 'x', only an empty state" in refused(checkpointer, {"x": 1})
     with saved(tmp_path / "many", {f"part{number:03}": number for number in range(500)}) as checkpointer:
         assert "part009, and 490 more" in refused(checkpointer, {"x": 1})
 

@@ -199,6 +199,6 @@ def test_one_run_holds_a_store_and_is_named(kind: str) -> None:
             save(store, 1)
         held.release()
         assert backend.holder() is None
-        with pytest.raises(CheckpointError, match=r"let go of .*may not write there any more"):
+        with pytest.raises(CheckpointError, match=r"released the lock of .* must not write there"):
             save(store, 2)
         assert there(backend) == [(1, 1)]

@@ -115,8 +115,8 @@ def test_deleting_at_each_save_loses_none_of_the_best(policy: Keep, there: tuple
         ({"newest": True}, r"newest=\.\.\.\) must be"),
         ({"every": 0}, r"every=\.\.\.\) must be a whole number of at least 1"),
         ({"best": -1}, r"best=\.\.\.\) must be a whole number of at least 0"),
-        ({"best": 2}, r"best=\.\.\.\) and Keep\(metric=\.\.\.\) go together.*metric=None"),
-        ({"metric": "loss"}, r"best=\.\.\.\) and Keep\(metric=\.\.\.\) go together.*best=0"),
+        ({"best": 2}, r"best=\.\.\.\) and Keep\(metric=\.\.\.\) must be given together.*metric=None"),
+        ({"metric": "loss"}, r"best=\.\.\.\) and Keep\(metric=\.\.\.\) must be given together.*best=0"),
         ({"best": 2, "metric": "loss", "direction": "mim"}, r"direction=.*must be one of min, max.*Did you mean 'min'"),
         ({"budget": "5GiX"}, "'5GiX' has no valid unit of bytes"),
         ({"budget": -1}, "not a size"),
@@ -147,7 +147,7 @@ def test_a_budget_below_one_checkpoint_keeps_the_newest(dir: str, caplog: pytest
     assert steps(dir) == [4]
     warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert [text.partition(" bytes, ")[2] for text in warned] == [
-        'more than keep=Keep(budget="100B"), so the newest one alone is kept.'
+        'more than keep=Keep(budget="100B"), so only the newest one is retained.'
     ]
 
 

@@ -39,13 +39,13 @@ def broken(checkpoints: list[Checkpoint]) -> Any:
 
 FAILURES = {
     "ValueError: of the rule (": broken,
-    "it returned None, which is no mapping": lambda there: None,
+    "it returned None, which is not a mapping": lambda there: None,
     "it returned ['step-": lambda there: [Path(one.path).name for one in there],
     "it returned ('elsewhere', 'why'), which is not the path of a checkpoint and a text": lambda there: {
         "elsewhere": "why"
     },
     ", 3), which is not the path of a checkpoint and a text": lambda there: {one.path: 3 for one in there},
-    "it keeps none": lambda there: {},
+    "it retains no checkpoint": lambda there: {},
 }
 
 
@@ -100,7 +100,7 @@ def test_a_subclass_of_the_policy_is_guarded_as_well(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("keep", "line"),
     [
-        (OfSteps, "Checkpointer(keep=...) is a class; call it: keep=OfSteps(...)"),
+        (OfSteps, "Checkpointer(keep=...) is a class. Call it: keep=OfSteps(...)"),
         (type("Bare", (), {"select": lambda self: {}})(), "def select(self, checkpoints, metrics) -> dict[str, str]"),
         (object(), "Checkpointer(keep=...) must be a whole number of at least 1"),
     ],

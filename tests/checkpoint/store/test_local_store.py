@@ -95,7 +95,7 @@ def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> Non
     assert (root / "step-00000003").read_text() == "mine"
     (root / "latest").unlink()
     shutil.copytree(root / "step-00000002", root / "latest")
-    with pytest.raises(CheckpointError, match=r"latest is a directory, .*\. Delete it or move it away\."):
+    with pytest.raises(CheckpointError, match=r"latest is a directory; .*\. Delete it or move it away\."):
         save(root, 4)
     assert [one.manifest.step for one in open_store(root).checkpoints()[0]] == [3, 2]
 
@@ -113,7 +113,7 @@ def test_old_checkpoints_are_deleted_also_without_links(
     monkeypatch.setattr(CheckpointStore, "sweep", lambda store: None)
     save(root, 3, 4, keep=1)
     assert sorted(os.listdir(root)) == [*left, "step-00000004"]
-    assert "step 4 is saved" in caplog.text
+    assert "Step 4 is saved" in caplog.text
 
 
 def test_what_another_rank_still_writes_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

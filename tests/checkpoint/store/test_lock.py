@@ -83,7 +83,7 @@ def test_a_deleted_lock_is_held_again_and_reported(root: str, caplog: pytest.Log
             held.check()
             held.check()
         assert [record.getMessage() for record in caplog.records] == [
-            f"stagereg: {root}/.lock was deleted while this run held it; it is held again."
+            f"stagereg: {root}/.lock was deleted while this run held it, and locked again."
         ]
         with pytest.raises(CheckpointError, match="this process"):
             open_store(root).lock()
@@ -140,7 +140,9 @@ def test_a_second_run_is_refused_and_the_first_one_named(
     monkeypatch.setattr(StoreLock.__init__, "__defaults__", (0.1,))
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
-    with pytest.raises(CheckpointError, match=rf'in use.*process {other.pid} on .*own: dir="PATH"') as refusal:
+    with pytest.raises(
+        CheckpointError, match=rf'in use.*process {other.pid} on .*its own directory: dir="PATH"'
+    ) as refusal:
         Checkpointer(str(tmp_path)).lock()
     assert len(str(refusal.value).splitlines()) == 1
     owner = holder(tmp_path)
@@ -240,7 +242,7 @@ def test_a_save_fails_after_another_run_has_taken_over(tmp_path: Path) -> None:
     other = Other(tmp_path)
     for step, end in ((1, checkpointer.wait), (2, checkpointer.close)):
         checkpointer.save(step, {"x": 1})
-        with pytest.raises(CheckpointError, match=f"taken over while this run had it, by process {other.pid}"):
+        with pytest.raises(CheckpointError, match=f"process {other.pid} .* has taken the lock of .* from this run"):
             end()
     assert os.listdir(tmp_path) == [".lock"]
     owner = holder(tmp_path)

@@ -30,7 +30,7 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("~nobody-here/x", r"home of a user who is not known here; \./~nobody-here/x is a name"),
+        ("~nobody-here/x", r"home of an unknown user. For a file of that name, write \./~nobody-here/x"),
         ("file://host/x", "has three slashes: file:///runs"),
     ],
 )

@@ -184,8 +184,8 @@ def test_damage_found_on_the_way_is_overwritten_or_reported(tmp_path: Path) -> N
     for message, is_unchanged, _, _ in run_ranks(
         restore_damaged, args=(str(tmp_path / "one"), "step-00000002", "full")
     ):
-        assert f"step-00000002: {DATA}: flipped bits" in message
-        assert "The objects hold a mixture" in message
+        assert f"step-00000002: {DATA}: CRC-32 mismatch" in message
+        assert "The objects now mix their own values" in message
         assert not is_unchanged
 
 
@@ -219,7 +219,7 @@ def test_a_failure_before_anything_is_passed_on_changes_nothing(tmp_path: Path) 
         assert "mixture" not in first
         assert unchanged
         assert "rank 1: PermissionError" in later
-        assert "The objects hold a mixture" in later
+        assert "The objects now mix their own values" in later
     assert not all(unchanged for _, (_, unchanged) in results)
 
 

@@ -162,7 +162,7 @@ def test_one_that_loses_the_checkpoint_is_named(tmp_path: Path, caplog: Any, how
         for step in (1, 2):
             checkpointer.save(step, {"x": step})
     assert f"on_commit mine deleted or changed {tmp_path}/step-00000002" in caplog.text
-    assert f"The newest good checkpoint is step 1, in {tmp_path}." in caplog.text
+    assert f"The newest valid checkpoint is step 1, in {tmp_path}." in caplog.text
     state = {"x": 0}
     with Checkpointer(str(tmp_path)) as checkpointer:
         assert checkpointer.restore(state) == state["x"] == 1

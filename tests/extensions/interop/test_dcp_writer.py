@@ -154,9 +154,9 @@ def damage(path: Path, how: str) -> None:
 DAMAGES = {
     (name, how): f"{name}: {how}"
     for name in (".metadata", "__0_0.distcp")
-    for how in ("missing", "truncated", "too long", "flipped bits")
+    for how in ("missing", "truncated", "too long", "CRC-32 mismatch")
 }
-DAMAGES |= {("checksums.json", "flipped bits"): "checksums.json is damaged"}
+DAMAGES |= {("checksums.json", "CRC-32 mismatch"): "checksums.json is damaged"}
 DAMAGES |= {("checksums.json", "a pipe"): "not a regular file"}
 
 
@@ -179,11 +179,11 @@ def damaged(rank: int, world_size: int, root: str) -> None:
         before = Path(root, "a", name).read_bytes()
         dist.barrier()
         if rank == 0:
-            damage(Path(root, "a", name), "flipped bits")
+            damage(Path(root, "a", name), "CRC-32 mismatch")
         dist.barrier()
         for options in ({}, {"process_group": groups[rank]}, {"no_dist": True}):
             found = {"x": torch.zeros(300_000)}
-            with pytest.raises(CheckpointException, match=f"{name}: flipped bits"):
+            with pytest.raises(CheckpointException, match=f"{name}: CRC-32 mismatch"):
                 dcp.load(found, storage_reader=stagereg.DcpReader(f"{root}/a"), **options)
             assert not found["x"].any()
         dist.barrier()

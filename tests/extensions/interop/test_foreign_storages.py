@@ -174,11 +174,11 @@ WRONG = {
     Hidden: "'model.w' has other bytes",
     Wraps: "'model.w' has other bytes",
     Drops: "write_data of the storage returned no result for 'model.w'",
-    LeavesOut: "was left out by the reader of its storage",
+    LeavesOut: "the reader of its storage skipped ",
     Unfilled: "'model.w' has other bytes",
     Rounds: "'model.w' has other bytes",
     OtherObject: "'pair' has other bytes",
-    OtherDtype: r"'model.w' is torch.float64 \[3, 4\] in the metadata that its reader returns, and not torch.float32",
+    OtherDtype: r"'model.w' should be torch.float32 .*, but is torch.float64 \[3, 4\] in the metadata",
 }
 
 

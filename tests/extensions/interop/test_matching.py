@@ -216,9 +216,9 @@ def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
         ({"optim": {}}, "There is no 'optimizer' in it, and nothing with the same parameters, only epoch, model"),
         (
             {"model": {"0.weight": torch.ones(4, 3), "1.bias": torch.ones(9)}},
-            "2 missing in it: 0.bias, 1.weight; 1 of an",
+            "2 missing in the checkpoint: 0.bias, 1.weight; 1 of an",
         ),
-        ({"model": {"more": torch.ones(2)}}, "1 in it that nothing here takes: more"),
+        ({"model": {"more": torch.ones(2)}}, "1 in the checkpoint but not here: more"),
         ({"epoch": print}, "'epoch' was not read: it has builtins.print"),
         (
             {"optim": {"param_groups.0.weight.lr": print}},

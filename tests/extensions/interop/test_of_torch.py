@@ -91,7 +91,7 @@ def test_each_writer_s_checkpoint_is_called_what_it_is(tmp_path: Path, command: 
 @pytest.mark.parametrize(
     ("writer", "change", "what"),
     [
-        ("ours", lambda path: flip(path / DATA), f"{DATA}: flipped bits"),
+        ("ours", lambda path: flip(path / DATA), f"{DATA}: CRC-32 mismatch"),
         ("ours", lambda path: (path / DATA).unlink(), f"{DATA}: missing"),
         ("ours", lambda path: (path / ".metadata").unlink(), ".metadata: missing"),
         ("ours", lambda path: (path / "checksums.json").write_text("{}"), "checksums.json: damaged"),
@@ -141,12 +141,12 @@ def test_directories_of_any_name_are_listed_and_one_of_them_is_to_be_named(tmp_p
     save(tmp_path, "ours", 4, "best")
     printed = command("verify", tmp_path)
     assert [printed.count(each) for each in ("no checksums", "good", "all valid")] == [1, 1, 1]
-    message = f"No checkpoint in {tmp_path} is called step-N. Name one of the directories there: best, epoch-3"
+    message = f"No checkpoint in {tmp_path} is named step-N. Give one of the directories there: best, epoch-3"
     with pytest.raises(CheckpointError) as refused:
         stagereg.open_checkpoint(tmp_path)
     assert message in str(refused.value)
     scratch = Checkpointer(str(tmp_path / "run"), save_last=False, stager=BlockingAsyncStager())
-    with scratch as checkpointer, pytest.raises(CheckpointError, match="is called step-N"):
+    with scratch as checkpointer, pytest.raises(CheckpointError, match="is named step-N"):
         checkpointer.restore(state(0), source=tmp_path)
     assert torch.equal(stagereg.open_checkpoint(tmp_path / "best", verify=True)["w"], state(4)["w"])
 

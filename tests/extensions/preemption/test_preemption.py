@@ -430,11 +430,11 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
     assert seen["dumped"].count("Current thread") == 2
     few = r"the save did not finish within the grace period of 0\.3 s"
     for name, text in {
-        "save hangs": rf"{few} \(Preemption\(.*\)\)\. The newest good checkpoint is step 5",
+        "save hangs": rf"{few} \(Preemption\(.*\)\)\. The newest valid checkpoint is step 5",
         "too late": few,
         "another rank": few,
         "save fails, warned": "Step 7 was not saved.* no cheese.*newest.* step 5",
-        "save hangs past its time-out": "Step 7 was not saved: it has taken longer than 3 s",
+        "save hangs past its time-out": "Step 7 was not saved: it took longer than 3 s",
         "twice": "the signal arrived twice, so the save was aborted",
     }.items():
         assert re.search(f"stopped by SIGTERM: {text}", seen[name], re.MULTILINE), seen[name]

@@ -107,9 +107,9 @@ def test_a_run_that_dies_at_once_tries_each_copy_of_each_step_so_often_and_is_th
         "restored: 3 times, and each time the run crashed before a checkpoint beyond step 1"
     ) == (len(AT_ONCE[where]))
     place = tmp_path / ("store" if "store" in where else "near")
-    assert cycles.refusal.startswith(f"There are checkpoints in {place}, and none of them is good:\n")
+    assert cycles.refusal.startswith(f"There are checkpoints in {place}, but none of them is valid:\n")
     assert "see the errors of those runs" in cycles.refusal
-    assert "Put back what is missing" not in cycles.refusal
+    assert "Restore the missing files" not in cycles.refusal
     for path in re.findall(r"  (/.*): restored: ", cycles.refusal):
         with pytest.raises((MemoryError, AssertionError)):
             resume(tmp_path, where, path, how)
@@ -196,7 +196,7 @@ def cycle(root: Path, capsys: pytest.CaptureFixture[str], at: int, steps: int = 
     try:
         run_ranks(machines, 2, args=(str(root), at, steps))
     except RankFailure as failure:
-        if "none of them is good" in str(failure):
+        if "none of them is valid" in str(failure):
             return "refused"
     return capsys.readouterr().out.split("began")[1].split()[0]
 

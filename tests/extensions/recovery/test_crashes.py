@@ -100,7 +100,7 @@ def test_the_page_shows_what_is_logged(tmp_path: Path, caplog: pytest.LogCapture
     caplog.clear()
     with in_config({"checkpoint": "checkpoint"}):  # as the page
         assert crash(tmp_path) == 200
-    [shown] = [each for each in Page("guarantees.md").of("text") if "is quarantined and skipped" in each]
+    [shown] = [each for each in Page("guarantees.md").of("text") if "is quarantined and was skipped" in each]
     logged = "\n".join(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
     assert logged.replace(str(tmp_path), "runs/gpt") == shown.strip()
 

@@ -212,7 +212,7 @@ def test_a_run_that_fails_after_each_checkpoint_goes_back_and_then_ends(program:
     ended = refusal(program, "nproc=1", f"what={what}", "times=99", "at=[8]", "restarts=99")
     noted = what != "kill"  # the first exception of its kind
     assert began(program) == [None, *[6] * (3 + noted), *[3] * 3]
-    assert "none of them is good" in ended.stderr
+    assert "none of them is valid" in ended.stderr
 
 
 def test_the_last_crash_before_the_quarantine_is_told_with_the_option_that_prevents_it(program: Program) -> None:

@@ -147,7 +147,7 @@ def test_a_step_in_the_tier_is_progress_that_ends_the_count_of_crashes(tmp_path:
 
     assert [die(1), *(die(2) for _ in range(4))] == [None, 1, 1, 1, 1]
     assert [die(), die()] == [1, 1]
-    with pytest.raises(CheckpointError, match="none of them is good"):
+    with pytest.raises(CheckpointError, match="none of them is valid"):
         die()
 
 

@@ -111,7 +111,7 @@ def test_a_step_that_no_machine_has_whole_any_more_is_skipped_with_what_reading_
     newest = max((tmp_path / "near").rglob("*.distcp"), key=lambda each: each.stat().st_mtime_ns)
     newest.write_bytes(bytes(byte ^ 1 for byte in newest.read_bytes()))
     assert crash(tmp_path)[0] == 1
-    assert "is damaged and skipped:\n  rank 0: no valid copy of block 0" in caplog.text
+    assert "is corrupt and was skipped:\n  rank 0: no valid copy of block 0" in caplog.text
 
 
 def test_a_step_of_the_tier_that_runs_crash_after_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +119,7 @@ def test_a_step_of_the_tier_that_runs_crash_after_is_given_up(tmp_path: Path, ca
     restored = [crash(tmp_path) for _ in range(6)]
     assert [step for step, _ in restored] == [3, 3, 3, 2, 2, 2]
     assert all(str(tmp_path / "near") in path for _, path in restored)
-    with pytest.raises(CheckpointError, match="none of them is good"):
+    with pytest.raises(CheckpointError, match="none of them is valid"):
         crash(tmp_path)
 
 

@@ -102,7 +102,7 @@ def test_a_clock_that_the_store_refuses_is_told(store: Store, monkeypatch: pytes
     save(store, 1)
     monkeypatch.setattr("botocore.auth.get_current_datetime", lambda *_: datetime.utcnow() + timedelta(hours=3))
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    with pytest.raises(CheckpointError, match="set the clock of this machine") as caught:
+    with pytest.raises(CheckpointError, match="correct the clock of this machine") as caught:
         Checkpointer(store.url).lock()
     assert "difference between the request time and the server's time" in str(caught.value)
     monkeypatch.undo()
