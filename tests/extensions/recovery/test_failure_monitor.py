@@ -221,7 +221,7 @@ def test_the_run_continues_without_a_heartbeat_process_that_is_killed_again_and_
         return "The run continues, but rank failures are no longer detected quickly." in ranks.said(whose)
 
     assert comes_true(continues_without, BOUND_S)
-    assert ranks.said(whose).count("is started again") == 4
+    assert ranks.said(whose).count("it is being restarted") == 4
     time.sleep(2 * TIMEOUT_S)
     assert not any(" failed (" in ranks.said(rank) for rank in range(3)), [ranks.said(rank) for rank in range(3)]
     assert all(each.poll() is None for each in ranks.processes)
