@@ -341,7 +341,7 @@ def test_an_option_of_a_group_cannot_compare_the_sweep_in_another_way(
     assert Directory(tmp_path).run(Sweep(("1",)), "+exp=one,two") == 1
     said = capsys.readouterr().err
     assert "+exp=one sets sweep.direction=maximize, but the sweep has sweep.direction=" in said
-    assert "Give it on the command line: sweep.direction=maximize." in said
+    assert "set it on the command line, as in sweep.direction=maximize." in said
 
 
 class Unruly(Directory):
