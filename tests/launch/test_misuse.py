@@ -108,7 +108,7 @@ def test_a_stager_that_hangs_ends_the_run_within_the_timeout(app: App) -> None:
 
 
 MISUSES = {
-    ("stager=half_made",): "rank 0: HalfMade.__init__ does not call super().__init__(), which it has to.",
+    ("stager=half_made",): "rank 0: HalfMade.__init__ must call super().__init__().",
     ("stager=unbuilt",): "rank 0: stager: stager/unbuilt was not built: KeyError: 'none' (FOLDER/mine.py:30). Correct "
     "its options or its code; set HYDRA_FULL_ERROR=1 for the whole traceback.",
     ("stager=wrong_default",): "stagereg: WrongDefault: the default of n, 'abc', is not of its type int.",

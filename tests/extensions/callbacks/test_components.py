@@ -143,7 +143,7 @@ def test_mlflow_logs_where_the_checkpoint_lies(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow")])
 def test_a_package_that_is_missing_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InstallationError, match=rf"pip install 'hydra-stagereg\[{package}\]'"):
+    with pytest.raises(InstallationError, match=rf"pip install '\./stagereg\[{package}\]'"):
         stagereg.build("on_commit", name)
 
 
