@@ -240,5 +240,5 @@ def _check(url: str, protocol: str) -> None:
         raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        what = f"pip install 'hydra-stagereg[{extra}]'" if extra else str(error)
+        what = f"pip install './stagereg[{extra}]'" if extra else str(error)
         raise ConfigError(f"{url} needs a package that is not installed: {what}") from error

@@ -44,7 +44,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
             model.load_state_dict(checkpoint.entry("model"))
     """
     opened = first_good(
-        os.fspath(path), verify, lambda each: _log.warning("%s is damaged and skipped: %s", each.path, each)
+        os.fspath(path), verify, lambda each: _log.warning("%s is corrupt and was skipped: %s", each.path, each)
     )
     if verify and not opened.verified:
         opened.close()

@@ -195,7 +195,7 @@ def test_of_a_directory_the_newest_complete_one_is_opened(tmp_path: Path, caplog
     assert not caplog.records
     os.truncate(root / "step-00000003" / INDEX, 3)
     assert stagereg.open_checkpoint(root).entry("n") == 1
-    assert "step-00000003 is damaged and skipped: index.json: truncated: 3 of" in caplog.text
+    assert "step-00000003 is corrupt and was skipped: index.json: truncated: 3 of" in caplog.text
 
 
 def test_a_file_that_is_cut_after_opening_is_an_error(tmp_path: Path) -> None:
