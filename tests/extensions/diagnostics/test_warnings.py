@@ -109,7 +109,7 @@ def test_a_step_that_goes_backwards_is_said_once_and_not_after_a_restore(tmp_pat
         for step in (2, 1):
             checkpointer.save(step, {"n": step})
     [text] = said(caplog)
-    assert "step 2 is saved after step 3" in text
+    assert "Step 2 is saved after step 3" in text
 
 
 def test_a_number_that_does_not_follow_its_variable_is_named_once(tmp_path: Path, caplog: Any) -> None:

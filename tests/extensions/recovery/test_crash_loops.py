@@ -108,7 +108,7 @@ def test_a_run_that_dies_at_once_tries_each_copy_of_each_step_so_often_and_is_th
     ) == (len(AT_ONCE[where]))
     place = tmp_path / ("store" if "store" in where else "near")
     assert cycles.refusal.startswith(f"There are checkpoints in {place}, but none of them is valid:\n")
-    assert "see the errors of those runs" in cycles.refusal
+    assert "check the errors of those runs" in cycles.refusal
     assert "Restore the missing files" not in cycles.refusal
     for path in re.findall(r"  (/.*): restored: ", cycles.refusal):
         with pytest.raises((MemoryError, AssertionError)):
