@@ -21,7 +21,7 @@ from stagereg.errors import printable
 _WIDTH = 120  # columns of a line without a terminal
 _LEAST = 30  # columns of the last column of a table, at least
 _COLOURS = {
-    **dict.fromkeys(("ok", "good", "kept", "better"), "green"),
+    **dict.fromkeys(("ok", "good", "valid", "kept", "better"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "no checksums", "unfinished"), "yellow"),
     **dict.fromkeys(("broken", "corrupt", "failed", "worse"), "bold red"),
     **{"missing": "dim", "best": "bold green", "tie": "cyan"},
