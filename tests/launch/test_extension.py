@@ -36,6 +36,8 @@ def test_an_option_without_its_extension_is_refused_in_one_sentence(monkeypatch:
     with pytest.raises(LaunchError, match="heartbeat_timeout=20s needs stagereg/extensions/recovery"):
         extension.expect_installed(OmegaConf.create({"heartbeat_timeout": "20s"}))
     extension.expect_installed(OmegaConf.create({}))
-    with pytest.raises(LaunchError, match=r"restarts=3 needs stagereg/extensions/recovery, .* that folder") as refused:
+    with pytest.raises(
+        LaunchError, match=r"restarts=3 needs stagereg/extensions/recovery, .* that directory"
+    ) as refused:
         extension.expect_installed(OmegaConf.create({"restarts": 3}))
     assert "\n" not in str(refused.value)

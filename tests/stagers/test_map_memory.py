@@ -54,7 +54,7 @@ class RoundingElsewhere(Rounding):
 def test_a_contract_states_by_path_what_the_stager_changes() -> None:
     promise = "test_a_training_loop_is_staged_as_it_was"
     assert Rounding.outcome(promise).kept
-    assert "copy['model']['0.weight'] are wrong" in RoundingElsewhere.outcome(promise).seen
+    assert "copy['model']['0.weight'] differ" in RoundingElsewhere.outcome(promise).seen
 
 
 def test_the_changed_tensors_are_those_of_floating_point_with_dimensions_that_where_chooses() -> None:

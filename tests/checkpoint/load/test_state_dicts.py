@@ -19,8 +19,8 @@ from ...support.installed import needs
 from ..state.test_nested import refused, restore, save
 
 WARNED = (
-    "stagereg: the state has state dicts instead of objects: {}. restore() changes these dicts alone. Put the objects "
-    "themselves into the state, as in {{'model': model, 'optimizer': optimizer}}; or give each dict to "
+    "stagereg: the state has state dicts instead of objects: {}. restore() changes these dicts only. Put the objects "
+    "into the state, as in {{'model': model, 'optimizer': optimizer}}; or pass each dict to "
     "load_state_dict() of its object after restore()."
 )
 

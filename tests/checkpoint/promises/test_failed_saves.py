@@ -255,7 +255,7 @@ def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, h
     assert done.returncode == status, done.stderr
     assert done.stdout == "the loop is done\n"
     assert ("No space left on device" in done.stderr) == (how == "fails")
-    assert ("interrupted while the last work" in done.stderr) == (how == "is_interrupted")
+    assert ("interrupted while background work" in done.stderr) == (how == "is_interrupted")
     assert "Traceback" not in done.stderr
     if how != "is_interrupted":
         assert ((tmp_path / "step-00000001").exists()) == (how == "works")

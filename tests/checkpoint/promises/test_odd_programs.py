@@ -214,7 +214,8 @@ def test_what_a_program_had_comes_back_or_an_error_names_it(
                     each["momentum_buffer"] for each in program.optimizer.state.values() if "momentum_buffer" in each
                 ]
                 with torch.no_grad():
-                    EVENTS[event](next(x for x in momentum if x.ndim == 2 or event in ("none", "freed", "shared")))
+                    written = [x for x in momentum if x.ndim == 2 or event in ("none", "freed", "shared")]
+                    EVENTS[event](next(iter(written), momentum[0]))
             other = Program(layers, states, values, seed=5, groups=groups)
             if "lazy" in layers and not lazily:
                 other.model(torch.rand(4, SIZE))

@@ -217,11 +217,11 @@ def test_parts_under_fsdp2_come_back_on_as_many_ranks_and_on_others_where_that_c
     assert run_ranks(restore_sharded, 2, args=(str(tmp_path), Codes)) == [["right", "right"]] * 2
     [(refused, stepped)] = run_ranks(restore_sharded, 1, args=(str(tmp_path), Codes))
     assert "'optimizer.state.weight.moment'" in refused
-    assert "in 2 parts" in refused
+    assert "in 2 shards" in refused
     assert stepped == "right"
     with (
         opened(tmp_path) as checkpoint,
-        pytest.raises(CheckpointError, match="in 2 parts"),
+        pytest.raises(CheckpointError, match="in 2 shards"),
     ):
         checkpoint["optimizer.state.weight.moment"]
 

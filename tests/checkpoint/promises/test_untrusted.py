@@ -209,7 +209,7 @@ def test_torchs_reader_is_never_asked_where_the_index_is_empty(forged: Path, sto
     for name, forgery in {"model.v": no_place, "pair": {"objects": {"pair": None}}}.items():
         put_index(forged, {**before, **forgery})
         seal(forged, storage=storage)
-        refused(forged, f"does not say where '{name}' lies")
+        refused(forged, f"has no offset of '{name}'")
 
 
 STRUCTURES: dict[str, Any] = {

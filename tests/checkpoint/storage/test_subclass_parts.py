@@ -48,5 +48,5 @@ def test_parts_go_into_a_copy_of_what_the_program_has() -> None:
     ids=["nothing there", "plain", "no slices", "slices are copies", "one scale", "another class"],
 )
 def test_what_cannot_be_put_together_is_refused_by_name(live: torch.Tensor | None, kind: type[Codes], why: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"'x\.w'.*in 2 parts.*({why})"):
+    with pytest.raises(CheckpointError, match=rf"'x\.w'.*in 2 shards.*({why})"):
         put_together(live, kind)

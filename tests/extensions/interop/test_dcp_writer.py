@@ -156,7 +156,7 @@ DAMAGES = {
     for name in (".metadata", "__0_0.distcp")
     for how in ("missing", "truncated", "too long", "CRC-32 mismatch")
 }
-DAMAGES |= {("checksums.json", "CRC-32 mismatch"): "checksums.json is damaged"}
+DAMAGES |= {("checksums.json", "CRC-32 mismatch"): "checksums.json is corrupt"}
 DAMAGES |= {("checksums.json", "a pipe"): "not a regular file"}
 
 

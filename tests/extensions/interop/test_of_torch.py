@@ -94,10 +94,10 @@ def test_each_writer_s_checkpoint_is_called_what_it_is(tmp_path: Path, command: 
         ("ours", lambda path: flip(path / DATA), f"{DATA}: CRC-32 mismatch"),
         ("ours", lambda path: (path / DATA).unlink(), f"{DATA}: missing"),
         ("ours", lambda path: (path / ".metadata").unlink(), ".metadata: missing"),
-        ("ours", lambda path: (path / "checksums.json").write_text("{}"), "checksums.json: damaged"),
+        ("ours", lambda path: (path / "checksums.json").write_text("{}"), "checksums.json: corrupt"),
         ("torch", lambda path: (path / DATA).unlink(), f"{DATA}: missing"),
         ("torch", lambda path: os.truncate(path / DATA, 9), f"{DATA}: truncated: 9 of "),
-        ("torch", lambda path: (path / ".metadata").write_bytes(b"no pickle"), ".metadata: damaged"),
+        ("torch", lambda path: (path / ".metadata").write_bytes(b"no pickle"), ".metadata: corrupt"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

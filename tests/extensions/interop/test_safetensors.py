@@ -21,7 +21,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 def test_without_the_package_the_error_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[safetensors\]'"):
+    with pytest.raises(ConfigError, match=r"pip install './stagereg\[safetensors\]'"):
         stagereg.build("storage", "safetensors")
 
 

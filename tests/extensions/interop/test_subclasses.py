@@ -27,7 +27,7 @@ def test_what_plain_torch_saved_is_not_rounded(tmp_path: Path) -> None:
 
 def test_safetensors_refuses_them_by_name(tmp_path: Path) -> None:
     with (
-        pytest.raises(CheckpointError, match=r"'x\.w': it is a .*Codes.*use storage=.dcp"),
+        pytest.raises(CheckpointError, match=r"x\.w': it is a .*Codes.*Use storage=.dcp"),
         stagereg.Checkpointer(str(tmp_path), every=1, storage=stagereg.build("storage", "safetensors")) as checkpointer,
     ):
         checkpointer.save(1, {"x": {"w": codes(4)}})

@@ -114,7 +114,7 @@ def test_a_listing_refuses_other_pickles_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from stagereg.checkpoint.store.open_store import open_parent_store\n"
         "found = open_parent_store(sys.argv[1]).look(sys.argv[1])\n"
-        "print('damaged' in str(found), 'torch' in sys.modules)"
+        "print('corrupt' in str(found), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]

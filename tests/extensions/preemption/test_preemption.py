@@ -350,7 +350,7 @@ def worker():
             try:
                 checkpointer.maybe_save(2, {"x": 2})
             except CheckpointError as error:
-                assert "a forked child" in str(error)
+                assert "A forked child" in str(error)
                 checkpointer.close()
                 me(USR1)
                 me(TERM)

@@ -110,7 +110,9 @@ def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(
     gone = ranks.processes[failed]
     gone.send_signal(harm)
     for rank in {0, 1, 2} - {failed}:
-        assert comes_true(lambda rank=rank: f"rank {failed} (process {gone.pid} on " in ranks.said(rank), BOUND_S)
+        assert comes_true(
+            lambda rank=rank: f"rank {failed} failed (process {gone.pid} on " in ranks.said(rank), BOUND_S
+        )
         assert why in ranks.said(rank)
     if harm == signal.SIGSTOP:  # nobody counts on it any more, and it must not go on
         assert await_gone(gone.pid)

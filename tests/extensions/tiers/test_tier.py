@@ -48,7 +48,7 @@ def test_memory_wants_a_folder_in_memory(tmp_path: Path) -> None:
 
 def test_without_directory_and_tier_nothing_is_kept_and_that_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r'^Checkpointer\(dir=\.\.\.\) .*: choose tier=stagereg\.build\("tier", "disk", dir="PATH"\)'
+        ConfigError, match=r'^Checkpointer\(dir=\.\.\.\) .*: tier=stagereg\.build\("tier", "disk", dir="PATH"\)'
     ):
         Checkpointer(None)
 
