@@ -232,7 +232,7 @@ def _notes(chosen: Any) -> str:
     """Return the directory of the records of a run without a checkpoint directory."""
     if chosen is None:
         raise ConfigError(
-            f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps them: choose "
+            f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the checkpoints: "
             f"{choice('tier', 'disk', dir='PATH')}, or {choice('tier', 'memory')}."
         )
     notes: str = _made("tiers", "tiering.notes_of", chosen)
