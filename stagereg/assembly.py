@@ -61,7 +61,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Preemption:
-    """What a run does on SIGTERM or SIGUSR1.
+    """The behavior of a run on SIGTERM or SIGUSR1.
 
     Args:
         grace_period: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save the step and exit.

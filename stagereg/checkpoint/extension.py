@@ -71,7 +71,7 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a checkpointer is made of, before it can save."""
+    """The parts of a checkpointer, before it can save."""
 
     ranks: RankGroup  # the ranks that save together, for exchanges on the training thread
     process_group: dist.ProcessGroup | None  # the option, in which an extension makes groups of its own
@@ -93,7 +93,7 @@ class Rejection(NamedTuple):
     """Why a restore skips a candidate whose files may all be good."""
 
     word: str  # completes "the checkpoint is ...", such as ``"quarantined"``
-    about: str  # what the reason is about, as the name of a corrupt file is
+    about: str  # the subject of the reason, such as the name of a corrupt file
     why: str  # the reason
     hint: str = ""  # what to do, for the warning that the candidate is skipped
     advice: str = ""  # what to do, for the error if every candidate is skipped
@@ -152,7 +152,7 @@ class RestoreRequest:
     exact: bool
     rename: Mapping[str, str]
     allow_missing: Sequence[str]
-    state: MutableMapping[str, Any]  # what was given to ``restore``
+    state: MutableMapping[str, Any]  # the argument of ``restore``
     names: ParameterNames  # of the parameters of ``state``
     storage: Storage  # the checkpointer's
     ranks: RankGroup  # the ranks that restore

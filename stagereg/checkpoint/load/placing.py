@@ -52,7 +52,7 @@ def refusal(name: str, why: str) -> str:
     """Return the message about an entry that does not match, with advice."""
     return (
         f"{name!r} does not accept its saved state: {why.rstrip('.')}. If the checkpoint is of "
-        f"another model, give this run its own directory, {option('checkpoint.dir', 'PATH')}, or start from scratch "
+        f"another model, use another directory, {option('checkpoint.dir', 'PATH')}, or start from scratch "
         f"with {option('checkpoint.resume', 'never')}"
     )
 

@@ -1,6 +1,6 @@
-"""How all ranks write a copy to one target and commit it, in two exchanges. Each is needed:
+"""All ranks write a copy to one target and commit it, in two exchanges. Each is needed:
 
-1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
+1. Before any file: every rank sends that it has staged and its plan of writes; rank 0 answers which rank writes what.
    Without it a rank would write for nothing, or two ranks would write the same. The ranks may compare replicas in an
    earlier exchange (:class:`.ReplicaSave`).
 2. After the files: every rank sends the names, sizes and checksums of its files; rank 0 writes the metadata, commits,

@@ -21,7 +21,7 @@ class ExchangeCache:
     def __init__(self, repeats: bool) -> None:
         self.plans, self.results = Exchange(repeats), Exchange(repeats)
         self.planner = StatePlanner()
-        self.plan: SavePlan | None = None  # what this rank alone would write
+        self.plan: SavePlan | None = None  # of this rank alone
         self.sent: list[SavePlan] = []  # the same plan, as it is sent
         self.nbytes = 0  # of its tensors, without the states of generators
         self.dealt: SavePlan | None = None  # the plan that rank 0 assigned to this rank

@@ -1,4 +1,4 @@
-"""A checkpoint store: lists the checkpoints, and commits new ones; docs/guarantees.md shows its files.
+"""A checkpoint store: lists the checkpoints, and commits new ones; docs/commit-protocol.md shows its files.
 
 *Reading*: any process at any time, without a lock. *Writing*: rank 0 of the run that holds the lock; each rank calls
 :meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes

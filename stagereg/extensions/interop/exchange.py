@@ -12,7 +12,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def exchange(beside: Path, path: Path) -> Path:
-    """Give ``beside`` the name ``path``; return the path of what had that name, a link itself. Deletes nothing.
+    """Give ``beside`` the name ``path``; return the new path of the former file, folder or link. Deletes nothing.
 
     In one step, or in two if the file system has none: killed between them, it is at :func:`aside`.
     """
@@ -39,5 +39,5 @@ def aside(path: Path) -> str:
 
 
 def aside_of(name: str) -> str | None:
-    """Return of what a name is the one of :func:`aside`, without its folder; ``None`` if it is not ours."""
+    """Return the name that :func:`aside` made ``name`` from, without its folder; ``None`` if it made no such name."""
     return temporary_of(f"{name.removesuffix('old')}tmp") if name.endswith(".old") else None

@@ -115,7 +115,7 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
 
 
 def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name of what others have saved with dotted names.
+    """Return a state by name from values that others have saved with dotted names.
 
     ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
     ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
@@ -149,7 +149,7 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state by name as torch has it: a list of groups, with names where torch may have numbers.
 
-    What is of no parameter is under its own keys, as torch has it, if one optimizer has it and no name is its key.
+    Values of no parameter are under their own keys, as torch has it, if one optimizer has it and no name is its key.
     """
     state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
     parts = [*saved.get(OPTIMIZERS, {}).values()]

@@ -12,7 +12,7 @@ from stagereg.errors import CheckpointError, StageregError, reason
 def refusing(what: str) -> Generator[None, None, None]:
     """Raise ``CheckpointError`` that ``what`` was not read in place of any error that is not of this project.
 
-    What others have written may raise anything: ``RecursionError`` and ``MemoryError`` too.
+    Reading the files of others may raise anything: ``RecursionError`` and ``MemoryError`` too.
     """
     try:
         yield

@@ -181,7 +181,7 @@ def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_missing_entries_and_per_rank_go_by_the_dotted_name(tmp_path: Path) -> None:
     save(tmp_path, {"a": {"n": Counting(3), "mine": stagereg.per_rank([1])}})
     state = {"a": {"n": Counting(0), "more": Counting(8), "mine": stagereg.per_rank([])}}
-    assert "'a.more'" in refused(lambda: restore(tmp_path, state))
+    assert "The checkpoint has no 'a.more'" in refused(lambda: restore(tmp_path, state))
     restore(tmp_path, state, restore=stagereg.Restore(allow_missing=["a.more"]))
     assert (state["a"]["n"].count, state["a"]["more"].count, state["a"]["mine"].value) == (3, 8, [1])
 
@@ -315,7 +315,7 @@ def test_a_generator_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     before, mine = random.Random(1).random(), random.Random(1)
     text = refused(lambda: restore(tmp_path, {"gen": mine}))
     assert "'gen'" in text
-    assert "'random'" in text
+    assert "another kind of generator: expected 'random', got 'torch cpu'" in text
     assert mine.random() == before
 
 
