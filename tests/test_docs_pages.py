@@ -254,7 +254,7 @@ def test_every_command_of_a_page_prints_what_it_shows(tmp_path: Path, page: Page
         if line == "cd examples":
             continue
         ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, timeout=LIMIT_S, **pipes)
-        flipped = flipped or line.startswith("printf")
+        flipped = line.startswith("printf") or (flipped and line != "python train.py")  # a run saves the step again
         damaged = flipped and line.startswith("stagereg verify")
         assert ended.returncode == (damaged or "failing" in line), f"$ {line}\n{ended.stdout}"
         command.check("".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines()))
