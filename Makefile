@@ -92,6 +92,7 @@ check: $(VENV)/.ready  ## lint, format, types, and the wording of messages and p
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/prose.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
