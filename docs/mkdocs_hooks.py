@@ -26,6 +26,8 @@ _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
 _BOOST = {"options.md": 2, "stagers.md": 2, "CHANGELOG.md": 0.3}
 """How much more a page counts in the search; programs count less than pages."""
+_NOT_SEARCHED = "messages.md"
+"""The index of all messages: its hundreds of entries would hide the pages. reference/errors.md has the common ones."""
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
 
 
@@ -60,7 +62,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead the links of a page to where its site has what they name."""
     source = page.file.src_uri
-    page.meta["search"] = {"boost": _BOOST.get(source, 0.3 if source.startswith("examples/") else 1)}
+    boost = _BOOST.get(source, 0.3 if source.startswith("examples/") else 1)
+    page.meta["search"] = {"exclude": True} if source == _NOT_SEARCHED else {"boost": boost}
     here = posixpath.dirname(source if source in _BESIDE else f"docs/{source}")
 
     def lead(link: re.Match[str]) -> str:

@@ -94,6 +94,11 @@ def test_the_index_of_error_messages_is_current() -> None:
     assert (DOCS / "messages.md").read_text() == page, "run: python docs/messages.py > docs/messages.md"
 
 
+def test_the_reference_of_the_command_line_is_current() -> None:
+    page = runpy.run_path(str(DOCS / "commands.py"))["page"]()
+    assert (DOCS / "commands.md").read_text() == page, "run: python docs/commands.py > docs/commands.md"
+
+
 def test_messages_that_users_see_are_in_the_index() -> None:
     page = DOCS.joinpath("messages.md").read_text()
     heads = re.findall(r"^#### ``? ?(.+?) ?``?$", page, re.M)
@@ -182,9 +187,9 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
             loaded += 1
     assert loaded > 100
     index = json.loads((tmp_path / "search/search_index.js").read_text().removeprefix("var __index = "))
-    assert {"tutorial.html", "messages.html", "reference/checkpoints.html"} <= {
-        each["location"] for each in index["docs"]
-    }
+    found = {each["location"].partition("#")[0] for each in index["docs"]}
+    assert {"tutorial.html", "reference/errors.html", "reference/checkpoints.html"} <= found
+    assert "messages.html" not in found
 
 
 def programs(page: str) -> tuple[str, str]:
