@@ -42,7 +42,7 @@ def run(asked: argparse.Namespace) -> int:
     """Write the file and print its contents; return 0."""
     from stagereg.checkpoint.format.index import DTYPES
     from stagereg.extensions.interop.export import SAFETENSORS, SUFFIXES, TensorOptions, export
-    from stagereg.extensions.interop.opening import first_good
+    from stagereg.extensions.interop.opening import open_newest
 
     out = Path(asked.out).expanduser().absolute()
     if out.suffix not in SUFFIXES:
@@ -61,7 +61,7 @@ def run(asked: argparse.Namespace) -> int:
     import_plugins(asked)
     output.progress(f"reading {asked.checkpoint}")
     try:
-        with first_good(asked.checkpoint, True, _show_passed) as checkpoint:
+        with open_newest(asked.checkpoint, True, _show_passed) as checkpoint:
             output.progress(f"writing {out}")
             names, left_out, written = export(checkpoint, asked.only, out, asked.force, options)
     except OSError as error:

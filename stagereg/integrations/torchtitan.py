@@ -241,7 +241,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             if self._checkpointer.restore(state, source) is None:
                 return False
         except CheckpointError as error:
-            if "There is no 'optimizer' in it" not in str(error):
+            if "has no entry 'optimizer'" not in str(error):
                 raise
             raise CheckpointError(f"{error}\n{_MODEL_ALONE}") from error
         self.states[base.MODEL].load_state_dict(state)  # for parts that save otherwise than they are

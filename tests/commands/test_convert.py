@@ -148,9 +148,9 @@ def test_the_library_reads_tensors_of_every_kind(tmp_path: Path, command: Comman
 def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, command: Command) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
-    for name, tensor in (("x", "'wide', which is torch.complex128"), ("y", "'__metadata__', which is torch.float32")):
+    for name, tensor in (("x", "'wide', torch.complex128"), ("y", "'__metadata__', torch.float32")):
         wrong = command("convert", root, tmp_path / "x.safetensors", "--only", name, code=2).err
-        assert f"cannot hold {tensor}; write a .pt" in wrong
+        assert f"safetensors has no such dtype or name: {tensor}. Write a .pt instead." in wrong
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     command("convert", root, tmp_path / "x.pt")
 
@@ -236,7 +236,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     assert torch.load(out)["x"].sum() == 9
     monkeypatch.setattr(CheckpointStore, "contents", gone)
     shown = command("convert", root, out, "--force", code=2).err
-    assert "If a run has just deleted it, there is a newer one: try again." in shown
+    assert "If a run has just deleted this checkpoint, a newer checkpoint exists: try again." in shown
 
 
 def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +263,8 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path, command: Command, mon
         (["run", "x.bin"], "Use one of .pt, .pth, .safetensors"),
         (["run", "nowhere/x.pt"], "nowhere/x.pt: the directory "),
         (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
-        (["run", "x.safetensors", "--only", "names"], "There is no tensor in 'names'; a .pt has other values."),
-        (["run", "x.pt"], "torch.load(weights_only=True) would refuse it"),
+        (["run", "x.safetensors", "--only", "names"], "'names' has no tensors. Write a .pt instead of a .safetensors."),
+        (["run", "x.pt"], "torch.load(weights_only=True) rejects this export"),
         (["none", "x.pt"], "There is no checkpoint in"),
         (["run", "x.pt", "--dtype", "float16"], "--dtype and --max-shard-size require an output file OUT.safet"),
         (["run", "x.safetensors", "--dtype", "int8"], "argument --dtype: invalid choice"),

@@ -1,1 +1,1 @@
-"""Interop: checkpoints of plain torch, safetensors files, and reading a checkpoint outside a run."""
+"""Interop: checkpoints of plain torch, safetensors files, and tools to read a checkpoint outside a run."""

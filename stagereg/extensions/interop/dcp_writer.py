@@ -1,9 +1,9 @@
-"""The fast writer and the checks for plain ``torch.distributed.checkpoint``, without a :class:`stagereg.Checkpointer`.
+"""A fast storage writer and a verifying reader for ``torch.distributed.checkpoint``, without a ``Checkpointer``.
 
-``DcpWriter`` writes as the storage ``dcp`` does, into a directory beside, which the coordinator renames when all ranks
-have written and flushed their files. ``checksums.json`` in it has size and CRC-32 of each other file, as a manifest
-(:mod:`.manifest`) has them. ``DcpReader`` compares them before anything is loaded. Retention, the choice of what is
-loaded, and a state that does not fit are left to torch and its callers.
+``DcpWriter`` writes the files of ``storage=dcp`` to a temporary directory. When all ranks have flushed their files, the
+coordinator renames the directory to the path of the checkpoint. Its file ``checksums.json`` has the size and the CRC-32
+of each other file, in the format of a manifest (:mod:`.manifest`). ``DcpReader`` verifies them before any rank loads a
+tensor. The program selects the checkpoint to load and deletes old checkpoints; torch checks that the state fits.
 """
 
 from __future__ import annotations
@@ -46,44 +46,44 @@ from stagereg.extensions.interop.exchange import aside_of, exchange
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
-_PATIENCE_S = 1.0  # for the end of the thread of a save that has just failed
+_PATIENCE_S = 1.0  # seconds to wait until the thread of a failed save ends
 _POLL_INTERVAL_S = 0.01
-_CHECKSUMS_BYTES = 1 << 28  # a longer file is not read
+_CHECKSUMS_BYTES = 1 << 28  # largest checksums.json that is read
 _FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _log = logging.getLogger(__name__)
 _lock, _staging = threading.Lock(), threading.Lock()
 _saving: weakref.WeakValueDictionary[Path, threading.Thread] = weakref.WeakValueDictionary()
-"""By path, the thread that saves there, if it is not the main thread, in a process that is the coordinator.
+"""The thread that saves to each path, on the coordinator. Saves on the main thread are not in this table.
 
-A save that fails before :meth:`DcpWriter.finish` leaves its thread here until that thread ends or saves again.
+If a save fails before :meth:`DcpWriter.finish`, its thread stays in the table until it ends or saves again.
 """
 
 
 class DcpWriter(StorageWriter, AsyncStager):
     """Writes a checkpoint that is complete or absent: ``dcp.save(state, storage_writer=stagereg.DcpWriter(path))``.
 
-    For ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. What it wrote plain ``dcp.load`` reads, and
-    :class:`DcpReader`, which checks it. All ranks see the same file system.
+    For ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. Plain ``dcp.load`` reads the checkpoint;
+    :class:`DcpReader` also verifies it. All ranks must see the same file system.
 
-    Until ``finish`` the files are in ``.NAME.TOKEN.tmp`` beside ``path``, where a killed save leaves them and the next
-    save to the same path deletes them. A checkpoint that is at ``path`` already is replaced in one step, and in two if
-    the file system cannot exchange directories (NFS): killed between them, it is at ``.NAME.TOKEN.old``. Saves that are
-    under way at the same time may share a writer, and need a path each.
+    Until ``finish``, the files are in ``.NAME.TOKEN.tmp`` next to ``path``. If a save is killed, the next save to the
+    same path deletes that directory. A checkpoint that exists at ``path`` is replaced atomically. If the file system
+    cannot exchange directories (NFS), two renames are needed: a process that is killed between them leaves the old
+    checkpoint in ``.NAME.TOKEN.old``. Concurrent saves may share a writer, but each save needs its own path.
 
-    As torch's ``FileSystemWriter``, it stages for ``async_save``, unless that is given an ``async_stager``: with
-    ``stager=overlapped``, whose copies are complete when :meth:`stage` returns. All writers of the process share its
-    memory, that of one copy, and of two while saves overlap; :meth:`close` frees it.
+    Like torch's ``FileSystemWriter``, the writer also stages for ``async_save``, unless an ``async_stager`` is passed.
+    It uses ``stager=overlapped`` and returns complete copies from :meth:`stage`. All writers of a process share the
+    memory of one copy, or of two copies while saves overlap; :meth:`close` frees the memory.
 
     Args:
-        path: the directory of this one checkpoint; ``checkpoint_id`` of ``save`` names another.
-        direct: ``"auto"`` writes past the page cache where the file system takes that, ``"never"`` nowhere.
+        path: the directory of one checkpoint; ``checkpoint_id`` of ``save`` overrides it.
+        direct: ``"auto"`` bypasses the page cache if the file system supports that, ``"never"`` does not.
 
     Attributes:
-        path: the directory named last, resolved; ``None`` if none was named yet.
+        path: the last directory that was set, resolved; ``None`` if no directory was set.
 
     Raises:
-        ConfigError: ``path`` is a URL; no directory of an object store can be renamed.
+        ConfigError: ``path`` is a URL, but object stores cannot rename directories.
     """
 
     def __init__(self, path: StrPath | None = None, direct: str = "auto") -> None:
@@ -97,53 +97,53 @@ class DcpWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Whether it is a path of this machine's file systems."""
+        """Return whether ``checkpoint_id`` is a path, not a URL."""
         return local_part(checkpoint_id) is not None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: a copy is complete when it is handed out."""
+        """False, since :meth:`stage` returns complete copies."""
         return False
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a complete copy of ``state_dict`` in host memory. Raises: as the default stager does."""
+        """Return a complete copy of ``state_dict`` in host memory. Raises the errors of the stager ``overlapped``."""
         with _staging:
             copied: StateDict = _default_stager().stage(state_dict).result()
             return copied
 
     def close(self) -> None:
-        """Free the memory that is kept for the next :meth:`stage`, of any writer. Nothing else is to be closed."""
+        """Free the memory that all writers of this process reuse in :meth:`stage`. Idempotent."""
         with _staging:
             if _default_stager.cache_info().currsize:
                 stager = _default_stager()
-                _default_stager.cache_clear()  # first: also where closing raises, the next copy has a stager
+                _default_stager.cache_clear()  # first, so that the next copy gets a new stager even if close() raises
                 stager.close()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin another checkpoint, at ``checkpoint_id`` if that is given. Raises: ``ConfigError``."""
+        """Begin a new checkpoint at ``checkpoint_id``, by default at ``path``. Raises ``ConfigError`` for a URL."""
         path = _local(checkpoint_id, type(self).__name__).resolve() if checkpoint_id else self.path
         self.path = self._save.path = path
         self._save.storage = DcpStorage(direct=self._direct)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take part. Raises: ``CheckpointError`` with torch's ``use_collectives=False``."""
+        """Begin the save on this rank. Raises ``CheckpointError`` if ``save`` got ``use_collectives=False``."""
         if not hasattr(self._save, "storage"):  # torch calls ``reset`` only with a ``checkpoint_id``
             self.reset()
         self._save.storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan.
+        """Check the path and the tensors, and return the plan unchanged.
 
         Raises:
-            CheckpointError: no path was given, what is there is no checkpoint, or a tensor could not be loaded.
+            CheckpointError: no path is set, the path has other content, or a tensor could not be loaded again.
         """
         if self._save.path is None:
-            raise CheckpointError("DcpWriter was given no directory: DcpWriter(path), or checkpoint_id=path.")
+            raise CheckpointError("DcpWriter has no directory. Pass DcpWriter(path), or checkpoint_id=path to save().")
         if self._save.path.exists() and (others := _others(self._save.path)):
             what = ", ".join(sorted(others)[:3])
             raise CheckpointError(
-                f"{self._save.path} has what is no part of a checkpoint ({what}), and would be replaced "
-                "as a whole: give each checkpoint a directory of its own."
+                f"Expected only a checkpoint at {self._save.path}, which the save replaces, but found: {what}. "
+                "Use a separate directory for each checkpoint."
             )
         self._save.beside = ""
         for item in plan.items:
@@ -153,10 +153,10 @@ class DcpWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory beside, empty. Called on the coordinator, before any rank writes.
+        """Create the temporary directory. Called on the coordinator before any rank writes.
 
         Raises:
-            CheckpointError: an earlier save to the same path is still being written. ``OSError``.
+            CheckpointError: an earlier save to the same path is still being written. Also ``OSError``.
         """
         assert self._save.path is not None
         _expect_sole(self._save.path)
@@ -171,7 +171,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         return [replace(plan, storage_data=(plan.storage_data, self._save.beside)) for plan in numbered]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and flush this rank's files, whose marks go to the coordinator. Raises: ``OSError``."""
+        """Write and flush this rank's files, and send their digests to the coordinator. Raises ``OSError``."""
         number, beside = plan.storage_data
         self._save.storage.reset(self._save.beside or self._find_beside(beside))
         plan = replace(plan, storage_data=number)
@@ -186,7 +186,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Write torch's metadata and the checksums, and commit. Called on the coordinator.
 
         Raises:
-            CheckpointError: a file is not there as it was written. ``OSError``.
+            CheckpointError: a written file is missing or has another size. Also ``OSError``.
         """
         try:
             self._commit(metadata, results)
@@ -207,7 +207,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
             raise CheckpointError(
-                f"{beside} was not written as it should be: {VerificationResult(path.name, manifest, lost)}"
+                f"The files in {beside} are incomplete: {VerificationResult(path.name, manifest, lost)}. Save again."
             )
         open_store(path.parent).put(os.fspath(beside), CHECKSUMS, manifest.dumps().encode())
         sync(beside)
@@ -218,56 +218,56 @@ class DcpWriter(StorageWriter, AsyncStager):
         failpoint("committed")
         if old.is_dir() and (others := _others(old)):
             other = printable(others[0], lines=False)
-            _log.warning("%s has %s, which came to %s during the save: it was not deleted.", old, other, path)
+            _log.warning("Did not delete %s: %s was written to %s during the save.", old, other, path)
         else:
             discard(os.fspath(old))
 
-    def _find_beside(self, told: str) -> str:
-        """Return the directory of this save: ``told``, but torch's plan caching tells that of an earlier save."""
-        path = cast("Path", self._save.path)
-        if Path(told).parent == path.parent and temporary_of(Path(told).name) == path.name and os.path.isdir(told):
-            return told
+    def _find_beside(self, planned: str) -> str:
+        """Return the temporary directory of this save: ``planned``, unless torch reused the plan of an earlier save."""
+        path, plan = cast("Path", self._save.path), Path(planned)
+        if plan.parent == path.parent and temporary_of(plan.name) == path.name and os.path.isdir(planned):
+            return planned
         found = [os.fspath(each) for each in _left_beside(path) if temporary_of(each.name)]
         if len(found) != 1:
             raise CheckpointError(
-                f"{path.parent} has {len(found)} directories .{path.name}.TOKEN.tmp, and must have the one of this "
-                "save: delete what killed saves have left, and save again."
+                f"Expected one directory .{path.name}.TOKEN.tmp in {path.parent}, for this save, found {len(found)}. "
+                "Delete these directories, which killed saves left, and save again."
             )
         return found[0]
 
 
 class _Save(threading.local):
-    """The save of a thread: torch makes all calls for one on one thread."""
+    """The save of a thread. Torch makes all calls of one save on one thread."""
 
     path: Path | None = None
-    beside = ""  # the directory that it is written in, on the coordinator
+    beside = ""  # the temporary directory, on the coordinator
     storage: DcpStorage
 
 
 class DcpReader(FileSystemReader):
-    """Loads what is undamaged, and nothing else: ``dcp.load(state, storage_reader=stagereg.DcpReader(path))``.
+    """Verifies a checkpoint, then loads it: ``dcp.load(state, storage_reader=stagereg.DcpReader(path))``.
 
-    Before any rank loads, size and CRC-32 of every file are compared with those that :class:`DcpWriter` has written
-    down; each rank reads an equal share of the bytes. What torch's own writer wrote has no checksums: it is loaded as
-    it is, and a warning in the log says so.
+    Before any rank loads a tensor, the ranks compare the size and the CRC-32 of every file with the checksums of
+    :class:`DcpWriter`; each rank reads an equal portion of the bytes. A checkpoint of torch's own writer has no
+    checksums: it is loaded without verification, and a warning is logged.
 
     Args:
-        path: the directory of the checkpoint; ``checkpoint_id`` of ``load`` names another.
+        path: the directory of the checkpoint; ``checkpoint_id`` of ``load`` overrides it.
 
     Raises:
-        ConfigError: ``path`` is a URL, or None.
-        CheckpointError: a file is damaged, or a tensor of the state is sparse, which torch would leave as it is, or
-            quantized; from ``dcp.load``, which wraps it into a ``CheckpointException``.
+        ConfigError: ``path`` is a URL or None.
+        CheckpointError: a file is corrupt, or a tensor of the state is quantized, or sparse (torch would not fill it).
+            ``dcp.load`` wraps this error in a ``CheckpointException``.
     """
 
     def __init__(self, path: StrPath) -> None:
         if path is None:
-            raise ConfigError(f"{type(self).__name__} takes the directory of a checkpoint, and not None.")
+            raise ConfigError(f"{type(self).__name__} requires the directory of a checkpoint, got None.")
         super().__init__(_local(path, type(self).__name__))
         self._manifest: Manifest | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return torch's metadata, which is checked. Raises: ``CheckpointError``, ``OSError``."""
+        """Verify torch's metadata file and return its content. Raises ``CheckpointError``, ``OSError``."""
         checksums = os.path.realpath(Path(self.path) / CHECKSUMS)
         try:
             self._manifest = Manifest.loads(read_small(checksums, _CHECKSUMS_BYTES))
@@ -281,7 +281,7 @@ class DcpReader(FileSystemReader):
         return super().read_metadata(*args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read this rank's share of the bytes; what was found goes to the coordinator with the plan."""
+        """Read this rank's portion of the bytes, and send its digests to the coordinator with the plan."""
         if self._manifest is None:
             return plan
         return replace(
@@ -289,18 +289,18 @@ class DcpReader(FileSystemReader):
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare what the ranks have found. Called on the coordinator. Raises: ``CheckpointError``."""
+        """Compare the ranks' digests with the checksums. Called on the coordinator. Raises ``CheckpointError``."""
         if self._manifest is None:
-            _log.warning("%s has no %s: another writer made it, and it is loaded unchecked.", self.path, CHECKSUMS)
+            _log.warning("%s has no %s, so it is loaded without verification.", self.path, CHECKSUMS)
             return plans
         found = [plan.storage_data for plan in plans]
-        if len(found) != _world_size() or None in found:  # a part of the ranks loads, and their shares are not all
+        if len(found) != _world_size() or None in found:  # only some ranks load, and have not read all bytes
             found = [self._contents(dict.fromkeys(self._manifest.files, WHOLE))]
         self._expect(self._manifest, marks_of_shares(found))
         return [replace(plan, storage_data=None) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read as torch does. Raises: ``CheckpointError`` for a tensor that torch would leave as it is."""
+        """Read the tensors as torch does. Raises ``CheckpointError`` for a tensor that torch would not fill."""
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 x = planner.resolve_tensor(item)
@@ -313,26 +313,26 @@ class DcpReader(FileSystemReader):
     def _expect(self, manifest: Manifest, found: dict[str, Found]) -> None:
         if damages := differences(manifest, found):
             raise CorruptCheckpointError(
-                f"{self.path} is damaged, and nothing of it was loaded: "
+                f"{self.path} is corrupt, so nothing was loaded: "
                 f"{VerificationResult(os.fspath(self.path), manifest, damages)}"
             )
 
 
 @dataclass(frozen=True)
 class _FileResult(WriteResult):
-    """The mark of a file, on the way to the coordinator: ``storage_data``, with the name as ``index.fqn``."""
+    """The digest of a file, sent to the coordinator as ``storage_data``; ``index.fqn`` is the file's name."""
 
 
 def _local(path: StrPath, what: str) -> Path:
     if (found := local_part(path)) is None:
-        raise ConfigError(f"{what} takes a directory of this machine, not {path}; stagereg.Checkpointer saves to URLs.")
+        raise ConfigError(f"{what} requires a local directory, got {path}. Use stagereg.Checkpointer to save to a URL.")
     return found
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in a directory that are no part of a checkpoint; that there is a file in its place."""
+    """Return the names in a directory that are not part of a checkpoint; one text if the path is not a directory."""
     if not path.is_dir():
-        return ["it is a file"]
+        return ["a file with this path"]
     with os.scandir(path) as entries:
         return [each.name for each in entries if each.is_dir(follow_symlinks=False) or not _is_part(each.name)]
 
@@ -342,7 +342,7 @@ def _is_part(name: str) -> bool:
 
 
 def _left_beside(path: Path) -> list[Path]:
-    """Return the directories of saves to ``path`` that did not end, and what they replaced if that is not needed."""
+    """Return the directories that killed saves to ``path`` left: new ones, and old ones unless ``path`` is missing."""
     of = [temporary_of, aside_of] if path.exists() else [temporary_of]
     named = [each for each in path.parent.iterdir() if path.name in [find(each.name) for find in of]]
     return [each for each in named if each.is_dir() and not each.is_symlink()]
@@ -353,37 +353,37 @@ def _world_size() -> int:
 
 
 def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: str) -> None:
-    """Refuse a quantized tensor, and one that torch's reader leaves as it is: a detached COO one has its own."""
+    """Raise ``CheckpointError`` for a quantized tensor, and for a COO tensor: torch would fill only a detached copy."""
     expect_dense(name, dtype, torch.strided if layout in _FILLED else layout, verb)
 
 
 @functools.cache
 def _default_stager() -> Any:
-    """The stager of all writers: a program may make one a checkpoint, and fresh memory costs more than a copy."""
+    """Return the stager of all writers. It is shared, since new memory for each writer would cost more than a copy."""
     return build("stager", "overlapped")
 
 
 def _expect_sole(path: Path) -> None:
-    """Note that this thread saves to ``path``. Raises: ``CheckpointError`` if another live thread does."""
+    """Record that this thread saves to ``path``. Raises ``CheckpointError`` if another live thread does."""
     until = time.monotonic() + _PATIENCE_S
-    while not _take(path):
+    while not _claim(path):
         if time.monotonic() > until:
             raise CheckpointError(
-                f"An earlier save to {path} is still being written: wait for its future first. If that save has "
-                "failed, save again from its thread, or end that thread."
+                f"An earlier save to {path} is still being written. Wait for its future before you save again. If that "
+                "save has failed, save again from its thread, or end that thread."
             )
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _take(path: Path) -> bool:
-    """Note that this thread saves to ``path``, and nowhere else any more; return False if another live thread does."""
+def _claim(path: Path) -> bool:
+    """Record that this thread saves only to ``path`` now; return False if another live thread saves to it."""
     this = threading.current_thread()
     with _lock:
         other = _saving.get(path)
         if other is not None and other is not this and other.is_alive():
             return False
         _forget(this)
-        if this is not threading.main_thread():  # which comes to a save when its last one has ended, or has failed
+        if this is not threading.main_thread():  # the main thread waits for each of its saves
             _saving[path] = this
         return True
 

@@ -1,4 +1,4 @@
-"""Gives a new file or directory the name of an old one, in one step if the file system can."""
+"""Replace a file or directory with a new one, atomically if the file system supports that."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def exchange(beside: Path, path: Path) -> Path:
-    """Give ``beside`` the name ``path``; return the new path of the former file, folder or link. Deletes nothing.
+    """Rename ``beside`` to ``path``; return the new path of the old file, directory or link. Deletes nothing.
 
-    In one step, or in two if the file system has none: killed between them, it is at :func:`aside`.
+    Without an atomic exchange, a process that is killed between two renames leaves the old file at :func:`aside`.
     """
     if not os.path.lexists(path):
         os.rename(beside, path)
@@ -34,10 +34,10 @@ def exchange(beside: Path, path: Path) -> Path:
 
 
 def aside(path: Path) -> str:
-    """Return a name ``.NAME.TOKEN.old`` in the folder of ``path`` that cannot be foreseen; makes nothing."""
+    """Return an unpredictable name ``.NAME.TOKEN.old`` in the directory of ``path``. Creates nothing."""
     return f"{temporary(path).removesuffix('tmp')}old"
 
 
 def aside_of(name: str) -> str | None:
-    """Return the name that :func:`aside` made ``name`` from, without its folder; ``None`` if it made no such name."""
+    """Return the file name for which :func:`aside` created ``name``; ``None`` for any other name."""
     return temporary_of(f"{name.removesuffix('old')}tmp") if name.endswith(".old") else None

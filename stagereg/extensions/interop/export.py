@@ -1,8 +1,8 @@
-"""A checkpoint as files that need no checkpointer: for ``torch.load``, or for readers of safetensors.
+"""Export a checkpoint as files that do not need stagereg: a ``.pt`` for ``torch.load``, or safetensors.
 
-One process without a process group writes the files; sharded tensors become whole. A ``.pt`` holds everything, and so
-does the memory of the process for a while. A ``.safetensors`` holds tensors only, and is written tensor by tensor
-(layout: huggingface.co/docs/safetensors, "Format"); several files get an index, as transformers reads it.
+One process without a process group writes the files; sharded tensors are written whole. A ``.pt`` has all values, and
+the process needs memory for all of them. A ``.safetensors`` has only the tensors, and is written tensor by tensor
+(layout: huggingface.co/docs/safetensors, "Format"). Several files get an index in the format of transformers.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from stagereg.extensions.interop.safetensors import DTYPES, METADATA, head
 from stagereg.kernel.memory import view_of
 
 SAFETENSORS = ".safetensors"
-SUFFIXES = (".pt", ".pth", SAFETENSORS)  # what a file may be called
+SUFFIXES = (".pt", ".pth", SAFETENSORS)  # valid suffixes of an exported file
 _INDEX = ".index.json"
-_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # an eight-bit one has scales beside it
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # not float8: other tensors have its scales
 _Kinds: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 _Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
 
 
 class TensorOptions(NamedTuple):
-    """How tensors get into a ``.safetensors``."""
+    """Options for the tensors in a ``.safetensors``."""
 
-    dtype: torch.dtype | None = None  # of floating-point tensors of 16 bits or more; ``None`` for what they have
-    # how many bytes of tensors a file may have, if there may be several; a tensor is not divided
+    dtype: torch.dtype | None = None  # dtype of all floating-point tensors of 16 bits or more; ``None``: unchanged
+    # most bytes of tensors per file (a larger tensor has its own file); ``None``: one file
     file_bytes: int | None = None
 
 
 class Exported(NamedTuple):
     """The result of :func:`export`."""
 
-    names: list[str]  # of the state, those of which something is in the files
-    left_out: list[str]  # dotted names of what such a file cannot hold
-    files: list[Path]  # what was written; the last one is what to open
+    names: list[str]  # entries of the state with at least one value in the files
+    left_out: list[str]  # dotted names of values that are not tensors, which a ``.safetensors`` cannot store
+    files: list[Path]  # the written files; the last file is the file to open
 
 
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
-    """Write a checkpoint, or ``only`` one entry of it under its own names, to the file ``out``, or to several.
+    """Write a checkpoint, or only its entry ``only`` (without the entry's name as prefix), to ``out`` or several files.
 
-    The suffix, one of :data:`SUFFIXES`, is the format; ``options`` are for a ``.safetensors``. ``replace``: existing
-    files may be replaced. Do not use ``checkpoint`` afterwards. Raises: ``CheckpointError``, ``OSError``.
+    The suffix, one of :data:`SUFFIXES`, selects the format; ``options`` apply to a ``.safetensors``. ``replace`` allows
+    replacing existing files. Do not use ``checkpoint`` afterwards. Raises ``CheckpointError``, ``OSError``.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
@@ -74,7 +74,7 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
     leaves = {name.removeprefix(prefix): leaf for name, leaf in tensors.items()}
     if not leaves:
         raise CheckpointError(
-            f"There is no tensor {'in it' if only is None else f'in {only!r}'}; a .pt has other values."
+            f"{'The checkpoint' if only is None else repr(only)} has no tensors. Write a .pt instead of a .safetensors."
         )
     contents = _tensor_files(checkpoint, leaves, out, options)
     _write(contents, _family(out), replace)
@@ -82,10 +82,10 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
 
 
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
-    """Fill files beside their paths and flush them; when all are on the disk, rename them one after the other.
+    """Write and flush all files under temporary names, then rename them one by one.
 
-    A single file is replaced in one step. Before several, all of ``former`` is deleted, so no new file ever stands
-    beside an old one that it does not belong to.
+    A single file is replaced atomically. Before several files are renamed, all files ``former`` are deleted, so that
+    new and old files are never mixed.
     """
     _expect_free(former, replace)
     beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}
@@ -110,7 +110,7 @@ def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
 def _expect_free(paths: Iterable[Path], replace: bool) -> None:
     for there in filter(os.path.lexists, paths):
         if there.is_dir() and not there.is_symlink():
-            raise CheckpointError(f"{there} is a directory, and must be a file: choose another path.")
+            raise CheckpointError(f"{there} is a directory, so no file can be written there. Choose another path.")
         if not replace:
             raise CheckpointError(f"{there} already exists. Pass --force to replace it.")
 
@@ -124,9 +124,9 @@ def _tensor_files(
     kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
     for name, (dtype, _) in kinds.items():
         if dtype not in DTYPES or name == METADATA:
-            raise CheckpointError(f"safetensors cannot hold {name!r}, which is {dtype}; write a .pt")
+            raise CheckpointError(f"safetensors has no such dtype or name: {name!r}, {dtype}. Write a .pt instead.")
         if leaves[name].stored.is_subclass:
-            raise CheckpointError(f"safetensors cannot hold {name!r}, a tensor that wraps others; write a .pt")
+            raise CheckpointError(f"safetensors cannot store {name!r}, which wraps other tensors. Write a .pt instead.")
     about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
     divided = _divided(kinds, options.file_bytes)
     paths = [out] if len(divided) == 1 else [_numbered(out, i, len(divided)) for i in range(1, len(divided) + 1)]
@@ -145,7 +145,7 @@ def _dtype(leaf: Leaf, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
-    """Divide tensors, in their order, among files of at most ``most`` bytes; a larger tensor has one of its own."""
+    """Distribute tensors in order over files of at most ``most`` bytes; a larger tensor has its own file."""
     divided: list[_Kinds] = [{}]
     size = 0
     for name, (dtype, shape) in kinds.items():
@@ -159,12 +159,12 @@ def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
 
 
 def _numbered(out: Path, number: int, count: int) -> Path:
-    """Return the path of one of several files, named as transformers and huggingface_hub name them."""
+    """Return the path of one of several files, with the naming scheme of transformers and huggingface_hub."""
     return out.with_name(f"{out.stem}-{number:05}-of-{count:05}{SAFETENSORS}")
 
 
 def _family(out: Path) -> list[Path]:
-    """Return the paths of what stands for ``out``: the index, the file itself, and those of several that are there."""
+    """Return the paths that an export to ``out`` may have written: the index, the file, and existing numbered files."""
     pattern = re.escape(out.stem) + r"-\d{5}-of-\d{5}" + re.escape(SAFETENSORS)
     several = sorted(path for path in out.parent.iterdir() if re.fullmatch(pattern, path.name))
     return [out.with_name(out.name + _INDEX), out, *several]
@@ -173,7 +173,7 @@ def _family(out: Path) -> list[Path]:
 def _write_tensors(
     files: CheckpointFiles, leaves: Mapping[str, Leaf], kinds: _Kinds, about: Mapping[str, str], file: IO[bytes]
 ) -> None:
-    # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
+    # The order of the safetensors library: by element size, so that every tensor is aligned, then by name.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     file.write(head({name: kinds[name] for name in order}, about))
     for name in order:
@@ -187,7 +187,7 @@ def _write_tensors(
 
 def _cast(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = x.to(dtype)
-    # In two steps: isinf takes memory.
+    # Two checks, since isinf allocates memory and the first check suffices for most tensors.
     if cast is not x and bool(cast.isinf().any()) and bool((cast.isinf() & ~x.isinf()).any()):
         raise CheckpointError(f"{name!r:.100} has values that are too large for {dtype}; use another dtype.")
     return cast
@@ -201,9 +201,9 @@ def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
 
 
 def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    """Return a structure, changed in place, with Python's numbers for NumPy's, which ``weights_only`` refuses.
+    """Replace NumPy numbers in a structure with Python numbers, since ``weights_only`` rejects NumPy. Changes it.
 
-    ``known`` has containers by their ids, each with its result: what was read may have one in many places.
+    ``known`` has each container and its result, by ID, since one container may be at many places of the structure.
     """
     if not isinstance(value, (dict, list, tuple, set, frozenset)):
         return value.item() if type(value).__module__ == "numpy" else value
@@ -220,16 +220,16 @@ def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _write_pt(state: Any, file: IO[bytes]) -> None:
-    """Write what ``torch.load(weights_only=True)`` takes, which is tried. Raises: ``CheckpointError``, ``OSError``."""
+    """Write a ``.pt`` and load it with ``weights_only=True`` as a check. Raises ``CheckpointError``, ``OSError``."""
     try:
         torch.save(state, file)
-    except Exception as error:  # also of torch's archive, which could not be ended after what the file has raised
+    except Exception as error:  # after an error of the file, torch may raise another error that hides it
         failed = next((each for each in causes(error) if isinstance(each, OSError)), None)
-        text = f"torch.save cannot write it ({reason(error)}); a .safetensors has the tensors alone."
+        text = f"torch.save failed: {reason(error)}. To export only the tensors, write a .safetensors."
         raise failed or CheckpointError(text) from (None if failed else error)
     file.flush()
     try:
         torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        text = f"torch.load(weights_only=True) would refuse it ({reason(error)}); a .safetensors has the tensors alone."
+        text = f"torch.load(weights_only=True) rejects this export: {reason(error)}. Write a .safetensors instead."
         raise CheckpointError(text) from error

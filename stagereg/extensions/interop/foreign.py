@@ -1,4 +1,4 @@
-"""The formats of others that a checkpoint store reads or names; see :class:`.ForeignFormat`."""
+"""The checkpoint formats of other programs that a checkpoint store reads or names (:class:`.ForeignFormat`)."""
 
 from __future__ import annotations
 

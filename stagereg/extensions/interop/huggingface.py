@@ -1,4 +1,4 @@
-"""``huggingface``: the model of each complete checkpoint as files that ``from_pretrained`` reads."""
+"""``huggingface``: export the model of each complete checkpoint as files for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stagereg.extensions.interop.export import TensorOptions, export
 from stagereg.extensions.interop.opening import open_checkpoint
 from stagereg.registry import register
 
-_BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of config and tokenizer files
 _WEIGHTS = ".index.json"
 
 
 class _Committed(Protocol):
-    """The part of a committed checkpoint that an export reads."""
+    """The attributes of a committed checkpoint that an export needs."""
 
     @property
     def step(self) -> int: ...
@@ -31,19 +31,19 @@ class _Committed(Protocol):
 
 @register("on_commit", "huggingface")
 class HuggingFaceExport:
-    """Writes ``model.safetensors`` of the checkpoint into a folder, beside the config and tokenizer of the model.
+    """Writes the model of a checkpoint to ``model.safetensors`` in a directory, with its config and tokenizer files.
 
-    The export reads the checkpoint once, in the background, tensor by tensor. A file is replaced in one step.
+    The export reads the checkpoint once, in the background, tensor by tensor. Each file is replaced atomically.
 
     Args:
-        dir: the folder. With ``{step}`` in it each checkpoint gets one of its own, which nobody deletes; otherwise the
-            newest replaces the one before.
-        pretrained: a folder of ``save_pretrained`` whose config and tokenizer are copied (what is small and no
-            weights), as ``model.config.save_pretrained(folder)`` makes it. ``None`` writes weights alone.
-        model: the entry of the state that is the model.
-        dtype: of floating-point tensors in the files; ``None`` for what they have.
-        max_shard_size: of one file; larger models get several and an index.
-        upload: a repository, ``user/name``, to which ``huggingface_hub`` uploads the folder; ``None`` for none.
+        dir: the target directory. With ``{step}`` in the path, each checkpoint gets its own directory, which is never
+            deleted; otherwise each checkpoint replaces the previous one.
+        pretrained: a directory that ``save_pretrained`` wrote, for example ``model.config.save_pretrained(path)``. Its
+            config and tokenizer files are copied, without weights. ``None`` exports only the weights.
+        model: the entry of the state that has the model.
+        dtype: the dtype of all floating-point tensors in the files; ``None`` keeps the saved dtypes.
+        max_shard_size: the largest size of one file; a larger model is written to several files with an index.
+        upload: the repository, ``user/name``, to which ``huggingface_hub`` uploads the directory; ``None``: no upload.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class HuggingFaceExport:
         if upload is not None:
             expect_installed("huggingface_hub", "transformers")
         if pretrained is not None and not Path(pretrained, "config.json").is_file():
-            raise ConfigError(f"on_commit/huggingface: pretrained={pretrained} has no config.json")
+            raise ConfigError(f"on_commit/huggingface: pretrained={pretrained}: expected a directory with config.json.")
         self.dir, self.pretrained, self.model, self.upload = dir, pretrained, model, upload
         self.options = TensorOptions(dtype, file_bytes=ByteSize(max_shard_size))
 
     def committed(self, checkpoint: _Committed, /) -> None:
-        """Write the files, and upload them if that was asked for.
+        """Write the files, and upload them if ``upload`` is set.
 
         Raises:
-            CheckpointError: there is no such entry, or safetensors cannot hold it. ``OSError``.
+            CheckpointError: the entry does not exist, or safetensors cannot store its tensors. Also ``OSError``.
         """
         folder = Path(self.dir.replace("{step}", str(checkpoint.step))).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         with open_checkpoint(checkpoint.path) as opened:
             export(opened, self.model, folder / "model.safetensors", True, self.options)
         for each in [] if self.pretrained is None else sorted(Path(self.pretrained).expanduser().iterdir()):
-            if each.suffix in _BESIDE and not each.name.endswith(_WEIGHTS) and each.is_file():
+            if each.suffix in _COPIED and not each.name.endswith(_WEIGHTS) and each.is_file():
                 replace_small(folder / each.name, each.read_bytes(), flush=False)
         if self.upload is not None:
             import huggingface_hub

@@ -1,8 +1,8 @@
-"""Restores what others have saved with ``torch.distributed.checkpoint``, under other names.
+"""Restore directories that other programs saved with ``torch.distributed.checkpoint``, under other entry names.
 
-torch's recipes call a model ``model`` and its optimizer ``optim``; torchtitan puts nothing before the names of
-parameters; Lightning uses ``state_dict`` and ``optimizer_0``. So a module takes the prefix with most of its names, an
-optimizer the one with most of its parameters; the name of the entry decides between equals. All else goes by its name.
+torch's recipes name a model ``model`` and its optimizer ``optim``; torchtitan saves parameters without a prefix;
+Lightning uses ``state_dict`` and ``optimizer_0``. So a module is matched to the prefix with most of its names, and an
+optimizer to the prefix with most of its parameters. The entry's name breaks ties. Other entries are matched by name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of such a directory; :meth:`match` gives structures the names of a state."""
+    """The files of a directory that torch wrote; :meth:`match` assigns its values to the entries of a state."""
 
     def __init__(self, path: str) -> None:
         files, self._tree = open_plain_dcp(path)
         super().__init__(path, files.index)
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """As of all files. Reads the options of optimizers. Raises also: ``OSError``."""
+        """Assign saved values to entries of a state. Reads options. Raises ``CheckpointError``, ``OSError``."""
         tree = {here: self._tree[saved] for here, saved in name_map.rename_entries(self._tree, state).items()}
         if any(map(optimizer_state.optimizers_of, state.values())):
             tree = by_name(self, tree)
@@ -66,8 +66,8 @@ class MatchedFiles(CheckpointFiles):
             if structure is None and name not in tree and not isinstance(value, PerRank):
                 if name_map.may_miss(name):
                     continue
-                known = f"only {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
-                raise MissingEntryError(f"There is no {name!r} in it, and nothing with the same parameters, {known}")
+                known = f"It has {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
+                raise MissingEntryError(f"The checkpoint has no entry {name!r} or with the same parameters. {known}")
             found[name] = tree.get(name) if structure is None else structure
         self.index.state = found
 
@@ -76,7 +76,7 @@ class MatchedFiles(CheckpointFiles):
 
 
 def described(path: str) -> Manifest:
-    """Return a manifest without files and ranks; the step is ``train_state.step``, ``step``, that of the name, or 0."""
+    """Return a manifest without files; its step is from ``train_state.step``, ``step`` or the path, otherwise 0."""
     files, tree = open_plain_dcp(path)
     with files:
         train_state = tree.get("train_state")
@@ -92,13 +92,13 @@ def described(path: str) -> Manifest:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether it has no state, of which torch saves nothing."""
+    """Return whether the state of a value is empty, so that torch saves nothing for the value."""
     state = getattr(value, "state_dict", lambda: value)()
     return isinstance(state, Mapping) and not state
 
 
 def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], optimizers: dict[str, Any]) -> None:
-    """Find all optimizers, and all leaves that are of none, by their dotted names."""
+    """Collect all optimizers, and all leaves outside of optimizers, by dotted name."""
     for key, value in tree.items():
         if isinstance(value, Leaf):
             leaves[f"{prefix}{key}"] = value
@@ -109,7 +109,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
 
 
 def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> str | None:
-    """Return what stands before most of the wanted names; ``None`` if none of them is there."""
+    """Return the prefix of most of the wanted names in ``there``; ``None`` if no wanted name occurs."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")
@@ -118,7 +118,7 @@ def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> st
     best = [prefix for prefix, count in counts.items() if count == max(counts.values())]
     if len(best) < 2 or entry in best:
         return entry if entry in best else next(iter(best), None)
-    raise CheckpointError(f"{entry!r} may be any of {listed(best)} in it: call it by one of these names.")
+    raise CheckpointError(f"{entry!r} matches {listed(best)} equally well. Rename the entry to one of these names.")
 
 
 def _after(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _optimizer(entry: str, optimizers: Mapping[str, Any], own: Collection[str]) 
     groups = {path: saved["param_groups"].values() for path, saved in optimizers.items()}
     params = (f"{path}.{name}" for path, each in groups.items() for group in each for name in group["params"])
     prefix = _most_alike(entry, params, own)
-    if prefix is None:  # they have numbers, or this has no parameters
+    if prefix is None:  # saved parameters have numbers instead of names, or this optimizer has no parameters
         return optimizers.get(entry, next(iter(optimizers.values())) if len(optimizers) == 1 else None)
     path = next(path for path in optimizers if f"{prefix}.".startswith(f"{path}."))
     saved, inside = optimizers[path], prefix[len(path) + 1 :]

@@ -1,4 +1,4 @@
-"""A ``.metadata`` that is not a pickle of torch is refused before torch is imported, which takes longer."""
+"""Reject a ``.metadata`` file that torch did not write, without the slow import of torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler
 
 _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
-_SMALL_BYTES = 1 << 20  # checked in milliseconds
+_SMALL_BYTES = 1 << 20  # largest content that is checked here, in milliseconds
 
 
 class _Look(BoundedUnpickler):
-    """Makes nothing but names: an object becomes the name of its class."""
+    """Replaces each object in a pickle with the name of its class. Constructs no objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in ("torch", "builtins", "pathlib"):
-            text = f"its .metadata names {module:.100}.{name:.100}, which is no metadata; nothing was imported."
+            text = f"its .metadata names {module:.100}.{name:.100}, which is not metadata. Nothing was imported."
             raise ValueError(text)
         return super().find_class(module, name)
 
@@ -31,7 +31,7 @@ class _Look(BoundedUnpickler):
 
 
 def expect_metadata(content: bytes) -> None:
-    """Raise ``ValueError`` if the content of a small ``.metadata`` is not a pickle of torch. Imports no torch."""
+    """Raise ``ValueError`` if the content of a small ``.metadata`` is not torch metadata. Does not import torch."""
     if len(content) > _SMALL_BYTES:
         return
     try:

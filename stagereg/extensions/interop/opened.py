@@ -1,7 +1,7 @@
-"""A checkpoint as a mapping of names to tensors, for evaluation and surgery; :mod:`.opening` opens it.
+"""A checkpoint as a mapping of names to tensors, for evaluation and model surgery; :mod:`.opening` opens it.
 
-One process without a process group reads a checkpoint of any number of ranks. Opening reads the manifest and the index;
-a tensor is read, or mapped from a local file, when it is accessed. Names are those of ``stagereg convert``.
+One process without a process group reads a checkpoint of any world size. Opening reads only the manifest and the index.
+A tensor is read, or mapped from a local file, when it is accessed. ``stagereg convert`` uses the same names.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _log = logging.getLogger(__name__)
 
 
 class OpenCheckpoint(Mapping[str, torch.Tensor]):
-    """The content of a checkpoint, read when it is accessed; a context manager. One thread at a time.
+    """The content of a checkpoint, read on access. A context manager. Not thread-safe.
 
-    ``checkpoint["model.0.weight"]`` is the tensor with that dotted name, whole and on the CPU. Writing to it never
-    changes the checkpoint; a mapped tensor shares its memory with later accesses of the same name. Tensors stay after
-    :meth:`close`.
+    ``checkpoint["model.0.weight"]`` is the whole tensor with that dotted name, on the CPU. Writing to the tensor never
+    changes the checkpoint, but a mapped tensor shares its memory with later accesses of the same name. Tensors remain
+    valid after :meth:`close`.
 
     Attributes:
         path: the directory of the checkpoint, a path or a URL.
-        manifest: its manifest; ``None`` if plain torch wrote the directory.
+        manifest: the manifest of the checkpoint; ``None`` if plain torch wrote the directory.
         verified: whether the content of every file was compared with its checksum.
-        entries: the names that the state had.
-        files: the files that the tensors are read from.
-        structures: the entries by name, with a :class:`.Leaf` for each tensor and object, which are not read.
+        entries: the names of the state's entries.
+        files: the files of the checkpoint.
+        structures: the entries by name, with an unread :class:`.Leaf` for each tensor and object.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         self.files, self.structures = files, structures
         self._tensors, self._reading = tensors_of(structures), reading
         self._closed = False
-        self._mappings: dict[str, mmap] = {}  # by file
+        self._mappings: dict[str, mmap] = {}  # file name -> mapping
 
     @property
     def step(self) -> int | None:
-        """The training step, by the manifest."""
+        """The training step in the manifest; ``None`` without a manifest."""
         return None if self.manifest is None else self.manifest.step
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
-            more = f" entry({name!r}) returns it." if name in self.structures else nearest(name, self._tensors)
+            more = f" Call entry({name!r})." if name in self.structures else nearest(name, self._tensors)
             raise KeyError(f"{self.path} has no tensor {name!r:.100}.{more}")
         found: torch.Tensor = self._read(self._tensors[name])
         return found
@@ -87,14 +87,14 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def entry(self, name: str, rank: int | None = None) -> Any:
-        """Return what was saved under a name of the state: a plain value, or a state dict, its tensors as in ``self``.
+        """Return the saved value of an entry: a plain value, or a state dict, with tensors as in the mapping.
 
         Args:
-            name: one of ``entries``; with ``rank`` also what :func:`stagereg.per_rank` has marked.
-            rank: whose values it is to have, where ranks had different ones; else the lowest rank's.
+            name: one of ``entries``; with ``rank``, also the name of a value of :func:`stagereg.per_rank`.
+            rank: the rank whose values are returned if ranks have different values; by default the lowest rank.
 
         Raises:
-            CheckpointError: there is no such name, or it cannot be read.
+            CheckpointError: the entry does not exist or cannot be read.
         """
         with refusing(f"{name!r:.100} of {self.path}"):
             structure = copy.deepcopy(self.structure(name, rank))
@@ -103,17 +103,17 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
             return encoding.fill(structure)
 
     def structure(self, name: str, rank: int | None = None) -> Any:
-        """Return the structure of an entry, as :meth:`entry`. Raises: ``CheckpointError`` if there is no such name."""
+        """Return the structure of an entry, with unread leaves. Raises ``CheckpointError`` if it does not exist."""
         own = name if rank is None else entries.rank_name(name, rank)
         if own in self.structures:
             return self.structures[own]
         if name not in self.structures:
-            known = f"only {listed(self.entries)}.{nearest(name, self.entries)}"
-            raise CheckpointError(f"There is no {own!r} in {self.path}, {known}")
+            known = f"It has {listed(self.entries)}.{nearest(name, self.entries)}"
+            raise CheckpointError(f"{self.path} has no entry {own!r}. {known}")
         return self.structures[name] if self.manifest is None else _entry(self.files, name, rank)
 
     def close(self) -> None:
-        """Close the files. Nothing can be read any more."""
+        """Close the files. Later reads raise ``ClosedError``."""
         self._closed = True
         self.files.close()
         self._reading.close()
@@ -130,7 +130,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
     def _read(self, leaf: Leaf) -> Any:
         if self._closed:
-            raise ClosedError(f"{self.path} was closed; open it again.")
+            raise ClosedError(f"{self.path} was closed. Open the checkpoint again.")
         with refusing(f"{leaf.name!r:.100} of {self.path}"):
             if (found := self._mapped(leaf.stored)) is not None:
                 return found
@@ -139,7 +139,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         return wanted.value
 
     def _mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Return a tensor that a local file has as a whole, mapped into this process until it is freed; or ``None``."""
+        """Map a tensor that is stored whole in a local file; return ``None`` if the tensor cannot be mapped."""
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None
         [chunk] = stored.chunks
@@ -148,7 +148,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         as_torch = isinstance(chunk.layout, str)
         if not isinstance(file, File) or not file.local or not chunk.length or as_torch or unaligned:
             return None
-        if chunk.file not in self._mappings:  # never closed: tensors may be in it
+        if chunk.file not in self._mappings:  # never closed, since tensors may use the mapping
             flags = MAP_PRIVATE | MAP_NORESERVE
             self._mappings[chunk.file] = mmap(file.stream.fileno(), 0, flags=flags, prot=PROT_READ | PROT_WRITE)
         if chunk.offset + chunk.length > len(mapping := self._mappings[chunk.file]):
@@ -158,10 +158,10 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
 
 def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
-    """Open a checkpoint that was found to be good; takes over what is in ``reading``. Raises: ``CheckpointError``."""
+    """Open a valid checkpoint, which then owns the resources in ``reading``. Raises ``CheckpointError``."""
     if chosen.writer:
         if local_part(chosen.path) is None:
-            raise CheckpointError(f"torch wrote {chosen.path}, which is read from a local directory only: copy it.")
+            raise CheckpointError(f"Cannot read {chosen.path} from a URL: torch wrote it. Copy it to a local disk.")
         files, structures = open_plain_dcp(chosen.path)
         verified = verify and chosen.writer == DCP_WRITER
         return OpenCheckpoint(files, by_name(files, structures), None, verified, reading.pop_all())
@@ -169,7 +169,7 @@ def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> 
     try:
         files = CheckpointFiles.of(chosen.checkpoint, DcpStorage())
     except OSError as error:
-        more = "If a run has just deleted it, there is a newer one: try again."
+        more = "If a run has just deleted this checkpoint, a newer checkpoint exists: try again."
         raise CheckpointError(f"{chosen.path} was not read: {error}. {more}") from error
     names = sorted(name for name in files.index.state if name.split(".")[0] != entries.RESERVED)
     structures = {name: _entry(files, name) for name in names}
@@ -177,7 +177,7 @@ def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> 
 
 
 def _entry(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
-    """Return the structure of an entry, that of an optimizer as torch has it; for ``rank``, else for the lowest."""
+    """Return the structure of an entry of ``rank`` or the lowest rank; an optimizer's structure has torch's form."""
     structure = files.structure(name, rank)
     return as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
 

@@ -1,6 +1,6 @@
-"""Opening a checkpoint for evaluation and surgery: :func:`open_checkpoint`.
+"""Open a checkpoint for evaluation and model surgery: :func:`open_checkpoint`.
 
-A damaged checkpoint is refused before torch is imported: the import takes more time and memory than the check.
+A corrupt checkpoint is rejected before torch is imported, since the import takes more time and memory than the check.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _log = logging.getLogger(__name__)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> OpenCheckpoint:
-    """Open a checkpoint to read tensors of it by name.
+    """Open a checkpoint to read its tensors by name.
 
     Args:
-        path: of a checkpoint, or of the directory that has them: then the newest complete one, past newer ones that are
-            damaged, with a warning. A path or a URL; also a directory that ``torch.distributed.checkpoint.save`` wrote.
-        verify: whether to read every file first and compare its checksum. Otherwise the index is compared with its
+        path: a checkpoint, or a checkpoint directory: then its newest valid checkpoint, with a warning for each newer
+            corrupt checkpoint. A path or a URL; also a directory that ``torch.distributed.checkpoint.save`` wrote.
+        verify: whether to read every file first and compare its checksum. Otherwise only the index is compared with its
             checksum, and the sizes of the files with the manifest.
 
     Raises:
-        CheckpointError: there is none, it is incomplete or damaged, or its index is refused; ``verify`` is set, and it
-            is of plain torch, which writes no checksums; it is in another format, which the message names.
-        ConfigError: it is a URL that cannot be read here.
+        CheckpointError: no checkpoint exists, or the checkpoint is incomplete, corrupt or in another format; or
+            ``verify`` is set, but plain torch wrote the checkpoint, without checksums.
+        ConfigError: the URL is not supported, or a package for its protocol is not installed.
 
     Example::
 
@@ -43,24 +43,24 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
             weight = checkpoint["model.0.weight"]
             model.load_state_dict(checkpoint.entry("model"))
     """
-    opened = first_good(
+    opened = open_newest(
         os.fspath(path), verify, lambda each: _log.warning("%s is corrupt and was skipped: %s", each.path, each)
     )
     if verify and not opened.verified:
         opened.close()
-        raise CheckpointError(f"{opened.path} was written by plain torch, without checksums: nothing can be verified.")
+        raise CheckpointError(f"Cannot verify {opened.path}: plain torch wrote it, without checksums.")
     return opened
 
 
-def first_good(path: str, verify: bool, passing_over: Callable[[VerificationResult], object]) -> OpenCheckpoint:
-    """Open a checkpoint as :func:`open_checkpoint`, one of plain torch also with ``verify``. Raises as that.
+def open_newest(path: str, verify: bool, on_skip: Callable[[VerificationResult], object]) -> OpenCheckpoint:
+    """Open a checkpoint like :func:`open_checkpoint`, but ignore ``verify`` for a checkpoint of plain torch.
 
-    ``passing_over`` is called with each newer checkpoint that is not good.
+    ``on_skip`` is called with each newer checkpoint that is corrupt.
     """
     with refusing(path), ExitStack() as reading:
-        chosen, passed = newest(path, verify, reading)
-        for each in passed:
-            passing_over(each)
+        chosen, skipped = newest(path, verify, reading)
+        for each in skipped:
+            on_skip(each)
         from stagereg.extensions.interop.opened import open_found  # imports torch
 
         return open_found(chosen, verify, reading)

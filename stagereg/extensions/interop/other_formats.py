@@ -1,4 +1,4 @@
-"""Files and directories that others wrote and users take for checkpoints: what they are, and how to load them.
+"""Identify files of other programs that users may pass as checkpoints, and show how to load them.
 
 Only the first bytes of a file are read. Nothing is unpickled.
 """
@@ -18,15 +18,15 @@ from stagereg.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin")
-_MOST_FILES, _LOOKED_INTO = 1000, 5  # that are listed, and whose first bytes are read
+_MOST_FILES, _LOOKED_INTO = 1000, 5  # most files that are listed, and most files that are opened
 _HEAD_BYTES = 1 << 10
 _ZIP = b"PK\x03\x04"
-_FIRST_RECORD = b"data.pkl"  # of the archives of torch.save, and of TorchScript
+_FIRST_RECORD = b"data.pkl"  # first record in an archive of torch.save or TorchScript
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number as a pickle, before torch 1.6
 _PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _LOAD = (
     "  saved = torch.load({path!r}, map_location='cpu', weights_only=True)\n"
-    "  model.load_state_dict(saved)  # or the part of it that has the model, such as saved['model']"
+    "  model.load_state_dict(saved)  # or the entry with the model, such as saved['model']"
 )
 _SAFETENSORS = (
     "  saved = safetensors.torch.load_file({path!r})  # after `import safetensors.torch`\n"
@@ -38,7 +38,7 @@ _TRANSFORMERS = (
 
 
 def expect_none(path: str) -> None:
-    """Raise ``CheckpointError`` if a local path is in another format, with the lines that load it."""
+    """Raise ``CheckpointError`` if a local path is in another format; the message has the code that loads it."""
     try:
         local = local_part(path)
         found = None if local is None else _what(local)
@@ -53,7 +53,7 @@ def expect_none(path: str) -> None:
 
 
 def warn(root: str) -> None:
-    """Log the newest file of weights in a local directory from which a run does not resume, with lines that load it."""
+    """Log the newest weights file in a local directory without checkpoints, with the code that loads the file."""
     if (local := local_part(root)) is None:
         return
     with contextlib.suppress(OSError), os.scandir(local) as listing:
@@ -76,7 +76,7 @@ def _what(path: Path) -> tuple[str, str] | None:
     if stat.S_ISDIR(mode):
         names = os.listdir(path)
         if "config.json" in names and any(map(_has_weights, names)):
-            return "a directory in the format of Hugging Face", _TRANSFORMERS
+            return "a model directory of Hugging Face", _TRANSFORMERS
         return None
     if not stat.S_ISREG(mode):
         return "not a directory", ""
@@ -87,9 +87,9 @@ def _what(path: Path) -> tuple[str, str] | None:
     if head.startswith(_LEGACY):
         return "a file that torch.save wrote in its format before torch 1.6", _LOAD
     if head.startswith(_PICKLES):
-        return "a pickle, which runs code when it is loaded", ""
+        return "a pickle, which may run code when it is loaded", ""
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size - 8:
-        return "a file in the format of safetensors", _SAFETENSORS
+        return "a safetensors file", _SAFETENSORS
     return "a file", ""
 
 

@@ -1,8 +1,8 @@
-"""Directories that plain ``torch.distributed.checkpoint.save`` wrote, as torchtitan, Lightning and accelerate call it.
+"""Read directories that ``torch.distributed.checkpoint.save`` wrote, for example in torchtitan or Lightning.
 
-torch unpickles ``.metadata`` and all values, which may run code. Here ``.metadata`` is read by
-:mod:`~stagereg.extensions.interop.torch_metadata`, and values by :mod:`~stagereg.checkpoint.format.pickled`. As in
-torch, integer keys have become text, and empty containers are missing.
+torch unpickles ``.metadata`` and all values, which may run code. This module reads ``.metadata`` with
+:mod:`~stagereg.extensions.interop.torch_metadata` and values with :mod:`~stagereg.checkpoint.format.pickled`, which run
+no code. As in torch, integer keys of dicts become strings, and empty containers are lost.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.torch_metadata import METADATA_BYTES, loads
 
-_EMPTY = 10_000  # items of lists of which nothing is saved
-_DOTTED = 1 << 24  # characters of the dotted names of all containers, beyond those that the names of values account for
-_LONGEST_OPTION = 1 << 20  # values and characters that are shown of an option of a group
+_EMPTY = 10_000  # most list items without a saved value
+_DOTTED = 1 << 24  # most characters in all dotted names of containers, in addition to 16 times the names of values
+_LONGEST_OPTION = 1 << 20  # most values and characters in one option of a parameter group
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """Return the files of a directory, and the unread structure of its state. Raises: ``CheckpointError``."""
+    """Return the files of a directory, and the structure of its state, without values. Raises ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
         metadata = loads(read_small(os.path.realpath(folder / METADATA), METADATA_BYTES))
@@ -62,16 +62,16 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
 
 
 def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
-    """Raise ``ValueError`` for two in one place, and for many more containers, or items of lists, than are saved.
+    """Raise ``ValueError`` if two values have the same path, or if a structure with all paths would be too large.
 
-    The dotted names of containers must not be much longer than the names of the values. Pickle stores a long key once,
-    however many containers have the key, but every dotted name repeats the key.
+    A structure is too large if it has many more containers or list items than values, or much longer dotted names: a
+    pickle stores a long key only once, but every dotted name repeats the key.
     """
     inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
     dotted_left = 16 * sum(map(len, ways)) + _DOTTED
     for name, way in ways.items():
         if len(way) > DEEPEST:
-            raise ValueError(f"{name!r:.100} is said to be in more than {DEEPEST} containers inside each other")
+            raise ValueError(f"the path of {name!r:.100} has more than {DEEPEST} nested containers")
         length = 0
         for at, key in enumerate(way):
             dotted_left -= 0 if way[:at] in inside else length
@@ -79,19 +79,19 @@ def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
             inside[way[:at]].update([key] if type(key) is int else ())
         dotted_left -= length
         if dotted_left < 0:
-            raise ValueError("the keys of its containers are too long for the names of its values")
+            raise ValueError("the keys of its containers are much longer than the names of its values")
         if len(inside) > 8 * len(ways) + _EMPTY:
-            raise ValueError("its values are said to be in more containers than there can be")
+            raise ValueError("it has many more containers than values")
     if len({*ways.values()}) < len(ways) or any(way in inside for way in ways.values()):
-        raise ValueError("two of its values are said to be in one place")
+        raise ValueError("two of its values have the same path in the state")
     if sum(max(keys) + 1 - len(keys) for keys in inside.values() if keys) > len(ways) + _EMPTY:
-        raise ValueError("its values are said to be in lists with more items than there are")
+        raise ValueError("its lists have many more items than values")
 
 
 def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return structures with the states of optimizers as torch has them, by the names of parameters.
+    """Return structures in which optimizer states have torch's form, with the names of parameters.
 
-    Reads the options of groups: flattened parameters with the same options are one group. Raises: as ``files.read``.
+    Reads options: parameters of a flattened state with the same options form a group. Raises as ``files.read``.
     """
     found = {}
     for name, value in structures.items():
@@ -100,7 +100,7 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
         elif any(key.split(".")[0] == "param_groups" for key in value):
             dotted = {".".join(map(str, path)): leaf for path, leaf in walk(value)}
             options = {key: leaf for key, leaf in dotted.items() if key.startswith("param_groups.")}
-            if not options:  # no groups, of which an empty list was saved
+            if not options:  # an optimizer without groups: torch saved an empty list
                 found[name] = value
                 continue
             files.read([*options.values()])
@@ -115,11 +115,11 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
 
 
 def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name from values that others have saved with dotted names.
+    """Return an optimizer state by parameter name, from values that other programs saved with dotted names.
 
-    ``state.fc.weight.exp_avg`` is the same with all. torch's flattened state dicts and torchtitan have
-    ``param_groups.fc.weight.lr`` for each parameter, where groups are those with the same options; others have
-    ``param_groups.0.lr``, and ``param_groups.0.params``. The leaves of options that are tensors have been read.
+    All programs save ``state.fc.weight.exp_avg``. torch's flattened state dicts and torchtitan save
+    ``param_groups.fc.weight.lr`` for each parameter; parameters with the same options form a group. Other programs save
+    ``param_groups.0.lr`` and ``param_groups.0.params``. Options that are tensors must have been read.
     """
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -147,9 +147,9 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state by name as torch has it: a list of groups, with names where torch may have numbers.
+    """Convert an optimizer state by parameter name to torch's form, a list of groups; parameters keep their names.
 
-    Values of no parameter are under their own keys, as torch has it, if one optimizer has it and no name is its key.
+    Values of no parameter keep their keys, if there is a single optimizer and no key is the name of a parameter.
     """
     state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
     parts = [*saved.get(OPTIMIZERS, {}).values()]
@@ -162,7 +162,7 @@ def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expect_short_option(key: str, option: Any) -> None:
-    """Raise ``CheckpointError`` for a value that would take much memory to show, as what is in it many times does."""
+    """Raise ``CheckpointError`` if the text of a value would be too large, for example with many nested references."""
     left, length = [option], 0
     while left:
         value = left.pop()
@@ -170,11 +170,11 @@ def _expect_short_option(key: str, option: Any) -> None:
         if isinstance(value, (dict, list, tuple, set)):
             left += [*value, *value.values()] if isinstance(value, dict) else value
         if length + len(left) > _LONGEST_OPTION:
-            raise CheckpointError(f"the option {key:.100} of an optimizer is too large to be one.")
+            raise CheckpointError(f"the optimizer option {key:.100} is too large.")
 
 
 def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with all that is of no parameter in the state dict of an optimizer that is not flattened."""
+    """Return ``saved`` with the values of a state dict that belong to no parameter, unless it is flattened."""
     state, groups = value.get("state"), value.get("param_groups")
     if not isinstance(state, dict) or groups is None:
         return {**saved}
@@ -184,7 +184,7 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
 
 
 def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
-    """Make quantized tensors objects in the metadata, since archives have their scales, and return all places."""
+    """Mark quantized tensors as objects in the metadata, since archives have their scales; return all locations."""
     quantized = {
         name: torch_metadata.BytesStorageMetadata()
         for name, entry in metadata.state_dict_metadata.items()
@@ -198,7 +198,7 @@ def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metad
 
 
 def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
-    """Return the names of objects, and of tensors whose archives are too short for the elements: these wrap others."""
+    """Return the names of objects, and of tensors that wrap other tensors: their archives have too few bytes."""
     lengths: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
         lengths[index.fqn] += info.length
@@ -211,14 +211,14 @@ def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
 
 
 def _located(folder: Path, info: Any) -> Any:
-    """Return where something lies, with the real path of the file, which the one in the directory may be a link to."""
+    """Return a location with the real path of its file, since the file in the directory may be a link."""
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError("it is stored through an extension of torch's format, which is not read here.")
+        raise CheckpointError("its values are transformed by an extension of torch's format, which is not supported.")
     return replace(info, relative_path=_real_path(folder, info.relative_path))
 
 
 @cache
 def _real_path(folder: Path, name: str) -> str:
     if Path(name).name != name:
-        raise CheckpointError(f"it names {name[:100]!r}, which is no file of the directory.")
+        raise CheckpointError(f"it names {name[:100]!r}, which is not a file in the directory.")
     return str((folder / name).resolve())

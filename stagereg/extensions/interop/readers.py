@@ -1,4 +1,4 @@
-"""torch's reader of the files of a checkpoint, without running code of them; for :func:`.torch_reader`."""
+"""A version of torch's checkpoint reader that runs no code from the files; for :func:`.torch_reader`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stagereg.extensions.interop.torch_metadata import loads
 
 
 class _RemoteFiles(FileSystem):
-    """The files of a backend as torch's reader opens them."""
+    """Opens files of a checkpoint backend for torch's reader."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -37,9 +37,9 @@ class _RemoteFiles(FileSystem):
 
 
 class FilesReader(FileSystemReader):
-    """torch's reader of the directory or URL ``path``, which reads ``.metadata`` without running code.
+    """Reads the directory or URL ``path`` like torch's reader, but runs no code from ``.metadata``.
 
-    ``unpack`` makes of the bytes of an entry what ``torch.save`` has made of it.
+    ``unpack`` converts the stored bytes of an entry to the bytes of ``torch.save``.
     """
 
     def __init__(self, path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> None:

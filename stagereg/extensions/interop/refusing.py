@@ -1,4 +1,4 @@
-"""One error for whatever reading a file of others raises."""
+"""Convert the errors of reading untrusted files to ``CheckpointError``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stagereg.errors import CheckpointError, StageregError, reason
 
 @contextlib.contextmanager
 def refusing(what: str) -> Generator[None, None, None]:
-    """Raise ``CheckpointError`` that ``what`` was not read in place of any error that is not of this project.
+    """Convert each error that is not a ``StageregError`` to a ``CheckpointError``: ``what`` was not read.
 
-    Reading the files of others may raise anything: ``RecursionError`` and ``MemoryError`` too.
+    Reading untrusted files may raise any error, including ``RecursionError`` and ``MemoryError``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Restores from directories that torch wrote: those of a run's directory, and one that ``resume`` names."""
+"""Restore from directories that torch wrote, in the checkpoint directory of the run or named by ``resume``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchSource(StoreSource):
-    """Directories that plain torch or :class:`stagereg.DcpWriter` wrote, by the time at which they were written."""
+    """The directories that plain torch or :class:`stagereg.DcpWriter` wrote, ordered by modification time."""
 
     name = "torch"
     shares_reads = False
@@ -42,7 +42,7 @@ class TorchSource(StoreSource):
 
 
 class TorchDirectories(RestoreExtension):
-    """Offers :class:`TorchSource`; warns of directories without checksums, and of weights that no restore reads."""
+    """Provides :class:`TorchSource`; warns about directories without checksums, and weights that a restore ignores."""
 
     def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
         return [TorchSource(request)]
@@ -54,19 +54,19 @@ class TorchDirectories(RestoreExtension):
             if request.own:
                 other_formats.warn(request.store.root)
         elif candidate.source == TorchSource.name and candidate.manifest is not None and not candidate.manifest.files:
-            _log.warning("%s has no checksums, since plain torch wrote it: it is loaded unchecked.", candidate.path)
+            _log.warning("%s has no checksums, since plain torch wrote it. It was not verified.", candidate.path)
 
 
 def _without_ranks(found: VerificationResult, by_name: bool = True) -> VerificationResult:
-    """Return a directory as a candidate: no rank has a part of its own, and the files may be unknown.
+    """Return a directory as a candidate for any world size, without files if their checksums are unknown.
 
-    The step is that of the directory's name, or with ``by_name=False`` of the state in the directory.
+    The step is from the directory's name, or with ``by_name=False`` from the state in the directory.
     """
     assert found.manifest is not None
     if found.damages:
         return found
     if local_part(found.path) is None:
-        why = "torch wrote it, and it is read from a local directory only: copy it to one"
+        why = "torch wrote it, so it cannot be read from a URL. Copy it to a local disk"
         return replace(found, damages={METADATA: why})
     step = found.manifest.step if by_name else described(found.path).step
     files = found.manifest.files if found.writer == DCP_WRITER else {}
@@ -74,4 +74,4 @@ def _without_ranks(found: VerificationResult, by_name: bool = True) -> Verificat
 
 
 EXTENSIONS: tuple[type[RestoreExtension], ...] = (TorchDirectories,)
-"""What every restore has of this extension."""
+"""The restore extensions of this package."""

@@ -1,8 +1,8 @@
-"""``safetensors``: tensors as ``.safetensors`` files, which other tools read; everything else in a file of torch's.
+"""``safetensors``: store tensors in ``.safetensors`` files, which other tools read, and other values in torch's format.
 
-The tensors of a rank are in one file, named as torch's ``HuggingFaceStorageWriter`` names it; of a ``DTensor`` each
-file has a shard, with its offsets in the metadata. Other values go into ``__0_0.distcp``, and ``.metadata`` has all
-places, as in torch's own format.
+Each rank writes its tensors to one file, with the file name of torch's ``HuggingFaceStorageWriter``. The file has the
+rank's shard of each ``DTensor``, and the offsets of the shard in its metadata. Other values are in ``__0_0.distcp``,
+and ``.metadata`` has the locations of all values, as in torch's own format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
-METADATA = "__metadata__"  # the name in a file's head that no tensor can have
+METADATA = "__metadata__"  # a reserved name in the header of a file, which no tensor can have
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -50,13 +50,13 @@ DTYPES = {
 
 _ALIGNMENT = 8
 _SUFFIX = ".safetensors"
-_BUFFER_BYTES = 1 << 22  # all tensors go through: the format leaves no room to align them
+_BUFFER_BYTES = 1 << 22  # all tensors are buffered, since the format does not allow padding to align them
 
 
 def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]) -> bytes:
-    """Return the beginning of a file; the bytes of the tensors follow in the order of ``tensors``, row-major.
+    """Return the header of a file. The bytes of the tensors must follow in the order of ``tensors``, row-major.
 
-    The dtypes must be in :data:`DTYPES`, with larger elements first, so that each tensor is aligned.
+    All dtypes must be in :data:`DTYPES`. Tensors with larger elements must come first, so that each tensor is aligned.
     """
     table: dict[str, object] = {METADATA: dict(metadata)}
     end = 0
@@ -70,14 +70,14 @@ def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mappin
 
 @register("storage", "safetensors")
 class SafetensorsStorage(FileStorage):
-    """Writes files for ``safetensors.torch.load_file``; needs the package ``safetensors``.
+    """Writes files for ``safetensors.torch.load_file``. Requires the package ``safetensors``.
 
-    ``torch.distributed.checkpoint.load(..., storage_reader=HuggingFaceStorageReader(path))`` reads the tensors,
-    :meth:`reader` all of it. Tied tensors are written once a name. A tensor that the format cannot hold (sparse,
-    quantized, or of a dtype it does not name) is an error that names it.
+    ``torch.distributed.checkpoint.load(..., storage_reader=HuggingFaceStorageReader(path))`` reads only the tensors;
+    :meth:`reader` reads all values. Tied tensors are written once for each name. A tensor that the format does not
+    support (sparse, quantized, or another dtype) is an error.
 
     Args:
-        path: the directory; torch and the checkpointer name another for each checkpoint.
+        path: the directory; torch and the checkpointer set a new directory for each checkpoint.
 
     Raises:
         ConfigError: the package is not installed.
@@ -96,17 +96,17 @@ class SafetensorsStorage(FileStorage):
         super().__init__(path, direct=True, buffer_bytes=_BUFFER_BYTES)
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write them. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
+        """Write the items of a rank. Raises ``CheckpointError`` for a tensor that the format does not support."""
         by_name = {item.index.fqn: item for item in items}
         kinds = {name: item.tensor_data for name, item in by_name.items() if item.tensor_data is not None}
         if len(by_name) < len(items):
             raise CheckpointError(
-                f"safetensors: this rank has two parts of one tensor; use {choice('storage', 'dcp')}."
+                f"safetensors cannot store two shards of one tensor on the same rank. Use {choice('storage', 'dcp')}."
             )
         for name, kind in kinds.items():
             if kind.properties.dtype not in DTYPES:
-                why = f"the format has no {kind.properties.dtype}. Use {choice('storage', 'dcp')}."
-                raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
+                why = f"the format does not support {kind.properties.dtype}. Use {choice('storage', 'dcp')}."
+                raise CheckpointError(f"safetensors cannot store {name!r}: {why}")
         results: list[WriteResult] = []
         others = [item for item in items if item.tensor_data is None]
         if others:
@@ -117,7 +117,7 @@ class SafetensorsStorage(FileStorage):
             return results
         order = sorted(kinds, key=lambda name: (-kinds[name].properties.dtype.itemsize, name))
         tensors = {name: (kinds[name].properties.dtype, kinds[name].chunk.sizes) for name in order}
-        # As torch's HuggingFaceStorageWriter has it.
+        # The metadata format of torch's HuggingFaceStorageWriter.
         offsets = {name: {"saved_offsets": list(kind.chunk.offsets)} for name, kind in kinds.items()}
         about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         file_name = f"shard-{rank + 1:05}-model-00001-of-00001{_SUFFIX}"
@@ -136,10 +136,10 @@ class SafetensorsStorage(FileStorage):
 
 
 class SafetensorsReader(FileSystemReader):
-    """Reads what :class:`SafetensorsStorage` wrote in the directory ``path``."""
+    """Reads the files that :class:`SafetensorsStorage` wrote to the directory ``path``."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the entries of a plan, tensors through torch's ``HuggingFaceStorageReader``."""
+        """Read the items of a plan. Reads tensors with torch's ``HuggingFaceStorageReader``."""
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         others = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         reader = HuggingFaceStorageReader(str(self.path))
@@ -152,11 +152,11 @@ class SafetensorsReader(FileSystemReader):
 
 
 def _dense(name: str, x: object) -> torch.Tensor:
-    """Return a tensor as the format has it: in host memory, row-major."""
+    """Return a tensor in host memory, dense and row-major, as the format requires. Raises ``CheckpointError``."""
     assert isinstance(x, torch.Tensor)
     if wraps(x):
         why = f"it is a {name_of(x)}, which wraps other tensors. Use {choice('storage', 'dcp')}."
-        raise CheckpointError(f"safetensors cannot hold {name!r}: {why}")
+        raise CheckpointError(f"safetensors cannot store {name!r}: {why}")
     if x.layout is not torch.strided:
-        raise CheckpointError(f"safetensors cannot hold {name!r}: it is {x.layout}, not dense.")
+        raise CheckpointError(f"safetensors cannot store {name!r}: it is {x.layout}, not dense.")
     return x.detach().cpu().resolve_conj().resolve_neg().contiguous()

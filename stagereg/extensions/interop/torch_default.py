@@ -1,4 +1,4 @@
-"""``torch_default``: torch's own ``DefaultStager``, to compare with and to migrate from."""
+"""``torch_default``: torch's own ``DefaultStager``, for comparison and for migration."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 @register("stager", "torch_default")
 class TorchDefaultStager(AsyncStager):
-    """torch's ``DefaultStager``, unchanged; only what is refused, and when, is as with the other stagers.
+    """Wraps torch's ``DefaultStager``, with the errors of the other stagers for invalid options and after ``close()``.
 
-    It breaks promises of ``AsyncStager`` (torch 2.13). The next ``stage`` overwrites a copy that is still being
-    written, and no error is raised: wait for the write first. With ``use_async_staging``, training must not write until
-    the future is done. A view costs its whole storage. A tensor resized in place (``resize_``) is an
-    ``AssertionError``.
+    ``DefaultStager`` breaks guarantees of ``AsyncStager`` (torch 2.13). The next ``stage`` silently overwrites a copy
+    that is still being written to storage, so wait for that write first. With ``use_async_staging``, training must not
+    change tensors until the future is done. A view is copied with its whole storage. A tensor that was resized in place
+    (``resize_``) raises ``AssertionError``.
 
     Args:
-        use_pinned_memory: page-lock the copies; None means where an accelerator is available.
-        use_shared_memory: put the copies into shared memory, one file descriptor each. False by default, as that is
-            only of use to a writer in another process.
-        use_async_staging: copy on another thread, ``stage`` returning a future; None means where an accelerator is
-            available.
-        use_non_blocking_copy: queue the copies from the accelerator; None means where one is available. True without
-            one is an error, as in torch.
+        use_pinned_memory: use page-locked memory for copies; ``None``: only if an accelerator is available.
+        use_shared_memory: use shared memory for copies (one file descriptor per tensor), for a writer process.
+        use_async_staging: copy on another thread, so that ``stage`` returns a future; ``None``: only if an accelerator
+            is available.
+        use_non_blocking_copy: copy asynchronously from the accelerator; ``None``: only if an accelerator is available.
+            ``True`` without an accelerator is an error, as in torch.
 
     Raises:
-        StagingError: torch refuses these options on this machine.
+        StagingError: torch rejects these options on this machine.
     """
 
     def __init__(
@@ -55,23 +54,23 @@ class TorchDefaultStager(AsyncStager):
             raise StagingError([], f"torch's DefaultStager rejects {self.options}: {error}") from error
 
     def stage(self, state_dict: StateDict) -> Future[StateDict] | StateDict:
-        """Return torch's copy of ``state_dict``, or a future of it with ``use_async_staging``.
+        """Return torch's copy of ``state_dict``, or with ``use_async_staging`` a future of the copy.
 
         Raises:
-            StagerClosedError: after ``close()``.
-            Exception: what torch raises, unchanged; with ``use_async_staging`` it is in the future.
+            StagerClosedError: the stager is closed.
+            Exception: any error of torch, unchanged; with ``use_async_staging``, the future raises it.
         """
         if self._closed:
             raise StagerClosedError
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Return when the last copy is complete; raise what went wrong with it."""
+        """Wait until the last copy is complete. Raises the error of the copy."""
         if not self._closed:
             self._stager.synchronize_staging()
 
     def close(self) -> None:
-        """Free torch's copies and thread. Twice is harmless."""
+        """Free torch's copies and thread. Idempotent."""
         if not self._closed:
             self._closed = True
             self._stager.close()

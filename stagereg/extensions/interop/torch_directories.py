@@ -1,7 +1,7 @@
-"""Directories that ``torch.distributed.checkpoint`` wrote, with :class:`stagereg.DcpWriter` or torch's own writer.
+"""Verify directories that ``torch.distributed.checkpoint`` wrote, with :class:`stagereg.DcpWriter` or torch's writer.
 
-They have no manifest, and no run counts, replaces or deletes them. ``DcpWriter`` writes size and checksum of each file.
-torch's own writer writes no checksums: its ``.metadata`` names the files, and the byte at which each ends at the least.
+Such a directory has no manifest, and no run counts, replaces or deletes it. ``DcpWriter`` records the size and the
+checksum of each file. torch's own writer records no checksums; its ``.metadata`` gives a minimum size of each file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from stagereg.errors import MALFORMED, CheckpointError
 from stagereg.extensions.interop.metadata_pickle import expect_metadata
 
 DCP_WRITER = "DcpWriter"
-_MOST_BYTES = 1 << 30  # a longer file is not read
-_MODULE = b"torch.distributed.checkpoint.metadata"  # which the pickle of metadata names
+_MOST_BYTES = 1 << 30  # largest file that is read
+_MODULE = b"torch.distributed.checkpoint.metadata"  # a module name in each pickle of torch's metadata
 
 
 def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-    """Return the condition of such a directory, of which a listing says ``there``.
+    """Return the condition of a directory; ``there`` is its listing.
 
-    If ``.metadata`` or the checksums cannot be read, the manifest of the condition has no files.
+    If ``.metadata`` or the checksums cannot be read, the manifest of the result has no files.
     """
     step = step_within(path.rpartition("/")[2]) or 0
     name = CHECKSUMS if CHECKSUMS in there else METADATA
@@ -55,7 +55,7 @@ def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> Verific
 def _of_torch(
     manifest: Manifest, content: bytes, path: str, there: Mapping[str, int | str]
 ) -> tuple[Manifest, dict[str, str]]:
-    """Return the manifest with the files as they are, and what is wrong with them."""
+    """Return the manifest with the files of ``.metadata``, and the errors of these files."""
     expect_metadata(content)
     least = {METADATA: len(content), **_file_sizes(content)}
     found = {name: _followed(f"{path}/{name}", there[name]) for name in least if name in there}
@@ -66,8 +66,8 @@ def _of_torch(
 
 
 def _file_sizes(content: bytes) -> dict[str, int]:
-    """Return the size that each file must have at least, by its name. Raises: ``ValueError`` if that is unknown."""
-    if _MODULE not in content:  # what surely is damaged is refused before torch is imported, which takes 250 MiB
+    """Return the minimum size of each file, by name. Raises ``ValueError`` if ``.metadata`` is invalid."""
+    if _MODULE not in content:  # checked before the import of torch, which takes 250 MiB
         raise ValueError("not torch metadata")
     from stagereg.extensions.interop.torch_metadata import loads
 
@@ -87,12 +87,12 @@ def _read(backend: Backend, path: str, name: str, there: int | str) -> bytes:
     if isinstance(there, str):
         raise ValueError(there)
     if there > _MOST_BYTES:
-        raise ValueError(f"it has {there:,} bytes")
+        raise ValueError(f"its size is too large: {there:,} bytes")
     return backend.read(f"{path}/{name}")
 
 
 def _followed(path: str, there: int | str) -> int | str:
-    """Return the size of the file that a link leads to: torch reads through links, and so does a restore."""
+    """Return the size of a link's target, since torch and restores follow links; otherwise the listed size."""
     try:
         return os.stat(path).st_size if os.path.islink(path) else there
     except OSError as error:
@@ -100,7 +100,7 @@ def _followed(path: str, there: int | str) -> int | str:
 
 
 def _modified(path: str) -> int:
-    """Return when a local file was written, in whole seconds since the epoch; 0 if that is unknown."""
+    """Return the modification time of a local file in whole Unix seconds; 0 if the time is unknown."""
     try:
         return min(max(0, int(os.stat(path).st_mtime)), LATEST_TIME)
     except OSError:

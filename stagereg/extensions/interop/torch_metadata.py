@@ -1,7 +1,7 @@
-"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle that may name the types of torch's metadata only.
+"""Read ``.metadata`` of ``torch.distributed.checkpoint``, a pickle, without running its code.
 
-torch unpickles this file, which may run code. Here any other name in it is refused, and nothing is imported. The
-classes that it names are never in reach of its instructions, and each value of it has the type that belongs there.
+torch unpickles this file, which may run code. This module accepts only the types of torch's metadata, checks the type
+of each value, and imports nothing. Instructions of the pickle cannot change these types.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from stagereg.checkpoint.format.manifest import METADATA, MOST
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
-_CHUNKS = 10_000  # parts of tensors of which nothing is stored
-METADATA_BYTES = 1 << 30  # a longer file is not read
+_CHUNKS = 10_000  # most chunks of tensors without stored data
+METADATA_BYTES = 1 << 30  # largest file that is read
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
 _INFO = filesystem._StorageInfo
 _OBJECTS: tuple[type, ...] = (Metadata, MetadataIndex, StorageMeta, TensorProperties, BytesStorageMetadata)
@@ -42,7 +42,7 @@ _MADE: dict[str, Any] = {
     f"{_ENCODING.__module__}.{_ENCODING.__name__}": _ENCODING,
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": lambda name: torch.strided,
-    # Some Pythons pickle the member of an enumeration as getattr(kind, name).
+    # Some Python versions pickle the member of an enum as getattr(enum, name).
     "builtins.getattr": lambda kind, name: _ENCODING.__members__[name],
     "pathlib.PosixPath": PosixPath,
     "pathlib._local.PosixPath": PosixPath,
@@ -52,7 +52,7 @@ _PROPERTIES = (torch.dtype, torch.layout, bool, _ENCODING)
 
 
 def loads(content: bytes) -> Metadata:
-    """Return the metadata in the content of the file. Raises: ``CheckpointError``."""
+    """Return the metadata from the content of the file. Raises ``CheckpointError``."""
     try:
         with without_gc():
             metadata = _MetadataUnpickler(content).load()
@@ -61,7 +61,7 @@ def loads(content: bytes) -> Metadata:
         raise
     except Exception as error:  # any class of error: the file may hold anything
         raise CheckpointError(
-            f"its {METADATA} is not what torch writes: {type(error).__name__}: {error!s:.200}"
+            f"its {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
         ) from error
     found: Metadata = metadata
     return found
@@ -73,22 +73,22 @@ class _MetadataUnpickler(BoundedUnpickler):
         if full in _DTYPES:
             return _DTYPES[full]
         if full not in _MADE:
-            text = f"its {METADATA} names {module:.100}.{name:.100}, which is no metadata; nothing was imported."
+            text = f"its {METADATA} names {module:.100}.{name:.100}, which is not metadata. Nothing was imported."
             raise CheckpointError(text)
         return Name(full)
 
     def call(self, of: Any, given: Any) -> Any:
         if type(of) is not Name or type(given) is not tuple:
-            raise ValueError("it calls something that no metadata calls")
+            raise ValueError("it calls an object that is not a type of torch metadata")
         for each in given:
             if type(each) not in _ARGUMENTS:
-                raise ValueError("it calls something that no metadata calls")
+                raise ValueError("it calls a type of torch metadata with an unsupported argument")
         return _MADE[of](*given)
 
     def build(self, made: Any, state: Any) -> None:
         if type(made) is TensorProperties:
             if type(state) is not tuple or any(type(each) not in _PROPERTIES for each in state):
-                raise ValueError("the properties of a tensor in it are none")
+                raise ValueError("the properties of a tensor have an unsupported type")
             made.__setstate__(state)
         elif type(made) in _OBJECTS and type(state) is dict:
             if type(made) is MetadataIndex:  # before it is hashed
@@ -97,7 +97,7 @@ class _MetadataUnpickler(BoundedUnpickler):
                     _expect_size(state["offset"])
             vars(made).update(state)
         else:
-            raise ValueError("it gives a state to something that has none")
+            raise ValueError("it sets the state of an object that has no state")
 
     def make_tuple(self, items: list[Any]) -> Any:
         for item in items:
@@ -105,12 +105,12 @@ class _MetadataUnpickler(BoundedUnpickler):
                 self.gone_through(len(item))
                 for each in item:
                     if type(each) is tuple:
-                        raise ValueError("it has tuples inside each other, as no metadata has them")
+                        raise ValueError("it has more nested tuples than torch metadata")
         return tuple(items)
 
     def set_items(self, of: Any, items: list[Any]) -> None:
         if type(of) is not dict:
-            raise ValueError("it sets an item of something that is no dict")
+            raise ValueError("it sets an item of an object that is not a dict")
         for key in items[::2]:
             self.gone_through(len(key) if type(key) is tuple else 0)
         of.update(zip(items[::2], items[1::2], strict=True))
@@ -120,7 +120,7 @@ class _MetadataUnpickler(BoundedUnpickler):
 
 
 def _expect_sound(metadata: Any) -> None:
-    """Raise an exception if some part of metadata has another type than torch gives it."""
+    """Raise an exception if a value in the metadata does not have the type that torch writes."""
     _expect(metadata, Metadata)
     chunks_left = _CHUNKS + 8 * len(metadata.storage_data)
     for name, entry in _items(metadata.state_dict_metadata):
@@ -132,7 +132,7 @@ def _expect_sound(metadata: Any) -> None:
             _expect_size(entry.size)
             chunks_left -= len(entry.chunks)
             if chunks_left < 0:
-                raise ValueError("its tensors have many more parts than are stored")
+                raise ValueError("its tensors have many more chunks than stored data")
             for chunk in entry.chunks:
                 _expect(chunk, ChunkStorageMetadata)
                 _expect_size(chunk.offsets, len(entry.size))
@@ -147,13 +147,13 @@ def _expect_sound(metadata: Any) -> None:
             or type(way[0]) is not str
             or any(type(key) is not str and not _is_number(key) for key in way[: DEEPEST + 1])
         ):
-            raise ValueError(f"the place of {name!r:.100} in the state is none")
+            raise ValueError(f"the path of {name!r:.100} in the state is invalid")
     for index, info in _items(metadata.storage_data):
         _expect(index, MetadataIndex)
         _expect(info, _INFO)
         _expect(info.relative_path, str)
         if not _is_number(info.offset) or not _is_number(info.length):
-            raise ValueError(f"the place of {index.fqn!r:.100} in its file is none")
+            raise ValueError(f"the offset or length of {index.fqn!r:.100} in its file is invalid")
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -164,15 +164,15 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _expect(value: Any, kind: type) -> None:
     if type(value) is not kind:
-        raise TypeError(f"it has a {type(value).__name__} where a {kind.__name__} belongs")
+        raise TypeError(f"a value has the wrong type: expected {kind.__name__}, got {type(value).__name__}")
 
 
 def _expect_size(value: Any, ndim: int | None = None) -> None:
     _expect(value, torch.Size)
     if len(value) > MOST_DIMENSIONS:
-        raise ValueError("a tensor in it has more dimensions than are read")
+        raise ValueError("a tensor has more dimensions than are supported")
     if ndim not in (None, len(value)):
-        raise ValueError("a part of a tensor in it has other dimensions than the tensor")
+        raise ValueError("a chunk has another number of dimensions than its tensor")
 
 
 def _is_number(value: Any) -> bool:

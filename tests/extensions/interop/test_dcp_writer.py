@@ -229,7 +229,7 @@ def test_what_torchs_writer_wrote_is_loaded_with_a_warning_and_replaced(
         dcp.load(found, storage_reader=stagereg.DcpReader(tmp_path / "a"), no_dist=True)
     assert same(found, state(1))
     assert [each.getMessage() for each in caplog.records if "checksums.json" in each.getMessage()] == [
-        f"{tmp_path / 'a'} has no checksums.json: another writer made it, and it is loaded unchecked."
+        f"{tmp_path / 'a'} has no checksums.json, so it is loaded without verification."
     ]
     dcp.save(state(2), storage_writer=stagereg.DcpWriter(tmp_path / "a"), no_dist=True)
     assert holds(tmp_path / "a", 2, no_dist=True)
@@ -355,9 +355,9 @@ def test_a_url_is_refused_when_a_writer_or_reader_is_made() -> None:
     for kind in (stagereg.DcpWriter, stagereg.DcpReader):
         with pytest.raises(ConfigError, match="s3://bucket/a"):
             kind("s3://bucket/a")
-    with pytest.raises(ConfigError, match="takes the directory of a checkpoint"):
+    with pytest.raises(ConfigError, match="requires the directory of a checkpoint"):
         stagereg.DcpReader(None)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointException, match="was given no directory"):
+    with pytest.raises(CheckpointException, match="DcpWriter has no directory"):
         dcp.save(state(1), storage_writer=stagereg.DcpWriter(), no_dist=True)
 
 
@@ -446,6 +446,8 @@ def test_what_comes_to_the_path_during_a_save_is_not_deleted(tmp_path: Path, cap
     assert holds(tmp_path / "a", 2, no_dist=True)
     [kept] = tmp_path.glob("*/notes*.txt")
     assert kept.read_text() == "mine"
-    assert f"{kept.parent} has notes\\x1b.txt, which came to {tmp_path / 'a'} during the save" in caplog.text
+    assert (
+        f"Did not delete {kept.parent}: notes\\x1b.txt was written to {tmp_path / 'a'} during the save" in caplog.text
+    )
     save(state(3), storage_writer=stagereg.DcpWriter(tmp_path / "a"))
     assert kept.exists()

@@ -173,7 +173,7 @@ def test_what_has_nothing_to_save_need_not_be_there(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": trained()[0], "hooks": {}}
     restored(tmp_path / "there", state)
     assert state["hooks"] == {}
-    with pytest.raises(CheckpointError, match="There is no 'epoch' in it"):
+    with pytest.raises(CheckpointError, match="The checkpoint has no entry 'epoch'"):
         restored(tmp_path / "there", {"epoch": 0})
 
 
@@ -204,7 +204,7 @@ def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
     assert bits(*fresh) == bits(*models["critic"])
     before = bits(*fresh)
     for state, kinds in (({"model": fresh[0]}, ""), ({"model": fresh[0], "optim": fresh[1]}, "")):
-        with pytest.raises(CheckpointError, match=f"'model' may be any of generator{kinds}, critic{kinds} in it: call"):
+        with pytest.raises(CheckpointError, match=f"'model' matches generator{kinds}, critic{kinds} equally well"):
             restored(tmp_path / "there", state)
     assert bits(*fresh) == before
 
@@ -212,8 +212,8 @@ def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {}}, "There is no 'model' in it, and nothing with the same parameters, only epoch, optim"),
-        ({"optim": {}}, "There is no 'optimizer' in it, and nothing with the same parameters, only epoch, model"),
+        ({"model": {}}, "has no entry 'model' or with the same parameters. It has epoch, optim"),
+        ({"optim": {}}, "has no entry 'optimizer' or with the same parameters. It has epoch, model"),
         (
             {"model": {"0.weight": torch.ones(4, 3), "1.bias": torch.ones(9)}},
             "2 missing in the checkpoint: 0.bias, 1.weight; 1 of an",

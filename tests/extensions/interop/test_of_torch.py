@@ -215,10 +215,10 @@ def test_in_a_bucket_they_are_listed_and_to_be_copied_for_a_restore(tmp_path: Pa
     for file in path.iterdir():
         objects.put(f"{root}/step-20/{file.name}", file.read_bytes())
     assert "1 checkpoint, all valid" in command("verify", root)
-    with pytest.raises(CheckpointError, match="local directory only: copy it"):
+    with pytest.raises(CheckpointError, match=r"from a URL.*Copy it to a local disk"):
         stagereg.open_checkpoint(root)
     checkpointer = Checkpointer(root, save_last=False, stager=BlockingAsyncStager())
-    with checkpointer, pytest.raises(CheckpointError, match="local directory only: copy it"):
+    with checkpointer, pytest.raises(CheckpointError, match=r"from a URL.*Copy it to a local disk"):
         checkpointer.restore(state(0))
     objects.put(f"{root}/step-00000300.0123456789ab/.metadata", b"a save on its way")
     assert "being written" not in command("verify", root), "a save under way is none of torch's"
@@ -247,9 +247,9 @@ FORMATS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: torch_save(path, _use_new_zipfile_serialization=False),
         "is a file that torch.save wrote in its format before torch 1.6, not",
     ),
-    "safetensors": (safetensors, "is a file in the format of safetensors, not"),
-    "hf": (hugging_face, "is a directory in the format of Hugging Face, not"),
-    "pickle": (lambda path: path.write_bytes(b"\x80\x04cos\nsystem\n.") and None, "is a pickle, which runs code"),
+    "safetensors": (safetensors, "is a safetensors file, not"),
+    "hf": (hugging_face, "is a model directory of Hugging Face, not"),
+    "pickle": (lambda path: path.write_bytes(b"\x80\x04cos\nsystem\n.") and None, "is a pickle, which may run code"),
     "text": (lambda path: path.write_text("hello") and None, "is a file, not"),
     "empty": (lambda path: path.touch(), "is a file, not"),
     "pipe": (os.mkfifo, "is not a directory, not"),

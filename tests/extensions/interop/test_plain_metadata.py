@@ -152,5 +152,5 @@ def test_options_that_hold_one_another_are_refused_before_they_are_shown(tmp_pat
         nested = [nested, nested]
     groups = [{"lr": 0.1, "more": (nested,), "params": [0]}]
     path = plain(tmp_path / "x", {"optim": {"state": {0: {"step": torch.ones(1)}}, "param_groups": groups}})
-    with pytest.raises(CheckpointError, match="too large to be one"):
+    with pytest.raises(CheckpointError, match=r"the optimizer option .* is too large"):
         open_checkpoint(path)

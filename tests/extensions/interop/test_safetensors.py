@@ -28,12 +28,12 @@ def test_without_the_package_the_error_shows_how_to_install_it(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("x", "why"),
     [
-        (torch.ones(2, dtype=torch.complex128), r"the format has no torch\.complex128"),
+        (torch.ones(2, dtype=torch.complex128), r"the format does not support torch\.complex128"),
         (torch.ones(2).to_sparse(), r"torch\.sparse_coo"),
     ],
 )
 def test_a_tensor_it_cannot_hold_is_named(tmp_path: Path, x: torch.Tensor, why: str) -> None:
-    with pytest.raises(dcp.api.CheckpointException, match=rf"safetensors cannot hold 'model\.w': .*{why}"):
+    with pytest.raises(dcp.api.CheckpointException, match=rf"safetensors cannot store 'model\.w': .*{why}"):
         dcp.save({"model": {"w": x}}, storage_writer=SafetensorsStorage(tmp_path), no_dist=True)
 
 

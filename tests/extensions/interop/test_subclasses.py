@@ -36,7 +36,7 @@ def test_safetensors_refuses_them_by_name(tmp_path: Path) -> None:
 def test_a_file_of_their_own_keeps_them_or_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", x={"w": codes(4)})
     with stagereg.open_checkpoint(tmp_path / "a") as checkpoint:
-        with pytest.raises(CheckpointError, match=r"cannot hold 'x\.w', a tensor that wraps others; write a \.pt"):
+        with pytest.raises(CheckpointError, match=r"cannot store 'x\.w', which wraps other tensors\. Write a \.pt"):
             export(checkpoint, None, tmp_path / "all.safetensors", False, TensorOptions())
         export(checkpoint, None, tmp_path / "all.pt", False, TensorOptions())
     assert same_bits(torch.load(tmp_path / "all.pt", weights_only=True)["x"]["w"], codes(4))
