@@ -11,12 +11,14 @@ import sys
 from typing import Any
 
 ROWS = {
-    "torch:async_save": "torch.distributed.checkpoint.async_save",
-    "torch:process": "the same, in a process",
-    "blocking+dcp": "stagereg, stager=blocking",
-    "pinned_cached+dcp": "stagereg, stager=pinned_cached",
-    "overlapped+dcp": "stagereg (default)",
     "none": "no checkpoint (A/A)",
+    "overlapped+dcp": "stagereg (default)",
+    "pinned_cached+dcp": "stagereg, stager=pinned_cached",
+    "blocking+dcp": "stagereg, stager=blocking",
+    "overlapped+torch_dcp": "stagereg, storage=torch_dcp",
+    "blocking+torch_dcp": "stagereg, blocking and torch_dcp",
+    "torch:process": "dcp.async_save, in a process",
+    "torch:async_save": "dcp.async_save",
 }
 _LEFT, _WIDTH, _ROW = 300, 420, 34
 
@@ -45,17 +47,18 @@ def draw(result: dict[str, Any]) -> str:
     lines = [
         '<text x="16" y="28" font-size="17" font-weight="600">Training time lost per checkpoint, ms</text>',
         f'<text x="16" y="48" fill="#666">168 MiB, one rank, torch {about["torch"]}, {about["cores"]} cores; '
-        f"median ± standard error of {rounds} rounds in turns</text>",
+        f"median ± standard error of {rounds} rounds in turns; lower is better</text>",
     ]
     for number, (label, value, error) in enumerate(found):
         y = 70 + number * _ROW
         color = "#3f51b5" if label.startswith("stagereg") else "#9e9e9e"
         start, end = sorted((at(0), at(value)))
+        shown = f"{value:.0f} ± {error:.0f}".replace("-", "&#8722;")
         lines += [
             f'<text x="{_LEFT - 12}" y="{y + 16}" text-anchor="end">{label}</text>',
             f'<rect x="{start:.1f}" y="{y}" width="{max(end - start, 1):.1f}" height="22" fill="{color}"/>',
             f'<path d="M{at(value - error):.1f} {y + 11}H{at(value + error):.1f}" stroke="#212121" stroke-width="2"/>',
-            f'<text x="{max(at(value + error), at(0)) + 8:.1f}" y="{y + 16}">{value:.0f} ± {error:.0f}</text>',
+            f'<text x="{max(at(value + error), at(0)) + 8:.1f}" y="{y + 16}">{shown}</text>',
         ]
     height = 80 + len(found) * _ROW
     lines.append(f'<path d="M{at(0):.1f} 62V{height - 12}" stroke="#616161"/>')

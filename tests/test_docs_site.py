@@ -99,6 +99,22 @@ def test_the_reference_of_the_command_line_is_current() -> None:
     assert (DOCS / "commands.md").read_text() == page, "run: python docs/commands.py > docs/commands.md"
 
 
+def test_the_plot_and_the_figures_of_the_readme_are_drawn_from_the_measured_samples() -> None:
+    drawn = runpy.run_path(str(DOCS / "stall_plot.py"))
+    measured = json.loads((DOCS / "images/stall.json").read_text())
+    assert (DOCS / "images/stall.svg").read_text() == drawn["draw"](measured), "run: make plot"
+    figures = {
+        label: f"{value:.0f} ± {error:.0f} ms".replace("-", "\N{MINUS SIGN}")
+        for label, value, error in drawn["bars"](measured)
+    }
+    shown = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if "time lost per checkpoint, CPU" in line
+    )
+    assert {figures[each] for each in ("dcp.async_save", "stagereg (default)", "no checkpoint (A/A)")} == set(
+        re.findall("\N{MINUS SIGN}?[0-9]+ ± [0-9]+ ms", shown)
+    )
+
+
 def test_messages_that_users_see_are_in_the_index() -> None:
     page = DOCS.joinpath("messages.md").read_text()
     heads = re.findall(r"^#### ``? ?(.+?) ?``?$", page, re.M)

@@ -71,10 +71,10 @@ class Setup:
     """What runs."""
 
     storage: str = "dcp"
-    stager: str = "blocking"
+    stager: str = "overlapped"
 
 
-SETUPS = [Setup(storage, stager) for stager in ("blocking", "pinned_cached") for storage in ("dcp", "safetensors")]
+SETUPS = [Setup(storage, stager) for stager in ("overlapped", "pinned_cached") for storage in ("dcp", "safetensors")]
 
 
 @dataclass(frozen=True)
