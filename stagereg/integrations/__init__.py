@@ -1,5 +1,5 @@
-"""Adapters for people who train with accelerate, Lightning, the Hugging Face Trainer, torchtitan or Ray Train.
+"""Adapters for accelerate, Lightning, the Hugging Face Trainer, torchtitan and Ray Train.
 
-One module a trainer, on the public :class:`stagereg.Checkpointer` and :class:`stagereg.Join` alone. Each is imported by
-the program that wants it, and imports its trainer; nothing else here does.
+Each module serves one trainer and uses the public :class:`stagereg.Checkpointer` and :class:`stagereg.Join`. Only the
+user's program imports such a module, because the module imports its trainer.
 """

@@ -1,12 +1,12 @@
-"""accelerate: ``save_state`` and ``load_state`` through a Checkpointer, and ``join_uneven_inputs`` with exact numbers::
+"""Makes accelerate's ``save_state`` and ``load_state`` use a Checkpointer, and ``join_uneven_inputs`` a Join::
 
       accelerator = Accelerator(...)
     + stagereg.integrations.accelerate.attach(accelerator, join=True)
 
-accelerate's own hooks replace the model's file alone, so :func:`attach` replaces methods of that one Accelerator; the
-program stays as it is. ``save_state(dir)`` returns when the state is staged; ``dir`` appears when its checkpoint is
-complete, and a later save to ``dir`` replaces that checkpoint (:mod:`.named`). ``load_state(dir)`` also loads what
-accelerate alone has saved, by accelerate's own method.
+accelerate's own hooks replace only the model's file, so :func:`attach` replaces methods of this one Accelerator. The
+program stays unchanged. ``save_state(dir)`` returns as soon as the state is staged. ``dir`` appears when its checkpoint
+is complete, and a later save to ``dir`` replaces that checkpoint (:mod:`.named`). ``load_state(dir)`` also loads
+checkpoints that accelerate saved without stagereg.
 """
 
 from __future__ import annotations
@@ -56,49 +56,50 @@ _METHODS = {
 _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-_DECIDED = {  # of a Checkpointer's options
-    "every": "save_state says when",
-    "dir": "save_state(dir) says where",
-    "resume": "load_state says what to load",
+_DECIDED = {  # options of Checkpointer that the Accelerator decides, and how
+    "every": "call save_state whenever a checkpoint is due",
+    "dir": "pass the directory to save_state(dir)",
+    "resume": "pass the checkpoint to load_state",
     "process_group": "all ranks of the Accelerator save together",
 }
-_OF_A_PROJECT = ("keep", "on_commit")  # options for checkpoints that stay in the directory they are written to
-_NUMBERS = itertools.count()  # of the calls of attach; the same on all ranks
-_ORDER = "synchronized_generator"  # what a loader's order is drawn from, if that goes on from epoch to epoch
+_OF_A_PROJECT = ("keep", "on_commit")  # options that require automatic_checkpoint_naming
+_NUMBERS = itertools.count()  # serial numbers of attach calls; the same on all ranks
+_ORDER = "synchronized_generator"  # attribute of a data loader: the generator that shuffles all epochs
 _STEP, _OLD_NAME = re.compile(r"step-(\d+)"), re.compile(r"checkpoint_(\d+)")
 
 
 def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: Any) -> None:
-    """Have ``save_state`` and ``load_state`` of this Accelerator go through a Checkpointer. Call it on all ranks.
+    """Make ``save_state`` and ``load_state`` of this Accelerator use a Checkpointer. Call it on all ranks.
 
-    Models, optimizers, schedulers, data loaders, registered objects, the scaler and every rank's random numbers are
-    saved. The copy is written in the background; ``end_training`` and the end of the process wait for it. A failed save
-    is raised by the next ``save_state`` or ``load_state``, by ``end_training``, or at the end of the process. What was
-    saved is loaded on any number of ranks; random numbers and the state of data loaders on as many alone.
+    Models, optimizers, schedulers, data loaders, registered objects, the scaler and every rank's random number
+    generators are saved. The staged copy is written in the background; ``end_training`` and the exit of the process
+    wait for it. If a save fails, the next ``save_state`` or ``load_state``, ``end_training`` or the exit of the process
+    raises the error. A checkpoint can be loaded with any world size, but random number generators and data loader state
+    only with the same one.
 
-    ``save_state(dir)`` replaces the checkpoint in ``dir``, and deletes nothing else there. The name of the checkpoint,
-    as in ``dir/step-00000007``, counts the saves to the directory above ``dir``; the saves are written in
-    ``.stagereg`` there. With ``automatic_checkpoint_naming``, ``save_state()`` makes
-    ``project_dir/checkpoints/step-00000000`` and counts on, by ``project_configuration.iteration``, which
-    ``load_state`` sets; ``total_limit`` is ``keep``.
+    ``save_state(dir)`` replaces the checkpoint in ``dir`` and deletes nothing else there. The number in the
+    checkpoint's name, such as ``dir/step-00000007``, counts the saves to the parent directory of ``dir``, which first
+    writes them to ``.stagereg``. With ``automatic_checkpoint_naming``, ``save_state()`` saves to
+    ``project_dir/checkpoints/step-00000000``, then ``step-00000001`` and so on. The number is
+    ``project_configuration.iteration``, which ``load_state`` sets. ``total_limit`` is passed as ``keep``.
 
-    A ``tier`` wants ``automatic_checkpoint_naming``. It gets what ``save_state()`` saves, and ``load_state()`` takes
-    the newest of both. With ``every`` as well, ``save_state()`` is called after each optimizer step: then these calls
-    are counted, and ``tier.every`` and ``every`` say which of them save, there and in the directory.
+    A ``tier`` requires ``automatic_checkpoint_naming``. ``save_state()`` saves to the tier, too, and ``load_state()``
+    loads the newest checkpoint of tier and directory. With ``every``, call ``save_state()`` after each optimizer step:
+    ``tier.every`` and ``every`` then select the calls that save to the tier and to the directory.
 
     Args:
-        accelerator: with no other adapter attached.
-        join: replace ``join_uneven_inputs`` too. A rank that has run out of data then repeats for every step of the
-            others what its own last step did after ``backward``: ``accelerator.clip_grad_norm_``, steps of optimizers
-            and schedulers. So all of their states stay equal; at the end of the block this is compared.
-        **checkpoint_options: of :class:`stagereg.Checkpointer`. ``keep`` and ``on_commit`` want
-            ``automatic_checkpoint_naming``. ``preemption.grace_period`` is ``None`` if not given: a
-            signal could be answered in ``save_state`` only. A ``stager`` that is not a name serves one directory.
+        accelerator: an Accelerator without another adapter.
+        join: also replace ``join_uneven_inputs``. A rank that has run out of data then repeats, for each step of the
+            other ranks, the calls after ``backward`` in its own last step: ``accelerator.clip_grad_norm_``, and steps
+            of optimizers and schedulers. This keeps their states equal; the end of the block compares these calls.
+        **checkpoint_options: options of :class:`stagereg.Checkpointer`. ``keep`` and ``on_commit`` require
+            ``automatic_checkpoint_naming``. ``preemption.grace_period`` defaults to ``None``, because only
+            ``save_state`` could respond to a signal. A ``stager`` object instead of a name serves one directory.
 
     Raises:
-        ConfigError: what the Accelerator is configured for cannot be kept (DeepSpeed, XLA, ``save_on_each_node``, hooks
-            of ``save_state``); an option is of no use.
-        InstallationError: accelerate is of a version that this was not written for.
+        ConfigError: the Accelerator uses an unsupported feature (DeepSpeed, XLA, ``save_on_each_node``, hooks of
+            ``save_state``), or an option is invalid.
+        InstallationError: this version of accelerate is not supported.
     """
     methods = {name: ("self", *arguments) for name, arguments in _METHODS.items()}
     lacks = [name for name in (*_LISTS, *_HOOKS) if not hasattr(accelerator, name)]
@@ -108,9 +109,9 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
 
 
 class _Attached:
-    """What takes the place of the methods of one Accelerator."""
+    """Replaces the methods of one Accelerator."""
 
-    _open: ClassVar[weakref.WeakSet[_Attached]] = weakref.WeakSet()  # whose training has not ended
+    _open: ClassVar[weakref.WeakSet[_Attached]] = weakref.WeakSet()  # instances whose training has not ended
 
     def __init__(self, accelerator: Any, join: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
@@ -118,11 +119,11 @@ class _Attached:
         self._has_tier, self._asks = options.get("tier") is not None, "every" in options
         usual = {"preemption": Preemption(grace_period=None)}
         self._options = {**usual, **self._checked(options), "save_last": False}
-        self._named: NamedCheckpoints | None = None  # of the directory that a save went to last
-        self._checkpointer: Checkpointer | None = None  # the open one
-        if self._has_tier:  # whose notes of the run begin with the run
+        self._named: NamedCheckpoints | None = None  # checkpoints of the directory of the last save
+        self._checkpointer: Checkpointer | None = None  # writes the saves; may be closed
+        if self._has_tier:  # constructed now, because a tier records the run from its start
             self._checkpointer = Checkpointer(self._where(None), **self._options)
-        self._goes_on = False  # whether its checkpoints are of this run
+        self._goes_on = False  # whether this run has saved or loaded a checkpoint
         self._requests = OperationLog(
             dist.group.WORLD if dist.is_available() and dist.is_initialized() else None, f"accelerate/{next(_NUMBERS)}"
         )
@@ -142,12 +143,12 @@ class _Attached:
         return Path(where)
 
     def follow(self) -> None:
-        """Save as ranks do that still have data; on a rank of a join that has none."""
+        """Repeat the saves of the ranks that still have data, on a rank whose data in a join has ended."""
         while (where := self._requests.take_next()) is not None:
             self._save(where)
 
     def loop_ended(self) -> None:
-        """Do nothing: :meth:`follow` has met every save."""
+        """Do nothing: :meth:`follow` has already taken part in every save."""
 
     def _save(self, where: str) -> None:
         if self._automatic:
@@ -164,8 +165,8 @@ class _Attached:
         newest = -1 if self._goes_on else self._agreed(lambda: _highest(where, _STEP))
         if step <= newest:
             raise CheckpointError(
-                f"{where} has checkpoints of an earlier run, the newest {newest}: call load_state() to resume from it, "
-                f"set project_configuration.iteration to {newest + 1}, or give this run another project_dir."
+                f"{where} has checkpoints of an earlier run, the newest is step-{newest:08d}. Call load_state() to "
+                f"resume from it, set project_configuration.iteration to {newest + 1}, or use another project_dir."
             )
         self._goes_on = True
         if self._checkpointer is None:
@@ -174,14 +175,14 @@ class _Attached:
         save(step, self._state())
 
     def _open_named(self, parent: str) -> NamedCheckpoints:
-        """Return the checkpoints in ``parent``. Others are closed: a stager of each would hold memory. Collective."""
+        """Return the open checkpoints of ``parent``. Close any others, whose stager would hold memory. Collective."""
         if self._named is None or not self._named.is_open or self._named.parent != parent:
             if self._named is not None:
                 self._named.close()
                 if not isinstance(self._options.get("stager"), str | None):
                     raise ConfigError(
-                        "The stager given to attach serves one directory above those that are saved to, and one "
-                        "Accelerator. Give a name, as in stager='overlapped': one is built for each."
+                        "A stager object passed to attach serves only one Accelerator and the subdirectories of one "
+                        "directory. Pass a name, for example stager='overlapped', to build a stager for each."
                     )
             first = self._accelerator.process_index == 0
             self._named = NamedCheckpoints(parent, first, self._options, replaces_files=False)
@@ -189,10 +190,10 @@ class _Attached:
         return self._named
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """As :meth:`Accelerator.load_state`, of what was saved here or by accelerate alone."""
+        """Load a checkpoint saved by stagereg, or by accelerate alone, like :meth:`Accelerator.load_state`."""
         where = self._where(input_dir)
         NamedCheckpoints.wait_for_all(self._agreed)
-        for each in [*self._open]:  # an Accelerator before this one may have saved what is loaded
+        for each in [*self._open]:  # another Accelerator may still be writing the checkpoint
             each._wait()
         source, ours = self._agreed(lambda: _sought(where, input_dir is None, self._has_tier))
         if source is None:
@@ -264,24 +265,22 @@ class _Attached:
 
     def _where(self, named: str | os.PathLike[str] | None) -> str:
         if named is None and not self._automatic:
-            raise ConfigError("Name a directory, or make the Accelerator with automatic_checkpoint_naming.")
+            raise ConfigError("No directory was given. Pass one, or enable automatic_checkpoint_naming.")
         text = os.path.join(self._accelerator.project_dir, "checkpoints") if named is None else os.fspath(named)
         return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what is given to the Checkpointer, with ``total_limit`` as ``keep``."""
+        """Return the options for the Checkpointer, with ``total_limit`` as ``keep``."""
         if self._has_tier and not self._automatic:
-            raise ConfigError(
-                "A tier belongs to one directory of checkpoints: make the Accelerator with automatic_checkpoint_naming."
-            )
+            raise ConfigError("A tier requires automatic_checkpoint_naming, because it supports only one directory.")
         for name in (options.keys() & _DECIDED) - ({"every"} if self._has_tier else set()):
-            raise ConfigError(f"attach takes no {name}: {_DECIDED[name]}.")
+            raise ConfigError(f"attach does not take {name!r}: {_DECIDED[name]}.")
         refuse_unknown("attach", options, Checkpointer)
         Checkpointer.check_options(options)
         if not self._automatic:
             for name in options.keys() & set(_OF_A_PROJECT):
                 raise ConfigError(
-                    f"attach takes {name} for an Accelerator with automatic_checkpoint_naming alone: save_state(dir) "
+                    f"{name} requires automatic_checkpoint_naming. Without it, save_state(dir) always "
                     "replaces the checkpoint in dir."
                 )
             return options
@@ -293,11 +292,11 @@ class _Attached:
 
     @cached_property
     def _ranks(self) -> RankGroup:
-        """The ranks, for exchanges that do not meet those of training. The first use is collective."""
+        """A process group of its own, so that its exchanges do not mix with training. The first use is collective."""
         return RankGroup()
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
-        """Return what rank 0 sees, or raise its error. Collective."""
+        """Return on all ranks the result of ``look`` on rank 0, or raise its error. Collective."""
         ranks, failing = self._ranks, "The ranks could not agree on a directory"
         return agreed(look, ranks.rank == 0, lambda found: ranks.run_on_all(failing, lambda: found)[0])
 
@@ -327,13 +326,13 @@ class _Positions:
 def _expect_fit(accelerator: Any, join: bool) -> None:
     kind, project = accelerator.distributed_type, accelerator.project_configuration
     if "save_state" in vars(accelerator):
-        raise ConfigError("save_state of this Accelerator was replaced already: attach once, and nothing else.")
+        raise ConfigError("save_state of this Accelerator is already replaced. Call attach only once, without others.")
     if kind not in _PARALLEL:
-        raise ConfigError(f"attach is for one process, DDP and FSDP; this Accelerator is for {kind.value}.")
+        raise ConfigError(f"attach supports one process, DDP and FSDP, but this Accelerator uses {kind.value}.")
     if join and kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ConfigError("join=True is for DDP and FSDP2 (fsdp_version=2); FSDP1 cannot be joined in a plain loop.")
+        raise ConfigError("join=True supports DDP and FSDP2, but this Accelerator uses FSDP1. Set fsdp_version=2.")
     if project.save_on_each_node:
-        raise ConfigError("save_on_each_node is unsupported: all ranks of a checkpoint write to one file system.")
+        raise ConfigError("save_on_each_node is not supported: all ranks write a checkpoint to one file system.")
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         raise ConfigError("automatic_checkpoint_naming needs a project_dir.")
     if any(getattr(accelerator, hooks) for hooks in _HOOKS):
@@ -342,25 +341,25 @@ def _expect_fit(accelerator: Any, join: bool) -> None:
 
 def _refuse_hook(*_: object) -> NoReturn:
     raise ConfigError(
-        "Hooks of save_state and load_state cannot be kept: they write into a directory that appears when it is "
-        "complete. Give what they save to accelerator.register_for_checkpointing(object), or write it elsewhere."
+        "Hooks of save_state and load_state are not supported: the checkpoint directory does not exist before the "
+        "checkpoint is complete. Register their objects with accelerator.register_for_checkpointing(object)."
     )
 
 
 def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
     if given:
         names = ", ".join(f"{name}={value!r:.50}" for name, value in given.items())
-        raise ConfigError(f"{method} of a Checkpointer does not use {names}. Remove these arguments.")
+        raise ConfigError(f"{method} with stagereg does not support {names}. Remove these arguments.")
 
 
 def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:
-    """Return what to load, ``None`` if there is nothing, and whether it was saved here, not by accelerate alone."""
+    """Return the path to load, or ``None``, and whether stagereg saved the checkpoint, not accelerate alone."""
     if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
         return f"{where}/checkpoint_{old}", False
-    if is_project and has_tier:  # which may have what is not in the directory
+    if is_project and has_tier:  # the tier may have a newer checkpoint than the directory
         return where, True
     if not os.path.isdir(where) and "://" not in where:
-        found = _OLD_NAME.fullmatch(Path(where).name)  # as accelerate would have called it
+        found = _OLD_NAME.fullmatch(Path(where).name)  # name that accelerate would have given the checkpoint
         same = None if found is None else Path(where).with_name(f"step-{int(found[1]):08d}")
         return (None, False) if same is None or not same.is_dir() else (str(same), True)
     if "://" not in where and not os.path.lexists(f"{where}/{LATEST}") and (saved := newest_in(Path(where))):
@@ -369,6 +368,6 @@ def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, b
 
 
 def _highest(directory: str, pattern: re.Pattern[str]) -> int:
-    """Return the highest number of a name in a directory that the pattern fits; -1 if there is none."""
+    """Return the highest number among the names in a directory that match ``pattern``; -1 if none matches."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     return max((int(found[1]) for name in names if (found := pattern.match(name))), default=-1)

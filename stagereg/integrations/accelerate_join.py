@@ -1,8 +1,8 @@
-"""``join_uneven_inputs`` of an Accelerator by :class:`stagereg.Join`; used by ``attach`` of :mod:`.accelerate`.
+"""Implements ``join_uneven_inputs`` of an Accelerator with :class:`stagereg.Join`; used by :mod:`.accelerate`.
 
-The loop stays plain, so a rank that has run out of data leaves it. It then has to do after each of the others'
-``backward`` what their loop does there, or replicas drift apart and FSDP2's collectives are not matched. It has done so
-itself in its own last step, by methods of accelerate's objects: these calls are noted, and repeated.
+The training loop is unchanged, so a rank leaves it when its data ends. For each further step of the other ranks, this
+rank must repeat the calls that follow ``backward`` in their loop; otherwise replicas diverge and FSDP2's collectives do
+not match. The adapter records the calls of accelerate's methods in each step, and repeats those of the last step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from stagereg.errors import JoinError
 from stagereg.join.context import Join
 
-_ELSE = "For any other loop there is stagereg.Join with join.iterate."
+_ELSE = "For other loops, use stagereg.Join with join.iterate."
 
 
 class AcceleratorJoin:
@@ -32,7 +32,7 @@ class AcceleratorJoin:
 
     @contextlib.contextmanager
     def join(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[Join | None]:
-        """As :meth:`Accelerator.join_uneven_inputs`; gives the :class:`stagereg.Join`, ``None`` on one process."""
+        """Replace :meth:`Accelerator.join_uneven_inputs`; yield the :class:`stagereg.Join`, ``None`` on one process."""
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
             yield None
@@ -40,10 +40,10 @@ class AcceleratorJoin:
         models = [each for each in joinables if isinstance(each, torch.nn.Module)]
         if len(models) != 1 or accelerator.gradient_accumulation_steps != 1:
             raise JoinError(
-                "join_uneven_inputs takes one model here, and gradient_accumulation_steps of 1: accelerate ends an "
-                f"accumulation where a rank's own data ends, and the others do not. {_ELSE}"
+                "join_uneven_inputs requires one model and gradient_accumulation_steps of 1: accelerate ends an "
+                f"accumulation on a rank whose data ends, but not on the other ranks. {_ELSE}"
             )
-        stepped = [inner(each) for each in accelerator._optimizers]  # as the loop does it
+        stepped = [inner(each) for each in accelerator._optimizers]  # not joined: the repeated calls step them
         others = [each for each in joinables if not any(each is one for one in (*models, *stepped))]
         enable = not (accelerator.even_batches if even_batches is None else even_batches)
         with contextlib.ExitStack() as after:
@@ -56,27 +56,27 @@ class AcceleratorJoin:
                 self._compare()
 
     def _compare(self) -> None:
-        """Have ranks go on only if they have done the same. Collective."""
+        """Raise an error on all ranks if their last steps or scheduler counts differ. Collective."""
         counts = [each.scheduler.last_epoch for each in self._accelerator._schedulers]
-        own = {"did in its last step": self._last_step.names, "has counted in its schedulers": counts}
+        own = {"the calls of their last step": self._last_step.names, "their scheduler counts": counts}
         found = gather_object([own])
         for rank, theirs in enumerate(found):
             for what, first in found[0].items():
                 if theirs[what] != first:
                     raise JoinError(
-                        f"The ranks have drifted apart: what rank 0 {what} is {first}, and of rank {rank} it is "
-                        f"{theirs[what]}. A rank without data repeats its own last step, so each step has to do the "
-                        f"same; schedulers that step once an epoch do so after the block. {_ELSE}"
+                        f"The ranks differ in {what}: rank 0 has {first}, rank {rank} has {theirs[what]}. A rank "
+                        "without data repeats its own last step, so all steps must make the same calls. Call step() of "
+                        f"a scheduler that steps once an epoch after the block. {_ELSE}"
                     )
 
 
 class _LastStep:
-    """The calls of this rank's last step besides forward and backward; ``names`` has them with their limits."""
+    """Records the calls of this rank's last step except forward and backward; ``names`` lists them with clip limits."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self._calls: list[Callable[[], object]] = []
-        self._ended = True  # whether the next forward begins another step
+        self._ended = True  # whether the next forward begins a new step
 
     @contextlib.contextmanager
     def noted(self, accelerator: Any, model: torch.nn.Module) -> Iterator[None]:
@@ -93,7 +93,7 @@ class _LastStep:
     def repeat(self) -> None:
         if not self._calls:
             raise JoinError(
-                "This rank has had no batch yet, so it does not know what follows backward() in a step of the others. "
+                "This rank has had no batch yet, so it has no calls to repeat after backward() of the other ranks. "
                 f"Give each rank at least one batch in the first epoch. {_ELSE}"
             )
         for call in self._calls:
@@ -117,7 +117,7 @@ class _LastStep:
 
     def _noting_clip(self, name: str) -> Callable[..., Any]:
         def noting(before: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)  # not a generator
+            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)  # generators run once
             limits = ", ".join(f"{float(each):g}" for each in (*args, *kwargs.values()))
             return self._noting(f"{name}({limits})")(before, kept, *args, **kwargs)
 
@@ -125,24 +125,24 @@ class _LastStep:
 
 
 def inner(optimizer: Any) -> Any:
-    """Return torch's optimizer of accelerate's."""
+    """Return the torch optimizer inside an optimizer of accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _replace(owner: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
-    """Have ``by(method, ...)`` called in place of a method of one object; return what undoes that."""
+    """Replace a method of one object with ``by(method, ...)``; return a function that restores the method."""
     before, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, lambda *args, **kwargs: by(before, *args, **kwargs))
     return lambda: setattr(owner, name, before) if own else delattr(owner, name)
 
 
 def _override_even_batches(loaders: Sequence[Any], even: bool) -> Callable[[], None]:
-    """Override ``even_batches`` as accelerate does; return what undoes that."""
+    """Override ``even_batches`` as accelerate does; return a function that restores it."""
     sampled = [each.batch_sampler for each in loaders if not isinstance(each, DataLoaderDispatcher)]
     if len(sampled) < len(loaders):
-        warnings.warn("even_batches is of map-style datasets; a dispatched data loader stays as it is", stacklevel=5)
+        warnings.warn("even_batches only affects map-style datasets; dispatched data loaders ignore it", stacklevel=5)
     before = [(each, each.even_batches) for each in sampled if hasattr(each, "even_batches")]
     for each, _ in before:
         each.even_batches = even

@@ -1,4 +1,4 @@
-"""What the adapters share: what one rank finds out for all, and whether a trainer is as they were written for."""
+"""Helpers for the adapters: one rank decides for all ranks, and a check that the installed trainer is supported."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def _from_first(found: Any) -> Any:
 def agreed(
     decide: Callable[[], Any], is_first: bool | None = None, broadcast: Callable[[Any], Any] = _from_first
 ) -> Any:
-    """Return what ``decide`` returns on the first rank, or raise its error, on all ranks. Collective.
+    """Return on all ranks the result of ``decide`` on the first rank, or raise its error. Collective.
 
-    ``decide`` is called on the first rank alone; its value, and a ``StageregError``, must be picklable. ``broadcast``
-    returns the value of the first rank on each; the default ranks are those of the default process group. Any other
-    error becomes a ``CheckpointError`` with its type and text.
+    ``decide`` runs only on the first rank. Its result, or a ``StageregError`` it raises, must be picklable; any other
+    error becomes a ``CheckpointError`` with its type and text. ``broadcast`` returns the value of the first rank on all
+    ranks, by default in the default process group.
     """
     answer: Any = None
     if is_first or (is_first is None and not (dist.is_initialized() and dist.get_rank())):
         try:
             answer = decide()
-        except Exception as error:  # that the others must not wait for
+        except Exception as error:  # broadcast, so that the other ranks do not wait
             known = isinstance(error, StageregError)
             answer = error if known else CheckpointError(f"{type(error).__name__}: {error}")
     answer = broadcast(answer)
@@ -44,10 +44,10 @@ def agreed(
 def expect_known(
     package: str, written_for: str, kind: type, methods: Mapping[str, Iterable[str]], lacks: Sequence[str] = ()
 ) -> None:
-    """Raise ``InstallationError`` where a class of ``package`` is not as it was when the adapter was written.
+    """Raise ``InstallationError`` if a class of ``package`` differs from the releases that the adapter supports.
 
-    ``written_for`` are releases, as pip takes them; ``methods`` have the names of their arguments, ``self`` among
-    them; ``lacks`` are attributes that instances should have.
+    ``written_for`` is the version specifier of these releases for pip. ``methods`` maps method names to argument names,
+    including ``self``. ``lacks`` names the missing attributes of an instance.
     """
     wrong = [f"has no {name}" for name in lacks]
     for name, expected in methods.items():
@@ -55,9 +55,9 @@ def expect_known(
         found = None if method is None else list(inspect.signature(method).parameters)
         if found != list(expected):
             has = f"has no {name}" if found is None else f"has {name}({', '.join(found)})"
-            wrong.append(f"{has}, not {name}({', '.join(expected)})")
+            wrong.append(f"{has}, expected {name}({', '.join(expected)})")
     if wrong:
         raise InstallationError(
-            f"{package} {version(package)} is not as stagereg was written for: its {kind.__name__} {wrong[0]}. "
+            f"{package} {version(package)} is not supported: its {kind.__name__} {wrong[0]}. "
             f"Run: pip install '{package}{written_for}'"
         )

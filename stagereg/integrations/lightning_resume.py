@@ -1,9 +1,10 @@
-"""How ``fit`` of Lightning's ``Trainer`` goes on bit for bit: random numbers, and the data in the middle of an epoch.
+"""Restores random numbers and the position within an epoch, so that ``Trainer.fit`` of Lightning resumes bit for bit.
 
-Lightning restores neither, and draws random numbers before the first step. So each rank's generators are set after the
-hooks of ``on_train_start``, and the iterator over the data is made once more. In the middle of an epoch the generators
-are set as at its beginning, the batches that the run has had are fetched again and dropped, and the generators are set
-as at the save: the order of a shuffled epoch and what workers draw are the same.
+Lightning restores neither, and draws random numbers before the first step. Each rank's generators are therefore
+restored after the ``on_train_start`` hooks, and the data iterator is created again. To resume within an epoch, the
+generators are set to their state at the start of the epoch, the used batches are fetched and dropped, and the
+generators are set to their state at the save. The order of a shuffled epoch and the random numbers of its workers thus
+stay the same.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from stagereg.integrations.lightning_uneven import JoinedLoader
 
 _log = logging.getLogger(__name__)
 
-RESUME = "stagereg_resume"  # the entry of a checkpoint that each rank has for itself
+RESUME = "stagereg_resume"  # name of the entry that each rank saves for itself
 
 
 class ResumedFit:
-    """What one rank saves beside Lightning's checkpoint, and how it goes on from there."""
+    """Saves and restores the state of one rank that Lightning's checkpoint does not contain."""
 
     def __init__(self) -> None:
-        # The generators before the iterator over the data of this epoch was made, and before its first batch.
+        # Generators before the data iterator of this epoch was created ("iterator"), and before its first batch.
         self._began: dict[str, dict[str, torch.Tensor]] = {}
         self._loaded: dict[str, Any] | None = None
 
     def follow(self, fit_loop: Any) -> None:
-        """Be called where ``fit`` makes an iterator over the data."""
+        """Replace the methods that ``fit`` calls around the creation of a data iterator."""
         self._fit_loop = fit_loop
         fit_loop._load_combined_loader_states = self._before_first_iterator
         fit_loop.epoch_loop.on_run_start = self._begin_epoch
 
     def state(self, checkpoint: dict[str, Any]) -> dict[str, PerRank[Any]]:
-        """Return this rank's entry, beside what Lightning has collected of it."""
+        """Return this rank's entry, which includes its data loader state from Lightning's ``checkpoint``."""
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         return {RESUME: per_rank({"began": dict(self._began), "loaders": loaders})}
 
     def restore(self, chosen: str, ranks: int, load: Callable[[dict[str, Any]], None], objects: dict[str, Any]) -> None:
-        """Load ``objects`` and the entry of this rank, and leave the generators as they are."""
+        """Load ``objects`` and this rank's entry, and leave the random number generators unchanged."""
         with stagereg.open_checkpoint(chosen) as opened:
             as_many = opened.manifest is not None and opened.manifest.world_size == ranks
             has_own = rank_name(RESUME, 0) in opened.entries
@@ -63,12 +64,12 @@ class ResumedFit:
         self._loaded = None
 
     def _before_first_iterator(self) -> None:
-        """In the place of what ``fit`` calls right before it makes an iterator."""
+        """Replaces the method that ``fit`` calls right before it creates a data iterator."""
         type(self._fit_loop)._load_combined_loader_states(self._fit_loop)
         self._began = {"iterator": _generators()}
 
     def _begin_epoch(self, fetcher: Any) -> None:
-        """In the place of ``on_run_start`` of the loop over an epoch."""
+        """Replaces ``on_run_start`` of the epoch loop."""
         loop, loaded, before = self._fit_loop.epoch_loop, self._loaded, _generators()
         type(loop).on_run_start(loop, fetcher)
         self._loaded, done = None, loop.batch_progress.current.ready
@@ -78,20 +79,20 @@ class ResumedFit:
         if loaded is not None:
             rng.restore(before)
             iter(fetcher)
-        if loaded is not None or loop.trainer.current_epoch > 0:  # the first one had its iterator before
+        if loaded is not None or loop.trainer.current_epoch > 0:  # the iterator of epoch 0 already exists
             self._began = {"iterator": before}
         self._began["batch"] = _generators()
 
     def _skip(self, fetcher: Any, done: int, loaded: dict[str, Any]) -> None:
-        """Go on after ``done`` batches of an epoch, whose samplers know its number by now."""
+        """Skip the first ``done`` batches of an epoch, whose samplers already have its number."""
         self._began, loaders = loaded.get("began", {}), loaded.get("loaders")
         joined = [each for each in fetcher.combined_loader.flattened if isinstance(each, JoinedLoader)]
-        if loaders:  # Lightning gives every rank the position of rank 0
+        if loaders:  # Lightning restores the position of rank 0 on every rank
             fetcher.combined_loader._load_state_dicts(loaders)
             iter(fetcher)
             fetcher.fetched += done
         elif "batch" in self._began and type(fetcher) is _PrefetchDataFetcher and done < self._fit_loop.max_batches:
-            _log.info("stagereg: the %d batches of this epoch that the run has had are fetched and dropped", done)
+            _log.info("stagereg: fetching and dropping the %d batches of this epoch that were already used", done)
             rng.restore(self._began["batch" if joined else "iterator"])
             for each in joined:
                 each.skip = done

@@ -1,6 +1,6 @@
-"""What :mod:`.lightning` does in place of a strategy's own saving and loading, for each kind of strategy.
+"""Implements saving and loading for each kind of Lightning strategy; used by :mod:`.lightning`.
 
-Each public method of a class here is called in place of the strategy's.
+Each public method of a class here replaces the strategy's method of the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
 
 class WholeSaving:
-    """Saving where rank 0 has all of a checkpoint: DDP, a single device. The other ranks learn of what fails."""
+    """Saves for strategies that collect all state on rank 0, such as DDP. Failures are raised on all ranks."""
 
     def __init__(self, plugin: Any, strategy: Any) -> None:
         self.plugin, self.strategy = plugin, strategy
@@ -35,7 +35,7 @@ class WholeSaving:
 
 
 class _WholeFabric(WholeSaving):
-    """For ``Fabric``: ``load`` sets each rank's random numbers."""
+    """For ``Fabric``: ``load`` also restores each rank's random number generators."""
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         loaded: dict[str, Any] = type(self.strategy).load_checkpoint(self.strategy, path, state, *args, **kwargs)
@@ -45,7 +45,7 @@ class _WholeFabric(WholeSaving):
 
 
 class _WholeFit(WholeSaving):
-    """For the ``Trainer``: ``fit`` goes on with each rank's random numbers and batches."""
+    """For the ``Trainer``: ``fit`` resumes with each rank's random numbers and batches."""
 
     def __init__(self, plugin: Any, strategy: Any) -> None:
         super().__init__(plugin, strategy)
@@ -94,7 +94,7 @@ class _Sharded(_WholeFit):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
         module, rest = self.strategy.lightning_module, dict(checkpoint)
         if rest.pop("state_dict").keys() != module.state_dict().keys():
-            raise CheckpointError("on_save_checkpoint has changed state_dict; of a sharded model all of it is saved.")
+            raise CheckpointError("on_save_checkpoint changed state_dict. Save sharded models with all of its keys.")
         objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
         own = {**objects, **self._resumed.state(checkpoint)}
         self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **own}, filepath, **refused)
@@ -120,7 +120,7 @@ class _ShardedFabric(WholeSaving):
         if chosen is None:
             return type(self.strategy).load_checkpoint(self.strategy, path, state, strict, **more)
         if not isinstance(state, dict):
-            raise ConfigError(f"{path} is loaded into a dict: fabric.load(path, {{'model': model, ...}}).")
+            raise ConfigError(f"{path} must be loaded into a dict. Call fabric.load(path, {{'model': model, ...}}).")
         with stagereg.open_checkpoint(chosen) as opened:
             wanted = {name: value for name, value in state.items() if strict or name in opened.entries}
         self.plugin.restore(chosen, wanted)
@@ -133,12 +133,12 @@ _KINDS: dict[Any, type[WholeSaving]] = {**SHARDED, FabricStrategy: _WholeFabric,
 
 
 def kind_of(strategy: Any) -> type[WholeSaving]:
-    """Return the class that serves ``strategy``."""
+    """Return the class that saves and loads for ``strategy``."""
     return next(_KINDS[base] for base in _KINDS if isinstance(strategy, base))
 
 
 def read_entries(chosen: str, wanted: Callable[[str], bool], device: Any = "cpu") -> dict[str, Any]:
-    """Return entries of a checkpoint, their tensors in memory of their own."""
+    """Return the entries of a checkpoint whose names are ``wanted``, with copies of their tensors."""
     copied = partial(torch.Tensor.to, device=device, copy=True)
     with stagereg.open_checkpoint(chosen) as opened:
         found = [name for name in opened.entries if wanted(name)]

@@ -1,8 +1,8 @@
 """Uneven inputs in Lightning's ``Trainer``: the callback :class:`UnevenInputs` of :mod:`.lightning`.
 
-A rank out of data goes on with empty batches for as long as others have some, so all ranks run the same loop: the
-loader that the Trainer gets is as long as the longest, and loops over :meth:`stagereg.Join.iterate`. The loss that
-``training_step`` returns, a mean over the batch, is made the mean over the samples of all ranks before its backward.
+All ranks run the same loop: the Trainer's loader is as long as the longest one of all ranks, and a rank that has run
+out of data gets empty batches from :meth:`stagereg.Join.iterate`. The loss that ``training_step`` returns, a mean over
+the batch, is scaled before its backward, so that all ranks train on the mean over the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from stagereg.join.context import Join
 class UnevenInputs(pl.Callback):
     """Trains ranks with different numbers of batches to the end: ``Trainer(callbacks=[UnevenInputs()])``.
 
-    What is trained is what one process would train on the batches of all ranks: in each step the mean over all of their
-    samples. ``training_step`` stays as it is, and has to bear a batch of no samples: ``x.flatten(1)``, not
-    ``x.view(len(x), -1)``; the mean of nothing may be NaN. It is for ``automatic_optimization``, one train loader that
-    has a length on every rank, and DDP or ``ModelParallelStrategy``. Give the Trainer ``use_distributed_sampler=False``
-    where the ranks have data of their own: Lightning's sampler repeats samples until all ranks have as many.
+    The result is the same as one process that trains on the batches of all ranks: each step uses the mean over all
+    their samples. ``training_step`` must support a batch without samples: use ``x.flatten(1)``, not
+    ``x.view(len(x), -1)``; the mean of nothing may be NaN. The callback requires ``automatic_optimization``, one train
+    loader that has a length on every rank, and DDP or ``ModelParallelStrategy``. If ranks have their own data, pass
+    ``use_distributed_sampler=False`` to the Trainer: Lightning's sampler repeats samples to make ranks even.
 
     Args:
-        samples: how many samples, or tokens, the loss of a batch is a mean over; ``None``: the batch's first dimension.
-        timeout: seconds after which a rank that does not come to a step is an error on the others; longer than any
-            step, validation and checkpoints in it included.
+        samples: returns how many samples or tokens the loss of a batch is a mean over; ``None``: the size of the
+            batch's first dimension.
+        timeout: seconds after which the other ranks raise an error if a rank does not reach a step. It must be longer
+            than any step, including validation and checkpoints in it.
 
     Raises:
-        JoinError: the Trainer uses what is not served; before the first step, on all ranks.
-        PeerFailedError: another rank has failed, while training.
+        JoinError: the Trainer uses an unsupported feature; raised before the first step, on all ranks.
+        PeerFailedError: another rank failed during training.
     """
 
     def __init__(self, samples: Callable[[Any], float] | None = None, timeout: float = 1800.0) -> None:
@@ -46,10 +47,10 @@ class UnevenInputs(pl.Callback):
         self._timeout = timeout
         self._join: Join | None = None
         self._batches: Iterator[Any] | None = None
-        self._n = 0.0  # samples in the batch of this step
+        self._n = 0.0  # number of samples in the current batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Have the Trainer get loaders of this class, and losses averaged."""
+        """Replace methods of the strategy, to wrap the train loader and to average the loss."""
         strategy = trainer.strategy
         if stage != "fit" or isinstance(strategy, SingleDeviceStrategy):
             return
@@ -71,7 +72,7 @@ class UnevenInputs(pl.Callback):
         self._n = float(self._samples(batch))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the join; all ranks have come to the same step."""
+        """Leave the join; all ranks are at the same step."""
         self._leave()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -91,21 +92,21 @@ class UnevenInputs(pl.Callback):
         if -1 in lengths:
             raise JoinError(
                 f"The train loader of rank {lengths.index(-1)} has no length. Lightning then fetches each batch before "
-                "the step of the last one, so no rank can wait for others there. Give the dataset a __len__: that of "
-                "this rank, at most."
+                "the previous step, so ranks cannot wait for each other between steps. Give the dataset a __len__ that "
+                "is at most the number of samples on this rank."
             )
         return JoinedLoader(loader, max(lengths), self.iterate)
 
     def iterate(self, loader: Any, example: Any = None) -> Iterator[Any]:
-        """Loop over ``loader`` in a join, which is entered with the first batch."""
+        """Iterate over ``loader`` in a join, which begins with the first batch."""
         self._leave()
         strategy = self._trainer.strategy
         sharded = [module for module in self._trainer.lightning_module.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
-            module.reshard()  # validation leaves the outermost one whole
+            module.reshard()  # validation leaves the outermost module unsharded
         if not sharded and not isinstance(strategy, DDPStrategy):
             raise JoinError(
-                "UnevenInputs found no module of fully_shard in the model, so nothing says where steps begin."
+                "UnevenInputs cannot detect the start of a step: no module of the model was sharded by fully_shard."
             )
         model = sharded[0] if sharded else strategy.model
         self._join = Join([model], mode="auto", timeout=self._timeout)
@@ -129,7 +130,7 @@ class UnevenInputs(pl.Callback):
 
 
 class JoinedLoader:
-    """As many batches on all ranks as the longest loader has, some of them empty; once less the first ``skip``."""
+    """Yields the same number of batches on all ranks, the last ones empty. One epoch begins after ``skip`` batches."""
 
     skip = 0
 

@@ -1,10 +1,10 @@
 """Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`.
 
-A save to ``DIR/last.ckpt`` writes in ``DIR/.stagereg``. One atomic rename moves the complete checkpoint to
-``DIR/last.ckpt/step-00000007``, the seventh save to ``DIR``. Then the previous checkpoint at that path is deleted, or
-with a later save if a process reads it. For Lightning, a path that does not exist yet is a link to a file of this
-process until then: the path counts as taken, and as missing if the process dies. A half-deleted directory does not have
-the name of a checkpoint. Rank 0 alone handles paths.
+A save to ``DIR/last.ckpt`` writes into ``DIR/.stagereg``. When the checkpoint is complete, one atomic rename moves it
+to ``DIR/last.ckpt/step-00000007``; the number counts the saves to ``DIR``. Then the previous checkpoint at that path is
+deleted, or by a later save if a process still reads it. For Lightning, a new path is a link to a file of this process
+until its checkpoint is complete, so the path exists while the process lives. A directory is renamed before it is
+deleted, so a half-deleted directory does not have the name of a checkpoint. Only rank 0 changes paths.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ STORE = ".stagereg"
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
-_BESIDE = (".reading.", ".step-", ".nfs")  # leases, what is being deleted, files that NFS deletes later
-_ALL = 10**9  # checkpoints are kept: none of them stays in the directory that they are written in
+_BESIDE = (".reading.", ".step-", ".nfs")  # prefixes: read leases, half-deleted checkpoints, files that NFS deletes
+_ALL = 10**9  # value of keep: all checkpoints, since each one is moved out of the checkpointer's directory
 
 
 class NamedCheckpoints:
-    """The checkpoints of one directory, on one rank. Constructing it is collective.
+    """This rank's saves to paths in one directory. Constructing it is collective.
 
-    It closes the one that this process has of the same directory, of another trainer. ``parent`` is a real path, made
-    if need be; ``is_first``: whether this is rank 0; ``options`` are those of the :class:`stagereg.Checkpointer`.
-    ``replaces_files``: whether a save replaces a file or a link at its path, and makes a link there at once.
+    The constructor closes an instance for the same directory that this process still has open, for example from another
+    trainer. ``parent`` is the real path of the directory, which is created if necessary. ``is_first``: whether this is
+    rank 0. ``options`` are those of :class:`stagereg.Checkpointer`. With ``replaces_files``, a save replaces a file or
+    link at its path, and a new path is a link until the checkpoint is complete.
     """
 
     _open: ClassVar[dict[str, NamedCheckpoints]] = {}
@@ -59,19 +60,19 @@ class NamedCheckpoints:
         self._parent, self._is_first, self._replaces_files = Path(parent), is_first, replaces_files
         self._store = self._parent / STORE
         if self._store.is_symlink():
-            raise ConfigError(f"{self._store} is a link, and must be a directory that stagereg made: delete the link.")
+            raise ConfigError(f"{self._store} is a link, but must be a directory made by stagereg. Delete the link.")
         options = {"preemption": Preemption(grace_period=None), "save_last": False, **options}
         self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", **options)
         self.checkpointer.lock()
-        self._stores: dict[Path, CheckpointStore] = {}  # which know since when somebody reads there
+        self._stores: dict[Path, CheckpointStore] = {}  # reused, because each one tracks the age of read leases
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, Callable[[], None]]] = []  # for the save of that number, or a later one
-        self._failure: CheckpointError | None = None  # to move a checkpoint, which no call has raised yet
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # actions, with the number of the save they wait for
+        self._failure: CheckpointError | None = None  # failed move of a checkpoint, not raised yet
         self._begun = self._placed = 0
         if is_first:
-            latest = self._store / "latest"  # where the last one of all was moved from
+            latest = self._store / "latest"  # link to the path that the newest checkpoint was moved from
             self._begun = self._placed = number_of(Path(os.readlink(latest))) if latest.is_symlink() else 0
-            for path in _saved_in(self._store):  # of a run that was killed before it moved them
+            for path in _saved_in(self._store):  # checkpoints that a killed run had not moved yet
                 delete(path, self._store)
             self._clear_placeholders()
             self.checkpointer.listen(self._complete)
@@ -83,30 +84,30 @@ class NamedCheckpoints:
 
     @classmethod
     def wait_for_all(cls, agree: Callable[[Callable[[], object]], object]) -> None:
-        """Wait for the saves of all directories that are open. ``agree`` raises the error of rank 0 on all ranks.
+        """Wait for the saves of all open directories. ``agree`` runs its argument on rank 0, and raises on all ranks.
 
-        Raises ``CheckpointError`` if a save failed and no call has raised that yet.
+        Raises ``CheckpointError`` if a save failed and no call has raised its error yet.
         """
         for each in list(cls._open.values()):
             each.checkpointer.wait()
             agree(each._raise_failure)
 
     def begin(self, name: str) -> int:
-        """Return the number of a save that is to be found under ``name``, for :meth:`save`; on rank 0.
+        """Start a save to ``name`` and return its number, which :meth:`save` requires. Call it on rank 0.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be moved to its path.
-            ConfigError: a Checkpointer saves to that path, or it must not be replaced and is a file.
+            ConfigError: the path is a Checkpointer's directory, or is a file that must not be replaced.
         """
         self._raise_failure()
         path = self._parent / name
         if os.path.lexists(path / LATEST):
-            raise ConfigError(f"{path} has the checkpoints of a Checkpointer: save to another path, or delete them.")
+            raise ConfigError(f"{path} contains checkpoints of a Checkpointer. Save to another path, or delete them.")
         if not self._replaces_files:
             if os.path.lexists(path) and not path.is_dir():
-                raise ConfigError(f"{path} is a file, and must be the path of a directory.")
+                raise ConfigError(f"Cannot save to {path}: it is a file, not a directory. Save to another path.")
         elif not os.path.lexists(path):
-            with contextlib.suppress(OSError):  # where there are no links it is taken only when the save is complete
+            with contextlib.suppress(OSError):  # without symbolic links, the path appears when the save is complete
                 path.symlink_to(f"/proc/{os.getpid()}/comm")
         with self._lock:
             self._begun = 1 + max([self._begun, *map(number_of, path.glob(_STEPS))])
@@ -114,11 +115,11 @@ class NamedCheckpoints:
         return self._begun
 
     def save(self, state: Mapping[str, Any], number: int) -> None:
-        """Stage ``state``, on all ranks. Raises as :meth:`stagereg.Checkpointer.save`."""
+        """Stage ``state`` for the save ``number``. Collective. Raises like :meth:`stagereg.Checkpointer.save`."""
         self.checkpointer.save(number, dict(state))
 
     def remove(self, name: str) -> None:
-        """Delete what is at ``name`` once what was saved last is in its place; if that fails, once a later save is."""
+        """Delete ``name`` after the newest save has reached its path. If this fails, the next save tries again."""
         delete_it = partial(delete, self._parent / name, self._store)
         with self._lock:
             if self._placed < self._begun:
@@ -127,7 +128,7 @@ class NamedCheckpoints:
         delete_it()
 
     def close(self) -> None:
-        """Wait for all saves. Raises: ``CheckpointError`` if one has failed and no call has raised that yet."""
+        """Wait for all saves. Raises ``CheckpointError`` if a save failed and no call has raised its error yet."""
         if self.is_open:
             del self._open[str(self._parent)]
         try:
@@ -142,15 +143,15 @@ class NamedCheckpoints:
                 path.unlink()
 
     def _complete(self, number: int) -> None:
-        """Do what has waited for that save, in order; on the background thread."""
+        """Run the actions that wait for the save ``number``, in order. Called on the background thread."""
         try:
             while (action := self._due(number)) is not None:
                 action()
-                self._waiting.pop(0)  # what has failed is done again after the next save
+                self._waiting.pop(0)  # after success only, so that the next save repeats a failed action
         except OSError as error:
             self._failure = CheckpointError(
-                f"A checkpoint is complete in {self._store}/step-{number:08d}, but paths in {self._parent} could not "
-                f"be changed: {error}"
+                f"The checkpoint {self._store}/step-{number:08d} is complete, but a rename or deletion in "
+                f"{self._parent} failed: {error}. The next save tries again."
             )
 
     def _due(self, number: int) -> Callable[[], None] | None:
@@ -168,42 +169,42 @@ class NamedCheckpoints:
     def _place(self, path: Path, number: int) -> None:
         made = next((each for each in _saved_in(self._store) if number_of(each) == number), None)
         if made is None:
-            return  # it has failed, and a later one has not
+            return  # this save failed, and a later one succeeded
         if path.is_dir() and not path.is_symlink():
             read = self._stores.setdefault(path, open_store(path)).readers.found()
             before = [each for each in _saved_in(path) if each.name not in read]
             made.rename(path / made.name)
             sync(path)
         else:
-            beside = _hidden(self._store)
-            beside.mkdir()
-            made.rename(beside / made.name)
-            sync(beside)
+            hidden = _hidden(self._store)
+            hidden.mkdir()
+            made.rename(hidden / made.name)
+            sync(hidden)
             try:
-                before = self._replace(path, beside)
+                before = self._replace(path, hidden)
             except OSError:
-                (beside / made.name).rename(made)  # for the next try
+                (hidden / made.name).rename(made)  # for the next attempt
                 raise
             sync(self._parent)
         for each in before:
             delete(each, self._store)
 
-    def _replace(self, path: Path, beside: Path) -> list[Path]:
-        """Give ``beside`` the name ``path``; return the path of the file that had that name."""
+    def _replace(self, path: Path, hidden: Path) -> list[Path]:
+        """Rename ``hidden`` to ``path``; return the new path of the file that ``path`` was before."""
         if self._replaces_files:
-            return [exchange(beside, path)]
-        beside.rename(path)  # fails unless nothing, or an empty directory, is there
+            return [exchange(hidden, path)]
+        hidden.rename(path)  # fails unless ``path`` is absent or an empty directory
         return []
 
 
 def restore(
     source: str, state: dict[str, Any], agree: Callable[[Callable[[], Any]], Any], is_first: bool, **options: Any
 ) -> int | None:
-    """Load ``source`` as :meth:`stagereg.Checkpointer.restore` does; no lock is taken on any directory. Collective."""
+    """Load ``source`` like :meth:`stagereg.Checkpointer.restore`, without locking any directory. Collective."""
     scratch = agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
     try:
         reading = Checkpointer(scratch, preemption=Preemption(grace_period=None), **options)
-        with contextlib.closing(reading):  # its end is not that of a run, of which there would be something to say
+        with contextlib.closing(reading):  # the checkpointer's own `with` would log the end of a run
             return reading.restore(state, source)
     finally:
         if is_first:
@@ -211,18 +212,19 @@ def restore(
 
 
 def split(path: Any) -> tuple[str, str]:
-    """Return the directory of ``path`` and the name in it. Raises: ``ConfigError`` for a URL."""
+    """Return the directory of ``path`` and the name in it. Raises ``ConfigError`` for a URL."""
     if "://" in str(path):
-        raise ConfigError(f"{path} is a URL, where nothing can be renamed. Save to a file system that all ranks see.")
+        raise ConfigError(f"{path} is a URL, but a save renames directories. Save to a file system of all ranks.")
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.realpath(parent), name
 
 
 def choose(path: str, verify: bool) -> str | None:
-    """Return the directory of the checkpoint that is to be read for ``path``; ``None`` if that is not stagereg's.
+    """Return the directory of the checkpoint to read for ``path``; ``None`` if stagereg did not write ``path``.
 
-    ``path`` was saved to, is a copy of that, or the directory of one checkpoint. Where its name begins with ``last``,
-    and there is no good checkpoint at it, the newest good one beside it. ``verify``: compare checksums of all files.
+    ``path`` was saved to, is a copy of such a path, or is the directory of one checkpoint. If its name begins with
+    ``last`` and its checkpoints are invalid or missing, the newest valid checkpoint in the same directory is returned.
+    ``verify``: also compare the checksums of all files.
     """
     there = os.path.realpath(path)
     own = _newest_first(Path(there).glob(_STEPS))
@@ -237,15 +239,15 @@ def choose(path: str, verify: bool) -> str | None:
             first = first or error
         else:
             if first is not None:
-                _log.warning("stagereg: %s is passed over: %s. Loaded in its place: %s", path, first, each)
+                _log.warning("stagereg: skipped %s: %s. Loading %s instead.", path, first, each)
             return str(each)
     raise kind_of([first] if first else [])(f"{path} cannot be loaded: {first}")
 
 
 def delete(path: Path, store: Path | None = None) -> None:
-    """Delete what is at ``path``, in ``store`` or the one beside it, so that no half is left under its name.
+    """Delete ``path``; a directory is first renamed into ``store``, by default ``.stagereg`` next to it.
 
-    Of a directory that has something else, only the checkpoints are deleted, and a warning names the rest.
+    If a directory also contains other files, only its checkpoints are deleted, and a warning names one such file.
     """
     store = store or path.parent / STORE
     if path.is_symlink() or not path.is_dir():
@@ -254,7 +256,7 @@ def delete(path: Path, store: Path | None = None) -> None:
         for each in _saved_in(path):
             delete(each, store)
         other = printable(others[0], lines=False)
-        _log.warning("stagereg: %s was not deleted: %s in it is no part of a checkpoint.", path, other)
+        _log.warning("stagereg: did not delete %s, but only its checkpoints: it also contains %s", path, other)
     else:
         shutil.rmtree(path.rename(_hidden(store)) if store.is_dir() else path)
 
@@ -262,8 +264,8 @@ def delete(path: Path, store: Path | None = None) -> None:
 def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
     yield from own
     if split(path)[1].startswith("last"):
-        beside = _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}"))
-        yield from (each for each in beside if each not in own)
+        others = _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}"))
+        yield from (each for each in others if each not in own)
 
 
 def _newest_first(found: Iterable[Path]) -> list[Path]:
@@ -271,24 +273,24 @@ def _newest_first(found: Iterable[Path]) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """Return the number in the name of a checkpoint, 0 of anything else."""
+    """Return the number in the name of a checkpoint directory; 0 for any other name."""
     found = _NUMBER.fullmatch(path.name)
     return int(found[1]) if found else 0
 
 
 def newest_in(path: Path) -> Path | None:
-    """Return the directory of the checkpoint that was saved to ``path`` last; ``None`` if there is none."""
+    """Return the directory of the checkpoint that was last saved to ``path``; ``None`` without one."""
     return max(_saved_in(path), key=number_of, default=None)
 
 
 def _saved_in(path: Path) -> list[Path]:
-    """Return the checkpoints in a directory; no links, and nothing that a program gave a like name."""
+    """Return the checkpoints in a directory, without links and without other directories of a similar name."""
     found = path.glob(_STEPS)
     return [each for each in found if number_of(each) and not each.is_symlink() and (each / MANIFEST).is_file()]
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in the directory of checkpoints, or of one checkpoint, ``path`` that are no part of any."""
+    """Return the names in ``path``, which contains or is a checkpoint, that do not belong to a checkpoint."""
     if (path / MANIFEST).is_file() or (path / METADATA).is_file():  # METADATA: torch or a trainer wrote it
         return []
     own = {each.name for each in _saved_in(path)}
@@ -296,4 +298,4 @@ def _others(path: Path) -> list[str]:
 
 
 def _hidden(store: Path) -> Path:
-    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # what the next run deletes, should this one be killed
+    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # the next run deletes it if this run is killed

@@ -1,14 +1,14 @@
 """Ray Train runs the ranks: ``TorchTrainer(on_ranks(train, cfg), run_config=run_config())``.
 
-Ray starts the workers, connects them, and starts all of them again when one fails. What :func:`stagereg.main` does
-besides is done in them by :func:`on_ranks`: Hydra's config and directory, the record, what a lost rank or a signal has
-the others do, one message for a failure. Ray runs a training function on a thread of a worker, so
+Ray starts the workers, connects them, and restarts all of them if one fails. :func:`on_ranks` adds to each worker the
+other features of :func:`stagereg.main`: Hydra's config and directory, the run record, the reaction of all ranks to a
+rank failure or a signal, and one message per failure. Ray runs a training function on a thread of a worker, so
 
-* signals are handled by the worker's main thread, which is asked for that by a call of its actor;
-* the program has a thread of its own here, and Ray's thread waits for it: where a rank is lost and the program hangs in
-  a collective, Ray's thread raises.
+* the main thread of the worker handles signals; a call of its actor installs the handlers;
+* the program runs on a thread of its own, and Ray's thread waits for it. If a rank fails and the program hangs in a
+  collective, Ray's thread raises the error.
 
-Checkpoints stay where they are committed: :func:`report` names them to Ray, which copies none and deletes none.
+Checkpoints stay where they are committed: :func:`report` passes their paths to Ray, which does not copy or delete them.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _WRITTEN_FOR = ">=2.60"
 _REPORT = ["metrics", "checkpoint", "checkpoint_dir_name", "checkpoint_upload_mode"]
 _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "validation"]
 _SNAPSHOT, _SNAPSHOT_BYTES = "checkpoint_manager_snapshot.json", 1 << 28
-_ENDED_S = 30.0  # seconds in which Ray ends a worker whose error is a consequence of another error
-_HELD_S = 60.0  # seconds, at most, for which a worker lets Ray wait that saves after a loss
-_ENDS_S = 5.0  # seconds that the program has to end after another rank has failed
+_ENDED_S = 30.0  # seconds for Ray to end a worker whose error is a consequence of another error
+_HELD_S = 60.0  # maximum seconds for which an emergency save keeps the main thread of a worker busy
+_ENDS_S = 5.0  # seconds for the program to end after another rank failed
 
 
 def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
-    """Return what a ``TorchTrainer`` calls in its workers: ``train(cfg)`` as a rank of stagereg.
+    """Return the function for a ``TorchTrainer`` to call in its workers: ``train(cfg)`` as a rank of stagereg.
 
-    ``train`` may be decorated with :func:`stagereg.main`. On the driver, within a function of ``hydra.main``. What rank
-    0 returns is ``Result.return_value``. Relative paths are those of the driver's working folder.
+    Call it on the driver, in a function of ``hydra.main``. ``train`` may be decorated with :func:`stagereg.main`; its
+    result on rank 0 becomes ``Result.return_value``. Relative paths are relative to the driver's working directory.
 
     Raises:
-        ConfigError: not called within a function of ``hydra.main``.
-        InstallationError: this version of Ray, or Train V1 (``RAY_TRAIN_V2_ENABLED=0``), has another ``report``.
+        ConfigError: the call is not in a function of ``hydra.main``.
+        InstallationError: this version of Ray, or Train V1 (``RAY_TRAIN_V2_ENABLED=0``), is not supported.
     """
     _expect_hydra("on_ranks(train, cfg)")
     expect_known("ray", _WRITTEN_FOR, ray.train, {"report": _REPORT})
@@ -73,20 +73,20 @@ def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
 
 
 def run_config(**options: Any) -> RunConfig:
-    """Return a ``RunConfig`` whose directory is the one of Hydra's job, where checkpoints are by default.
+    """Return a ``RunConfig`` that uses the directory of Hydra's job, in which checkpoints are saved by default.
 
-    ``options`` are those of ``RunConfig``. On the driver, within a function of ``hydra.main``.
+    ``options`` are options of ``RunConfig``. Call it on the driver, in a function of ``hydra.main``.
 
     Raises:
-        ConfigError: Ray is to delete checkpoints (``num_to_keep``), which ``checkpoint.keep`` does.
+        ConfigError: ``num_to_keep`` is set, by which Ray would delete checkpoints; ``checkpoint.keep`` replaces it.
     """
     _expect_hydra("run_config()")
     directory = Path(HydraConfig.get().runtime.output_dir)
     config = RunConfig(**{"storage_path": str(directory.parent), "name": directory.name, **options})
     if config.checkpoint_config.num_to_keep is not None:
         raise ConfigError(
-            "CheckpointConfig(num_to_keep=...) has Ray delete checkpoints, and checkpoint.keep of the config does "
-            "already: leave num_to_keep out, and set checkpoint.keep"
+            "CheckpointConfig(num_to_keep=...) would make Ray delete checkpoints, which stagereg already does. Remove "
+            "num_to_keep and set checkpoint.keep."
         )
     if "://" not in str(config.storage_path):
         _forget_deleted(Path(config.storage_path, config.name))
@@ -94,13 +94,13 @@ def run_config(**options: Any) -> RunConfig:
 
 
 def report(metrics: dict[str, Any], checkpointer: Checkpointer) -> None:
-    """``ray.train.report``, with the newest checkpoint that is committed and was not reported yet, where it is.
+    """Call ``ray.train.report``, with the newest committed checkpoint if it has not been reported yet.
 
-    On all ranks, equally often: at each step, or at some. A checkpoint that is committed after the last call is
-    reported with the same metrics when the program has ended.
+    Call it on all ranks the same number of times, at every step or at some. When the program has ended, a checkpoint
+    that was committed after the last call is reported with the metrics of that call.
 
     Raises:
-        ConfigError: on rank 0: ``checkpoint.dir`` is not inside Ray's directory of the run.
+        ConfigError: on rank 0, ``checkpoint.dir`` is not inside Ray's directory of the run.
     """
     place = None
     if ray.train.get_context().get_world_rank() == 0:
@@ -124,7 +124,7 @@ class _Reports:
         self._newer = True
 
     def take(self) -> str | None:
-        """Return where the newest one is, without the scheme of a URL; ``None`` if that is reported."""
+        """Return the path of the newest checkpoint, without a URL scheme; ``None`` if it has already been reported."""
         checkpointer = self._checkpointer()
         if checkpointer is None or not self._newer:
             return None
@@ -137,31 +137,31 @@ class _Reports:
 # Global because a process is one rank, and Ray's own report is a function.
 _reports: weakref.WeakKeyDictionary[Checkpointer, _Reports] = weakref.WeakKeyDictionary()
 _last: dict[str, Any] = {}
-_busy = threading.Event()  # is set when there is nothing more to save
+_saved = threading.Event()  # set when the emergency save has ended
 
 
 def _checkpoint(place: str) -> Any:
-    """What Ray takes for a checkpoint that is in its storage already. Raises: ``ConfigError`` if it is not."""
+    """Return Ray's object for a checkpoint in Ray's storage. Raises ``ConfigError`` if the checkpoint is elsewhere."""
     storage: Any = ray.train.get_context().get_storage()
     root = storage.experiment_fs_path
     inside = [os.path.realpath(each) if each.startswith("/") else each for each in (place, root)]
     if not Path(inside[0]).is_relative_to(inside[1]):
         raise ConfigError(
-            f"the checkpoint {place} is not in Ray's directory of this run, {root}, so Ray cannot be told of it: give "
-            "the trainer run_config=stagereg.integrations.ray.run_config(), or checkpoint.dir a folder in there"
+            f"Cannot report the checkpoint {place} to Ray, because it is outside Ray's directory of this run, {root}. "
+            "Pass run_config=stagereg.integrations.ray.run_config() to the trainer, or move checkpoint.dir in there."
         )
     return ray.train.Checkpoint(place, filesystem=storage.storage_filesystem)
 
 
 @dataclass(frozen=True)
 class _RayRank(Rank):
-    """A rank whose end is Ray's business: it raises where others end the process."""
+    """A rank that Ray ends: it raises its errors instead of exiting the process."""
 
     outcome: Future[Any] = field(default_factory=Future)
     worker: Any = None
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise the cause, or that others are lost; wait for Ray where another rank raises that."""
+        """Raise the cause of the error, on one rank; the others wait for Ray to end them."""
         if not is_consequence(error):
             raise error
         cause = self.cause()
@@ -174,33 +174,33 @@ class _RayRank(Rank):
         return self.rank == min(set(range(self.world_size)) - self.failed_ranks(), default=self.rank)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save while the main thread is busy: Ray gives that 5 s before it ends a worker."""
+        """Save while the main thread is busy: Ray then waits up to 5 s before it ends the worker."""
         self.worker.execute.remote(_hold)
         save()
-        _busy.set()
+        _saved.set()
         if not self.store.ended.wait(_ENDS_S) and self._speaks():
             with contextlib.suppress(InvalidStateError):
                 self.outcome.set_exception(LaunchError(f"rank {self.rank}: {cause().text}"))
 
     def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
-        """Ray prints it, with its rank."""
+        """Do nothing: Ray prints the error and its rank."""
 
 
 def _newest(cfg: Any) -> str | None:
-    """What the newest checkpoint in ``checkpoint.dir`` alone is known by, ``None`` if there is none."""
+    """Return the key of the newest checkpoint in ``checkpoint.dir``, without tiers; ``None`` if it has none."""
     where = OmegaConf.select(cfg, "checkpoint.dir")
     found = None if where is None else open_store(where).latest()
     return None if found is None else found.key
 
 
 def _go_on(cfg: Any, before: str | None) -> None:
-    """Where Ray has started a run again that has a checkpoint of its own, go on from that in place of ``resume``."""
+    """Set ``resume`` to ``auto`` if Ray restarts a run that has committed a checkpoint since the driver started."""
     if _newest(cfg) != before:
         OmegaConf.update(cfg, "checkpoint.resume", "auto", force_add=True)
 
 
 def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before: str | None) -> Any:
-    """What a worker runs, on Ray's thread; ``before`` is the newest checkpoint when the driver began."""
+    """Run a worker's program, on Ray's thread; ``before`` is the newest checkpoint at the start of the driver."""
     setup_globals()
     Singleton.set_state(hydra)
     if os.path.isdir(folder):
@@ -211,13 +211,13 @@ def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before:
     rank = _this_rank(worker)
 
     def run() -> None:
-        with contextlib.suppress(InvalidStateError):  # a loss has ended it
+        with contextlib.suppress(InvalidStateError):  # a rank failure has already set the outcome
             try:
                 value = rank.run(functools.partial(_train, train), cfg)
             except BaseException as error:
-                # An exit has arguments that Ray's pickle does not know, and ends no process on this thread.
-                told = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
-                rank.outcome.set_exception(told)
+                # Ray cannot pickle the arguments of these two, and a SystemExit on this thread ends no process.
+                reported = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
+                rank.outcome.set_exception(reported)
             else:
                 rank.outcome.set_result(value)
 
@@ -245,11 +245,11 @@ def _this_rank(worker: Any) -> _RayRank:
 
 
 def _hold() -> None:
-    _busy.wait(_HELD_S)
+    _saved.wait(_HELD_S)
 
 
 def _take_signals() -> None:
-    """On the main thread of a worker: let a checkpointer have SIGTERM and SIGUSR1, in place of Ray's exit."""
+    """Make the checkpointer, not Ray, handle SIGTERM and SIGUSR1. Runs on the main thread of a worker."""
     if has("preemption"):
         from stagereg.extensions.preemption.signals import install_signal_handlers
 
@@ -260,12 +260,12 @@ def _take_signals() -> None:
 def _expect_hydra(what: str) -> None:
     if not HydraConfig.initialized():
         raise ConfigError(
-            f"call {what} in a function decorated with hydra.main: its config and directory are the run's"
+            f"{what} uses the config and directory of Hydra's job. Call it in a function decorated with hydra.main."
         )
 
 
 def _forget_deleted(directory: Path) -> None:
-    """Take from Ray's list what stagereg has deleted since: Ray begins no run again whose checkpoints are not there."""
+    """Remove deleted checkpoints from Ray's list: Ray does not restart a run if a listed checkpoint is missing."""
     snapshot = directory / _SNAPSHOT
     if not snapshot.exists():
         return

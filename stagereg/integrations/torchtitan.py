@@ -1,11 +1,11 @@
-"""torchtitan saves and resumes through a Checkpointer: one line of the function that returns the trainer's config::
+"""Makes torchtitan save and resume with a Checkpointer. One line of the function that returns the config changes::
 
     - checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
     + checkpoint=StageregCheckpointManager.Config(interval=500, last_save_model_only=False),
 
-Checkpoints have torchtitan's entries: parameters by their names with nothing before them, ``optimizer``,
-``lr_scheduler``, ``train_state`` and ``dataloader``, in torch's format. So torchtitan's own manager and scripts read
-them, and what these have saved is restored here, sharded over ranks in any other way.
+Checkpoints have torchtitan's entries in torch's format: parameters by name without a prefix, ``optimizer``,
+``lr_scheduler``, ``train_state`` and ``dataloader``. torchtitan's own manager and scripts can read them. Checkpoints of
+torchtitan's own manager can be restored here, also with another parallelism layout.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ try:
     from torchtitan.tools import filesystem
 except ImportError as error:
     raise InstallationError(
-        f"torchtitan {_FOUND} has no checkpoint managers as {_WRITTEN_FOR} has them, for which this adapter was "
-        f"written ({error}): pip install 'torchtitan>={_WRITTEN_FOR}'"
+        f"torchtitan {_FOUND} is not supported: it lacks checkpoint managers of {_WRITTEN_FOR} "
+        f"({error}). Run: pip install 'torchtitan>={_WRITTEN_FOR}'"
     ) from error
 
 __all__ = ["StageregCheckpointManager"]
@@ -58,53 +58,55 @@ _METHODS = {
 }
 _DECIDED = ["dir", "enable", "every", "keep", "process_group", "resume", "stager", "storage"]
 _MODEL_ALONE = (
-    "It is the model alone, left by last_save_model_only at the end of a run. To train on from before, set "
-    "checkpoint.load_step; to begin with it, name it as checkpoint.initial_load_path of another folder."
+    "This checkpoint contains only the model: last_save_model_only saved it at the end of a run. To resume from an "
+    "earlier step, set checkpoint.load_step. To start a run from it, set initial_load_path and a new checkpoint.folder."
 )
 
 
 class _NotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint of the step that was asked for."""
+    """The folder has no checkpoint of the requested step."""
 
 
 class StageregCheckpointManager(base.BaseCheckpointManager):
-    """Saves and restores as torchtitan's ``CheckpointManager`` does, through :class:`stagereg.Checkpointer`.
+    """Saves and restores like torchtitan's ``CheckpointManager``, with :class:`stagereg.Checkpointer`.
 
-    ``save`` returns when the state is staged; it is written and committed in the background. Before each optimizer step
-    the Trainer calls ``maybe_wait_for_staging``, where a stager that reads live memory finishes. A save that failed is
-    raised by the next one and by ``close``, which wait for what is under way; so does the end of the process. SIGTERM
-    and SIGUSR1 have all ranks save after their step, and exit with status 75 (``preemption.grace_period``).
+    Constructing it is collective. ``save`` returns when the state is staged; a background thread writes and commits the
+    checkpoint. Before each optimizer step, the Trainer calls ``maybe_wait_for_staging``, which waits for stagers that
+    still read live memory. If a save fails, the next save or ``close`` raises the error. Both wait for pending saves,
+    as does the exit of the process. After SIGTERM or SIGUSR1, all ranks save after their step and exit with code 75
+    (``preemption.grace_period``).
 
-    With a ``tier`` among ``checkpoint_options``, each step of its ``every`` goes there, and ``load`` looks there too.
-    ``load`` takes the newest undamaged checkpoint in the folder, also one of torchtitan's own manager. Every rank's
-    random numbers are restored too, where as many ranks saved. ``last_save_model_only`` and ``export_dtype`` are kept.
+    With a ``tier`` in ``checkpoint_options``, every ``tier.every`` steps are saved to the tier, and ``load`` searches
+    the tier, too. ``load`` restores the newest valid checkpoint in the folder, including those of torchtitan's own
+    manager, and every rank's random number generators if the world size is the same. ``last_save_model_only`` and
+    ``export_dtype`` are supported.
 
     Args:
         config: see :class:`Config`.
-        dataloader: and the others as for torchtitan's ``CheckpointManager``, from the Trainer. Call it on all ranks.
+        dataloader: the Trainer passes it and the other arguments, as for torchtitan's ``CheckpointManager``.
 
     Raises:
-        ConfigError: an option is of no use, or ``last_save_in_hf`` without ``sd_adapter``.
-        InstallationError: torchtitan's managers have other methods than those that this was written for.
+        ConfigError: an option is invalid, or ``last_save_in_hf`` is set without ``sd_adapter``.
+        InstallationError: this version of torchtitan is not supported.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(base.BaseCheckpointManager.Config):
-        """torchtitan's options for checkpoints, and those of stagereg."""
+        """torchtitan's checkpoint options, and stagereg's options."""
 
         stager: str = "overlapped"
-        """Copies the state: the name of a stager (``stagereg list``)."""
+        """Name of the stager that copies the state; ``stagereg list`` lists them."""
 
         storage: str = "dcp"
-        """Writes the files: the name of a storage; torchtitan's own tools read ``dcp``."""
+        """Name of the storage that writes the files; torchtitan's own tools read ``dcp``."""
 
         checkpoint_options: dict[str, Any] = field(default_factory=dict)
-        """Others of ``stagereg.Checkpointer``, as a config has them: ``{"restore": {"verify": "fast"}}``."""
+        """Further options of ``stagereg.Checkpointer``, as in a config: ``{"restore": {"verify": "fast"}}``."""
 
         def __post_init__(self) -> None:
             base.BaseCheckpointManager.Config.__post_init__(self)
             for name in self.checkpoint_options.keys() & set(_DECIDED):
-                raise ConfigError(f"checkpoint_options has {name!r}: torchtitan's options of checkpoint decide it.")
+                raise ConfigError(f"checkpoint_options must not contain {name!r}: torchtitan's own options decide it.")
             refuse_unknown("checkpoint_options", self.checkpoint_options, Checkpointer)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StageregCheckpointManager:
@@ -130,16 +132,16 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         if not self.enable:
             return
         if config.last_save_in_hf and sd_adapter is None:
-            raise ConfigError("checkpoint.last_save_in_hf needs a state dict adapter, which this model has none of.")
+            raise ConfigError("checkpoint.last_save_in_hf requires a state dict adapter, which this model lacks.")
         self.config, self.folder, self.sd_adapter = config, filesystem.join(base_folder, config.folder), sd_adapter
         others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
         self.states = {**others, base.MODEL: base.ModelWrapper(model_parts)}
-        self._others = {  # a loader names its rank itself, in torchtitan's format
+        self._others = {  # in torchtitan's format, the data loader itself adds its rank to the name of its state
             name: SimpleNamespace(state_dict=x.state_dict, load_state_dict=x.load_state_dict) if is_position(x) else x
             for name, x in others.items()
         }
         self._stager = build("stager", config.stager)
-        # What is only loaded from is neither locked nor written to, and no signal is answered.
+        # With load_only, the folder is neither locked nor written to, and signals are not handled.
         self._scratch = agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH)) if config.load_only else None
         others_of = dict(config.checkpoint_options)
         if config.load_only:
@@ -157,7 +159,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save at multiples of the interval, at the last step, and when the ranks have agreed to leave."""
+        """Save at multiples of the interval, at the last step, and when the ranks have agreed on a preemption."""
         if self.config.load_only:
             return False
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
@@ -169,7 +171,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             self._export_hf(curr_step)
             return True
         state = self._exported() if export else {**self._others, **self.states[base.MODEL].state_dict()}
-        # torchtitan wants a checkpoint of these, whatever the tier wants
+        # torchtitan expects checkpoints of the first and last step in the folder, even if only the tier is due.
         self._checkpointer.save(curr_step, state, everywhere=first or last_step)
         self.save_future = self.save_future or Future()
         if last_step:
@@ -177,7 +179,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """Wait until the copy of the last save is complete, before the optimizer writes what it is made of."""
+        """Wait until the last save has copied the state, because the optimizer is about to change it."""
         if self.save_future is not None:
             self._stager.synchronize_staging()
 
@@ -197,7 +199,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
                 shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _load(self, step: int = -1) -> bool:
-        """Restore a checkpoint of the folder, or what ``initial_load_path`` says if there is none."""
+        """Restore a checkpoint of the folder, or ``initial_load_path`` if the folder has none."""
         self.maybe_wait_for_saving()
         of_titan, own = agreed(lambda: _steps_in(self.folder))
         there = {**of_titan, **own}
@@ -205,8 +207,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             return self._restore(None, model_only=False) or self._load_initial()
         if step != -1 and step not in there:
             raise _NotFoundError(
-                f"--checkpoint.load_step={step} was not found in {self.folder}, which has "
-                f"{', '.join(map(str, sorted(there))) or 'no checkpoint'}."
+                f"--checkpoint.load_step={step} was not found in {self.folder}. Steps with a checkpoint: "
+                f"{', '.join(map(str, sorted(there))) or 'none'}."
             )
         if not there:
             return self._load_initial()
@@ -219,11 +221,11 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         if in_hf:
             path = path or getattr(adapter, "hf_assets_path", None)
             if adapter is None or path is None:
-                raise ConfigError("checkpoint.initial_load_in_hf needs a state dict adapter, and a path to load from.")
+                raise ConfigError("checkpoint.initial_load_in_hf requires a state dict adapter and initial_load_path.")
         if path is None:
             return False
         if not filesystem.isdir(path):
-            raise ConfigError(f"checkpoint.initial_load_path={path} is no directory.")
+            raise ConfigError(f"checkpoint.initial_load_path={path} is not a directory.")
         if in_hf:
             model = self.states[base.MODEL].state_dict()
             dcp.CheckpointManager.dcp_load(self, model, path, True, self.config.initial_load_in_hf_quantized)
@@ -231,10 +233,10 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return self._restore(path, self.config.initial_load_model_only)
 
     def _restore(self, source: str | None, model_only: bool) -> bool:
-        """Restore ``source``, or the newest of folder and tier, but for excluded entries; return whether one exists."""
+        """Restore ``source``, or the newest of folder and tier, without excluded entries; return whether one exists."""
         excluded = self.config.exclude_from_loading
         if unknown := [name for name in excluded if name not in self._others]:
-            raise ConfigError(f"checkpoint.exclude_from_loading has {unknown[0]!r}, of which there is no state.")
+            raise ConfigError(f"checkpoint.exclude_from_loading contains {unknown[0]!r}, which is not in the state.")
         state = {} if model_only else {name: x for name, x in self._others.items() if name not in excluded}
         state |= self.states[base.MODEL].state_dict()
         try:
@@ -244,7 +246,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             if "has no entry 'optimizer'" not in str(error):
                 raise
             raise CheckpointError(f"{error}\n{_MODEL_ALONE}") from error
-        self.states[base.MODEL].load_state_dict(state)  # for parts that save otherwise than they are
+        self.states[base.MODEL].load_state_dict(state)  # for modules whose state_dict is not their own tensors
         return True
 
     def _exported(self) -> dict[str, Any]:
@@ -255,22 +257,22 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return found
 
     def _export_hf(self, step: int) -> None:
-        """Write the model as Hugging Face has it, into ``step-N-hf``, which is complete or absent."""
+        """Write the model in Hugging Face format to ``step-N-hf``, which is complete or absent. Collective."""
         final = os.path.join(self.folder, f"step-{step}-hf")
-        beside = agreed(lambda: written.begin(final))
+        hidden = agreed(lambda: written.begin(final))
 
         def commit() -> None:
-            shutil.rmtree(os.path.join(beside, "sharded"), ignore_errors=True)
-            written.commit(beside, final)
+            shutil.rmtree(os.path.join(hidden, "sharded"), ignore_errors=True)
+            written.commit(hidden, final)
 
-        dcp.CheckpointManager.dcp_save(self, self._exported(), beside, dcp.AsyncMode.DISABLED, to_hf=True)
+        dcp.CheckpointManager.dcp_save(self, self._exported(), hidden, dcp.AsyncMode.DISABLED, to_hf=True)
         if dist.is_initialized():
             dist.barrier()
         agreed(commit)
 
 
 def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the paths of checkpoints by step: those of torchtitan's own managers, and those of stagereg."""
+    """Return the paths of checkpoints by step, first those of torchtitan's own managers, then those of stagereg."""
     plain, own = dict[int, str](), dict[int, str]()
     for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():
         path = filesystem.join(folder, name)

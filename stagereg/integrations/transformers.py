@@ -1,13 +1,13 @@
 """The Hugging Face ``Trainer`` saves and resumes with stagereg: ``Trainer(..., callbacks=[StageregCallback()])``.
 
-A callback of the Trainer cannot restore: its first event comes after the position in the data is computed. So
-:class:`StageregCallback` finds the Trainer that is being constructed, and puts :class:`_StageregTrainer` right above
-``Trainer`` in the bases of its class: what a subclass overrides still runs, and its ``super()`` leads here.
+A callback of the Trainer cannot restore, because its first event comes after the Trainer computes the data position. So
+:class:`StageregCallback` finds the Trainer that is being constructed, and inserts :class:`_StageregTrainer` directly
+above ``Trainer`` in the bases of its class: methods of a subclass still run, and their ``super()`` leads here.
 
-Restoring has two parts, since ``train`` needs the step before it makes the optimizer. First all files are checked, and
-the entry ``trainer`` alone is restored and written as ``trainer_state.json`` into a temporary folder, which is what
-the Trainer resumes from. When model, optimizer and schedule are there, they are restored from the same checkpoint, and
-the Trainer writes the random number generators into that folder, to set them again when it has skipped the data.
+Restoring has two parts, because ``train`` needs the step before it creates the optimizer. First, all files are
+verified, and only the entry ``trainer`` is restored and written as ``trainer_state.json`` into a temporary folder, from
+which the Trainer resumes. When model, optimizer and scheduler exist, they are restored from the same checkpoint. The
+random number generators are then saved in that folder; the Trainer loads them after it has skipped the used data.
 """
 
 from __future__ import annotations
@@ -42,37 +42,36 @@ _CALLED = {"_save_rng_state": ["self", "output_dir"], "save_model": ["self", "ou
 
 
 class StageregCallback(TrainerCallback):
-    """Has the Trainer save and resume with :class:`stagereg.Checkpointer`.
+    """Makes the Trainer save and resume with :class:`stagereg.Checkpointer`.
 
-    Saves come when ``save_strategy`` and ``save_steps`` say so. The loop waits for a copy at most; a background thread
-    writes and commits, and what fails there is raised by the next save, or at the end of ``train``, which waits for the
-    last one. ``train(resume_from_checkpoint=True)`` goes on from the newest undamaged checkpoint, and starts from
-    scratch if there is none; a path may be a checkpoint of stagereg, or a directory ``checkpoint-N`` of the Trainer.
-    After SIGTERM or SIGUSR1 all ranks save the same step, and ``train`` raises :class:`stagereg.Preempted`, which ends
-    the process with exit code 75.
+    ``save_strategy`` and ``save_steps`` decide when to save. The training loop only waits for the staged copy; a
+    background thread writes and commits it. If this fails, the next save or the end of ``train`` raises the error;
+    ``train`` waits for the last save. ``train(resume_from_checkpoint=True)`` resumes from the newest valid checkpoint,
+    and starts from scratch without one; a path may be a checkpoint of stagereg or a directory ``checkpoint-N`` of
+    the Trainer. After SIGTERM or SIGUSR1, all ranks save the same step, and ``train`` raises
+    :class:`stagereg.Preempted`, which ends the process with exit code 75.
 
-    What ``from_pretrained`` reads is written into ``output_dir`` at the end of ``train``, and, where
-    ``metric_for_best_model`` is set, into ``output_dir/best-STEP`` at each save with the best evaluation so far.
-    A policy as ``keep`` deletes none of these.
+    Files for ``from_pretrained`` are written into ``output_dir`` at the end of ``train`` and, if
+    ``metric_for_best_model`` is set, into ``output_dir/best-STEP`` at each save with the best evaluation so far. If
+    ``keep`` is a rule instead of a number, these files are never deleted.
 
-    A ``tier`` gets a step whenever ``tier.every`` says so, and what the Trainer saves. Saves that it gets alone are no
-    events of callbacks. ``train(resume_from_checkpoint=True)`` goes on from the newest of both.
+    A ``tier`` receives every step that ``tier.every`` selects, and all saves of the Trainer. Saves to the tier alone
+    trigger no callbacks. ``train(resume_from_checkpoint=True)`` resumes from the newest checkpoint of tier and ``dir``.
 
     Args:
-        checkpoint_options: those of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` is
-            ``output_dir/checkpoints`` if not given, ``keep`` is ``save_total_limit``, or all checkpoints if that is
-            ``None``. ``every`` wants ``save_strategy="no"``. ``save_last``: also save the last step of
-            ``train``.
+        checkpoint_options: options of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` defaults to
+            ``output_dir/checkpoints``, and ``keep`` to ``save_total_limit``, or to all checkpoints if that is ``None``.
+            ``every`` requires ``save_strategy="no"``. ``save_last``: also save the last step of ``train``.
 
     Raises:
-        ConfigError: an option is unknown, or says what an argument of the Trainer says; the Trainer's constructor
-            raises it if the Trainer was given what this cannot keep.
-        InstallationError: the Trainer of this version of transformers has other methods than those overridden here.
+        ConfigError: an option is unknown or duplicates an argument of the Trainer. The Trainer's constructor raises it
+            if the Trainer uses an unsupported feature.
+        InstallationError: this version of transformers is not supported.
     """
 
     def __init__(self, **checkpoint_options: Any) -> None:
         if "resume" in checkpoint_options:
-            raise ConfigError("What to resume from is the Trainer's: trainer.train(resume_from_checkpoint=...).")
+            raise ConfigError("StageregCallback does not take resume. Use trainer.train(resume_from_checkpoint=...).")
         refuse_unknown("StageregCallback", checkpoint_options, Checkpointer)
         Checkpointer.check_options(checkpoint_options)
         ours = {name: value for name, value in vars(_StageregTrainer).items() if inspect.isfunction(value)}
@@ -82,7 +81,7 @@ class StageregCallback(TrainerCallback):
         self._run: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Take over the checkpoints of a Trainer that was made without this callback; on all ranks, before training."""
+        """Take over the checkpoints of a Trainer created without this callback; on all ranks, before training."""
         if isinstance(trainer, _StageregTrainer):
             raise ConfigError("This Trainer already has a StageregCallback.")
         _refuse(trainer, self._options)
@@ -96,9 +95,9 @@ class StageregCallback(TrainerCallback):
     def on_init_end(self, *_: Any, **__: Any) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-            frame = frame.f_back  # the Trainer gives itself to no callback
+            frame = frame.f_back  # the Trainer does not pass itself to callbacks
         if frame is None:
-            raise ConfigError("No Trainer is being constructed: call StageregCallback().attach(trainer).")
+            raise ConfigError("No Trainer is being constructed. Call StageregCallback().attach(trainer).")
         self.attach(frame.f_locals["self"])
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -106,7 +105,8 @@ class StageregCallback(TrainerCallback):
             raise ConfigError("add_callback is too late. Use Trainer(callbacks=[...]) or callback.attach(trainer).")
         if not self._run.restored:
             raise InstallationError(
-                f"transformers {__version__} has not loaded the optimizer: 'transformers{_WRITTEN_FOR}' does."
+                f"The Trainer of transformers {__version__} did not load the optimizer. Run: pip install "
+                f"'transformers{_WRITTEN_FOR}'"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -114,7 +114,7 @@ class StageregCallback(TrainerCallback):
         if checkpointer.should_save(state.global_step) and checkpointer.goes_everywhere(state.global_step):
             control.should_save = True
             if checkpointer.preemption is not None and checkpointer.preemption.agreed is not None:
-                control.should_evaluate = False  # there may be no time for it
+                control.should_evaluate = False  # an evaluation may exceed the grace period
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_training_stop and self._run.saves_last:
@@ -122,7 +122,7 @@ class StageregCallback(TrainerCallback):
 
 
 class _Run:
-    """What one Trainer saves and restores, and where. Its methods are called on all ranks."""
+    """Saves and restores one Trainer. Its methods are called on all ranks."""
 
     checkpointer: Checkpointer
 
@@ -137,7 +137,7 @@ class _Run:
         self.restored = True
 
     def train(self, resume: Any, then: Any) -> Any:
-        """Open the checkpointer, restore what ``resume`` says, and call ``then`` with what the Trainer resumes from."""
+        """Open the checkpointer, restore ``resume``, and call ``then`` with the path that the Trainer resumes from."""
         options, output_dir = self._options, self._trainer.args.output_dir
         if resume and resume is not True:
             resume = os.fspath(resume)
@@ -146,14 +146,14 @@ class _Run:
             self.checkpointer = checkpointer
             if resume is True or (resume and not os.path.isfile(os.path.join(resume, TRAINER_STATE_NAME))):
                 os.makedirs(output_dir, exist_ok=True)
-                # What the Trainer wrote before it had this callback comes after what stagereg has.
+                # Checkpoints of stagereg take precedence over those that the Trainer wrote before it had this callback.
                 resume = self.folder if self._restore_trainer() else get_last_checkpoint(output_dir)
             output = then(resume or None)
             self._trainer.save_model(output_dir, _internal_call=True)
         return output
 
     def _restore_trainer(self) -> bool:
-        """Check the files of a checkpoint, and write the Trainer's own state where ``train`` reads it."""
+        """Verify a checkpoint, and write the Trainer's state from it to ``folder``. Return whether there is one."""
         state = {"trainer": ""}
         if self.checkpointer.restore(state) is None:
             return False
@@ -163,7 +163,7 @@ class _Run:
         return True
 
     def restore(self) -> None:
-        """Load the objects, which are all there now, from the checkpoint whose files were checked."""
+        """Load the objects, which now all exist, from the checkpoint that was verified."""
         checkpointer = self.checkpointer
         checkpointer.resume = str(checkpointer.restored)
         checkpointer.restore_options = dataclasses.replace(checkpointer.restore_options, verify="fast")
@@ -177,13 +177,13 @@ class _Run:
             self._write_best(state.global_step)
         self._save()
 
-    def save_near(self) -> None:
-        """Save the step in the tier, where that is due there alone, and the Trainer has not saved it."""
+    def save_to_tier(self) -> None:
+        """Save a step that is due in the tier only, and that the Trainer has not saved."""
         if not self.checkpointer.goes_everywhere(self._trainer.state.global_step):
             self._save(everywhere=False)
 
     def _save(self, everywhere: bool = True) -> None:
-        """Save; by default in the checkpoint directory, as the Trainer wants it, whatever the tier wants."""
+        """Save to the tier and, with ``everywhere``, to the checkpoint directory, even if only the tier is due."""
         state = {**self._objects(), "trainer": self._trainer_state()}
         self.checkpointer.save(self._trainer.state.global_step, state, everywhere)
 
@@ -205,22 +205,22 @@ class _Run:
             if isinstance(each, ExportableState):
                 callbacks[type(each).__name__].append(each.state())
         state.stateful_callbacks = {name: each if len(each) > 1 else each[0] for name, each in callbacks.items()}
-        on_each_rank = ("is_local_process_zero", "is_world_process_zero")  # what the Trainer sets there
+        on_each_rank = ("is_local_process_zero", "is_world_process_zero")  # set by the Trainer on each rank
         return json.dumps({name: x for name, x in dataclasses.asdict(state).items() if name not in on_each_rank})
 
     def _write_best(self, step: int) -> None:
-        """Write the model's files beside and rename, and delete those that no checkpoint refers to."""
+        """Write the model's files atomically, and delete such files that no checkpoint refers to any more."""
         trainer = self._trainer
         folder = trainer.args.output_dir
         path = os.path.join(folder, f"best-{step}")
-        beside = agreed(lambda: written.begin(path))
-        trainer.save_model(beside, _internal_call=True)
+        hidden = agreed(lambda: written.begin(path))
+        trainer.save_model(hidden, _internal_call=True)
         trainer.state.best_model_checkpoint = path
         if not trainer.args.should_save:
             return
-        written.commit(beside, path)
+        written.commit(hidden, path)
         steps = sorted(int(found[1]) for each in os.listdir(folder) if (found := re.fullmatch(r"best-(\d+)", each)))
-        # Each checkpoint that stays may refer to another one, and so may the two that are not complete yet.
+        # Each retained checkpoint may refer to another best step, and so may two checkpoints that are still pending.
         most = self._options["keep"] if isinstance(self._options["keep"], int) else sys.maxsize
         kept = [each for each in steps if each <= step][-most - 3 :]
         for old in set(steps).difference(kept):
@@ -228,13 +228,13 @@ class _Run:
 
 
 class _StageregTrainer(Trainer):
-    """Overrides what ``Trainer`` does with checkpoints; :class:`StageregCallback` puts it into a Trainer's class."""
+    """Overrides the checkpoint methods of ``Trainer``. :class:`StageregCallback` inserts it into a Trainer's class."""
 
     stagereg: _Run
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         if trial is not None or self.hp_search_backend is not None:
-            raise ConfigError("hyperparameter_search has a directory for each trial: use it without StageregCallback.")
+            raise ConfigError("StageregCallback does not support hyperparameter_search, which changes the directory.")
         train = super().train
         return self.stagereg.train(resume_from_checkpoint, lambda path: train(path, None, ignore_keys_for_eval))
 
@@ -244,7 +244,7 @@ class _StageregTrainer(Trainer):
         # fmt: on
         given = max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         trained = super()._init_training_state(*given)
-        # Resuming a run that has ended within an epoch, the Trainer would train one step more.
+        # Without this, a run that ended within an epoch would train one more step after a resume.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
@@ -263,14 +263,14 @@ class _StageregTrainer(Trainer):
         # fmt: on
         given = tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time
         super()._maybe_log_save_evaluate(*given, learning_rate=learning_rate)
-        self.stagereg.save_near()  # when all callbacks have seen the step
+        self.stagereg.save_to_tier()  # after all callbacks have handled the step
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
         self.stagereg.save()
 
     def _load_best_model(self) -> None:
-        self.stagereg.checkpointer.wait()  # until all ranks have saved, so that the best model's files are there
+        self.stagereg.checkpointer.wait()  # until all ranks have saved, so that the best model's files exist
         super()._load_best_model()
 
 
@@ -279,19 +279,19 @@ def _refuse(trainer: Any, options: dict[str, Any]) -> None:
     strategy, limit = args.save_strategy, args.save_total_limit
     refused = {
         "DeepSpeed writes its own checkpoints": trainer.is_deepspeed_enabled,
-        "FSDP by the Trainer has not been tried": trainer.is_fsdp_enabled,
-        "a model sharded by from_pretrained has not been tried": (
+        "FSDP through the Trainer is not tested": trainer.is_fsdp_enabled,
+        "a model sharded by from_pretrained is not tested": (
             getattr(trainer, "is_distributed_loading_by_transformers", False)
         ),
-        "a quantized model has not been tried": getattr(trainer.model, "is_quantized", False),
-        "save_only_model=True leaves nothing to resume from": args.save_only_model,
-        "enable_jit_checkpoint=True catches SIGTERM as well: leave it out": args.enable_jit_checkpoint,
-        "auto_find_batch_size=True begins again on one rank alone: leave it out": args.auto_find_batch_size,
-        "push_to_hub=True pushes each save: set hub_strategy='end'": args.push_to_hub and args.hub_strategy != "end",
-        f"every and save_strategy='{strategy}' both say when to save: set save_strategy='no', or leave out every": (
+        "a quantized model is not tested": getattr(trainer.model, "is_quantized", False),
+        "save_only_model=True omits the state that a resume requires": args.save_only_model,
+        "enable_jit_checkpoint=True also handles SIGTERM. Remove it": args.enable_jit_checkpoint,
+        "auto_find_batch_size=True restarts training on one rank only. Remove it": args.auto_find_batch_size,
+        "push_to_hub=True pushes each save. Set hub_strategy='end'": args.push_to_hub and args.hub_strategy != "end",
+        f"every and save_strategy='{strategy}' both decide when to save. Set save_strategy='no', or remove every": (
             "every" in options and strategy != "no"
         ),
-        "keep and save_total_limit both say how many to keep": "keep" in options and limit is not None,
+        "keep and save_total_limit both limit the checkpoints. Set one": "keep" in options and limit is not None,
     }
     for reason, applies in refused.items():
         if applies:

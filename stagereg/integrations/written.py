@@ -1,6 +1,6 @@
-"""Directories that an adapter writes for other programs: complete or absent. Only directories of ours are replaced.
+"""Directories that adapters write for other programs, such as exported models: each is complete or absent.
 
-``.written-by-stagereg`` in a directory says that it is ours. A link in the place of a directory is replaced itself.
+The file ``.written-by-stagereg`` marks a directory that may be replaced. If a path is a link, the link is replaced.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MARK = ".written-by-stagereg"
 
 
 def begin(final: str) -> str:
-    """Make a hidden directory beside ``final`` and return its path; delete what killed runs have left there.
+    """Create a hidden directory next to ``final`` and return its path; delete the ones that killed runs left there.
 
     Raises:
-        CheckpointError: ``final`` exists, and is not ours.
-        OSError: the directory cannot be made.
+        CheckpointError: ``final`` exists, and stagereg did not write it.
+        OSError: the directory cannot be created.
     """
     _expect_own(final)
     folder, name = os.path.split(final)
@@ -29,30 +29,30 @@ def begin(final: str) -> str:
     for each in os.listdir(folder or "."):
         if temporary_of(each) == name:
             remove(os.path.join(folder, each))
-    beside = temporary(final)
-    os.mkdir(beside)
-    _mark(beside)
-    return beside
+    hidden = temporary(final)
+    os.mkdir(hidden)
+    _mark(hidden)
+    return hidden
 
 
-def commit(beside: str, final: str) -> None:
-    """Give ``beside`` the name ``final``, and delete the directory that had that name. Raises as :func:`begin`."""
+def commit(hidden: str, final: str) -> None:
+    """Rename ``hidden`` to ``final``, and delete the previous directory. Raises the errors of :func:`begin`."""
     _expect_own(final)
-    _mark(beside)
-    remove(os.fspath(exchange(Path(beside), Path(final))))
+    _mark(hidden)
+    remove(os.fspath(exchange(Path(hidden), Path(final))))
 
 
-def exchange(beside: Path, path: Path) -> Path:
-    """Give ``beside`` the name ``path``, if possible in one step; return the path of what had that name."""
+def exchange(hidden: Path, path: Path) -> Path:
+    """Rename ``hidden`` to ``path``, in one step if possible; return the new path of the replaced file."""
     if not has("interop"):
         raise InstallationError(f"Replacing {path} {needs('interop')}")
     from stagereg.extensions.interop.exchange import exchange
 
-    return exchange(beside, path)
+    return exchange(hidden, path)
 
 
 def remove(path: str) -> None:
-    """Delete a directory that is ours, or a link; leave anything else. Raises nothing."""
+    """Delete a link, or a directory that stagereg wrote; leave anything else. Raises no errors."""
     if os.path.islink(path) or _is_own(path):
         discard(path)
 
@@ -60,7 +60,7 @@ def remove(path: str) -> None:
 def _expect_own(final: str) -> None:
     if os.path.lexists(final) and not os.path.islink(final) and not _is_own(final):
         raise CheckpointError(
-            f"{final} exists, and stagereg did not write it, so it was not replaced: move it away, or save to another "
+            f"{final} exists and was not written by stagereg, so it was not replaced. Move it away, or save to another "
             "directory."
         )
 

@@ -212,7 +212,7 @@ def test_a_path_that_becomes_a_file_fails_the_save_and_keeps_the_file(tmp_path: 
     with held():
         program.accelerator.save_state(tmp_path / "a")
         (tmp_path / "a").write_text("mine")
-    with pytest.raises(CheckpointError, match="could not be changed"):
+    with pytest.raises(CheckpointError, match=r"a rename or deletion in .* failed"):
         program.accelerator.load_state(tmp_path / "a")
     assert (tmp_path / "a").read_text() == "mine"
     (tmp_path / "a").unlink()
@@ -230,7 +230,7 @@ def test_directories_with_different_parents(tmp_path: Path) -> None:
         assert other.seen() == state
     program = Program(options={"stager": stagereg.build("stager", "overlapped")})
     program.accelerator.save_state(tmp_path / "1/state")
-    with pytest.raises(ConfigError, match="serves one directory"):
+    with pytest.raises(ConfigError, match="serves only one Accelerator"):
         program.accelerator.save_state(tmp_path / "2/state")
 
 
@@ -288,7 +288,7 @@ def test_automatic_names_are_steps_and_total_limit_is_keep(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001", "step-00000002"]
 
     other = Program(seed=1, **config)
-    with pytest.raises(CheckpointError, match=r"earlier run, the newest 2: call load_state"):
+    with pytest.raises(CheckpointError, match=r"earlier run, the newest is step-00000002\. Call load_state"):
         other.accelerator.save_state()
     other.accelerator.load_state(tmp_path / "checkpoints/checkpoint_1")
     assert other.seen() == states[1]
@@ -391,11 +391,11 @@ def test_a_shuffled_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"every": 10}, "save_state says when"),
-        ({"dir": "x"}, "save_state\\(dir\\) says where"),
+        ({"every": 10}, "call save_state whenever a checkpoint is due"),
+        ({"dir": "x"}, "pass the directory to save_state\\(dir\\)"),
         ({"kepe": 10}, "Did you mean 'keep'"),
         ({"keep": 0}, "at least 1"),
-        ({"keep": 2}, "automatic_checkpoint_naming alone"),
+        ({"keep": 2}, "keep requires automatic_checkpoint_naming"),
         ({"tier": "memory"}, "automatic_checkpoint_naming"),
     ],
 )
@@ -407,7 +407,7 @@ def test_options_of_no_use_are_refused(options: dict[str, Any], why: str) -> Non
 @pytest.mark.parametrize(
     ("kind", "config", "why"),
     [
-        (DistributedType.DEEPSPEED, {}, "this Accelerator is for DEEPSPEED"),
+        (DistributedType.DEEPSPEED, {}, "this Accelerator uses DEEPSPEED"),
         (DistributedType.NO, {"save_on_each_node": True}, "save_on_each_node"),
         (DistributedType.NO, {"automatic_checkpoint_naming": True}, "project_dir"),
     ],
@@ -434,7 +434,7 @@ def test_hooks_are_refused_before_and_after(tmp_path: Path) -> None:
 def test_attaching_twice_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     attach(accelerator)
-    with pytest.raises(ConfigError, match="attach once"):
+    with pytest.raises(ConfigError, match="Call attach only once"):
         attach(accelerator)
 
 
@@ -442,7 +442,7 @@ def test_arguments_without_a_use_are_refused(tmp_path: Path) -> None:
     accelerator: Any = Program().accelerator
     with pytest.raises(ConfigError, match="safe_serialization=False"):
         accelerator.save_state(tmp_path / "a", safe_serialization=False)
-    with pytest.raises(ConfigError, match="Name a directory"):
+    with pytest.raises(ConfigError, match="No directory was given"):
         accelerator.save_state()
     with pytest.raises(ConfigError, match="no checkpoint in"):
         accelerator.load_state(tmp_path / "a")
@@ -458,7 +458,7 @@ def test_paths_that_must_not_be_replaced_are_refused(tmp_path: Path) -> None:
         checkpointer.save(1, {"n": 1})
     (tmp_path / "file").write_text("")
     accelerator: Any = Program().accelerator
-    for name, why in (("run", "has the checkpoints of a Checkpointer"), ("file", "is a file")):
+    for name, why in (("run", "contains checkpoints of a Checkpointer"), ("file", "is a file")):
         with pytest.raises(ConfigError, match=why):
             accelerator.save_state(tmp_path / name)
     accelerator.end_training()
@@ -471,7 +471,7 @@ def test_paths_that_must_not_be_replaced_are_refused(tmp_path: Path) -> None:
 
 def test_a_changed_accelerate_is_named_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, "save_state", lambda self, output_dir, renamed: None)
-    with pytest.raises(InstallationError, match=r"accelerate \d+\.\d+.* not as stagereg was written for.* save_state"):
+    with pytest.raises(InstallationError, match=r"accelerate \d+\.\d+.* is not supported: .* save_state"):
         attach(Accelerator(cpu=True))
 
 
@@ -664,8 +664,8 @@ def drifts(rank: int, world_size: int, how: str) -> str:
     [
         ("accumulates", "gradient_accumulation_steps of 1"),
         ("no batch", "This rank has had no batch yet"),
-        ("schedule", r"what rank 0 has counted in its schedulers is \[16\], and of rank 1 it is \[12\]"),
-        ("clips once", r"what rank 0 did in its last step is .'clip_grad_norm_\(0.5\)', 'step of optimizer 0'"),
+        ("schedule", r"their scheduler counts: rank 0 has \[16\], rank 1 has \[12\]"),
+        ("clips once", r"the calls of their last step: rank 0 has .'clip_grad_norm_\(0.5\)', 'step of optimizer 0'"),
     ],
 )
 def test_what_would_drift_is_an_error_on_all_ranks(how: str, why: str) -> None:

@@ -463,8 +463,8 @@ REFUSED = {
     "save_only_model": ({"save_only_model": True}, {}),
     "enable_jit_checkpoint": ({"enable_jit_checkpoint": True}, {}),
     "auto_find_batch_size": ({"auto_find_batch_size": True}, {}),
-    "both say when to save": ({}, {"every": 5}),
-    "both say how many to keep": ({"save_total_limit": 3}, {"keep": 3}),
+    "both decide when to save": ({}, {"every": 5}),
+    "both limit the checkpoints": ({"save_total_limit": 3}, {"keep": 3}),
 }
 
 
@@ -506,5 +506,5 @@ def test_a_trainer_that_does_not_ask_for_the_state_is_heard(tmp_path: Path) -> N
     run(tmp_path)
     plain = example.trainer(str(tmp_path), 14, [])
     hf = Deaf(plain.model, plain.args, train_dataset=plain.train_dataset, callbacks=[StageregCallback()])
-    with pytest.raises(InstallationError, match="has not loaded"):
+    with pytest.raises(InstallationError, match="did not load the optimizer"):
         hf.train(resume_from_checkpoint=True)
