@@ -115,11 +115,24 @@ def test_the_plot_and_the_figures_of_the_readme_are_drawn_from_the_measured_samp
     )
 
 
+def messages(page: str) -> list[str]:
+    return re.findall(r"^#### ``? ?(.+?) ?``?$", (DOCS / page).read_text(), re.M)
+
+
+def any_of(message: str) -> str:
+    return re.escape(message).replace(re.escape("..."), ".*")
+
+
+def test_each_common_message_is_raised_by_the_source() -> None:
+    common, raised = messages("reference/errors.md"), messages("messages.md")
+    assert len(common) >= 40
+    assert [each for each in common if not any(re.search(any_of(each), message) for message in raised)] == []
+
+
 def test_messages_that_users_see_are_in_the_index() -> None:
-    page = DOCS.joinpath("messages.md").read_text()
-    heads = re.findall(r"^#### ``? ?(.+?) ?``?$", page, re.M)
+    heads = messages("messages.md")
     assert len(heads) > 300
-    patterns = [re.escape(head).replace(re.escape("..."), ".*") for head in heads]
+    patterns = [any_of(head) for head in heads]
     calls = (
         lambda: stagereg.build("stager", "pined"),
         lambda: stagereg.build("stager", "blocking", max_in_flight=0),
