@@ -1,22 +1,22 @@
-"""The record of crashes: how often runs crashed after a checkpoint was restored, before they came further.
+"""The crash record: how often runs crashed after restoring a checkpoint, before they saved a later one.
 
-Only an end that restoring can have caused is a crash:
+A run counts as crashed only if the restored state can be the cause:
 
-- A process was killed by a signal, or left by ``os._exit``: it writes nothing. So rank 0 notes the checkpoint in
-  ``.restored.json`` before it loads any file, and a note that the next run finds is a crash. Without a directory, one
-  rank of each machine writes the note.
+- A signal killed a process, or the process called ``os._exit``, so it could not record its crash. For this case, rank 0
+  enters the checkpoint in ``.restored.json`` before it loads any file. If the next run finds this entry, the run
+  crashed. Without a checkpoint directory, one rank of each machine writes the file.
 - A process ran out of memory.
-- The same Python exception, by type and place, ended a run that a launcher or a scheduler had started again
-  (:func:`.is_automatic`). The first of its kind is only noted: another failure each time is no sign of a corrupt state,
-  while failures that take turns come again and are counted, so the restarts end.
+- The same Python exception, by type and place, ended the run before, and a launcher or a scheduler had restarted the
+  run (:func:`.is_automatic`). The first such exception is recorded but not counted, because failures that differ each
+  time do not indicate a corrupt state. Failures that alternate are counted from the second time on.
 
-Any other Python exception is an error of a program that a person starts and mends: the rank that raises it removes the
-note, whichever rank that is, since rank 0 may be killed for it. A rank that fails since another one has failed leaves
-the note as it is. An end in order (:func:`is_in_order`) removes the note. Only a run that has the lock of the directory
-writes the note: a program that never saves leaves nothing. A note that cannot be read or written counts nothing.
+After any other Python exception, the user has to fix the program. The rank that raises the exception removes the entry,
+because the failure may kill rank 0 first. A rank that fails because another rank failed does not change the entry. A
+normal exit (:func:`is_in_order`) removes the entry. Only a run that holds the lock of the directory writes the file, so
+a program that never saves leaves no file. If the file cannot be read or written, crashes are not counted.
 
-Crashes are counted by step: a step that is saved again has the count of its predecessor. Only a checkpoint beyond every
-step that a crashed run was restored from ends the counting. :mod:`.quarantine` counts, and skips checkpoints.
+Crashes are counted by step, so a step that a crashing run saves again keeps its count. A checkpoint later than every
+step that a crashed run restored resets the counts. :mod:`.quarantine` updates the record and skips checkpoints.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped, is_consequence
 
 STORE = "store"
-"""The source of checkpoints in the checkpoint directory; those of each other source are counted apart."""
-_MOST_TRIED = 5  # crashes in a row, in units of `max_crashes`, after which nothing is tried any more
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")  # as torch and systems say it
+"""The source name of checkpoints in the checkpoint directory. Crashes are counted separately for each source."""
+_MOST_TRIED = 5  # consecutive crashes, as a multiple of `max_crashes`, after which every checkpoint is skipped
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")  # in errors of torch and systems
 
 _log = logging.getLogger(__name__)
 
 
 class Crashes(NamedTuple):
-    """How often runs crashed after a checkpoint was restored, and how many crashes are enough to skip it."""
+    """The number of crashes after a checkpoint was restored, and the number at which it is skipped."""
 
-    times: int = 0  # crashes after this checkpoint
-    most: int | None = None  # enough crashes; ``None`` counts none
-    in_a_row: int = 0  # crashes after any checkpoint of the run, since the run came further
-    reached: int = -1  # the furthest step that was restored before these crashes
+    times: int = 0  # crashes after a restore of this checkpoint
+    most: int | None = None  # number of crashes at which the checkpoint is skipped; ``None``: never
+    in_a_row: int = 0  # consecutive crashes of the run, after restores of any checkpoint
+    reached: int = -1  # the latest step that a crashed run restored
 
     @property
     def quarantined(self) -> bool:
@@ -53,15 +53,15 @@ class Crashes(NamedTuple):
 
     @property
     def one_more(self) -> Crashes:
-        """These crashes and one more after the same checkpoint."""
+        """A copy with one more crash after this checkpoint."""
         return self._replace(times=self.times + 1, in_a_row=self.in_a_row + 1)
 
     @property
     def why(self) -> str:
         """The reason why the checkpoint is skipped."""
-        further = f" before a checkpoint beyond step {self.reached}"
+        further = f" before it saved a checkpoint beyond step {self.reached}"
         if self.most is not None and self.times < self.most:
-            return f"not tried: runs crashed {self.in_a_row} times in a row{further}"
+            return f"not tried: the run crashed {self.in_a_row} times in a row{further}"
         return f"{self.times} times, and each time the run crashed{further}"
 
     def __str__(self) -> str:
@@ -75,19 +75,19 @@ class Crashes(NamedTuple):
 class RestoreRecord(NamedTuple):
     """The content of ``.restored.json``."""
 
-    restored: str = ""  # the checkpoint that the last run restored, unless that run ended in good order
+    restored: str = ""  # key of the checkpoint that the last run restored; empty once that run has exited normally
     most: int | None = None  # ``max_crashes`` of that run
-    times: Mapping[str, int] = {}  # crashes by checkpoint; never changed
-    in_a_row: int = 0  # this and ``reached``: as in :class:`Crashes`
-    reached: int = -1
-    newest: int = -1  # the step of the newest checkpoint at that time, good or not
-    number: int = 0  # counts the notes: the note of one machine may be older than the note of another
+    times: Mapping[str, int] = {}  # crashes by key of the checkpoint; never modified in place
+    in_a_row: int = 0  # as in :class:`Crashes`
+    reached: int = -1  # as in :class:`Crashes`
+    newest: int = -1  # step of the newest valid checkpoint when that run resumed, quarantined or not
+    number: int = 0  # version of the record; the machines of a run may have different versions
     run: str = ""  # the token of the last run
-    failures: tuple[str, ...] = ()  # Python exceptions that ended runs since one came further
+    failures: tuple[str, ...] = ()  # Python exceptions that ended runs since the counts were reset
 
     @classmethod
     def read(cls, store: CheckpointStore) -> RestoreRecord:
-        """Return the note in a store; an empty one if it cannot be read."""
+        """Return the record in a checkpoint directory; an empty record if the file cannot be read."""
         try:
             read: Any = json.loads(store.note(RESTORED) or b"{}")
             times = {key: _count(each) for key, each in read.get("crashes", {}).items()}
@@ -101,7 +101,7 @@ class RestoreRecord(NamedTuple):
             return cls()
 
     def counted(self) -> RestoreRecord:
-        """Return the note after the end of the run that wrote it: a restored checkpoint in it was a crash."""
+        """Return the record after the last run has exited: if ``restored`` is set, count one more crash."""
         if not self.restored:
             return self
         known = self.of(self.restored).one_more
@@ -109,11 +109,11 @@ class RestoreRecord(NamedTuple):
         return self._replace(restored="", times=times, in_a_row=known.in_a_row, reached=reached)
 
     def of(self, key: str) -> Crashes:
-        """Return the crashes of the checkpoint with a key (:func:`key_of`)."""
+        """Return the crashes of the checkpoint with this key (:func:`key_of`)."""
         return Crashes(self.times.get(key, 0), self.most, self.in_a_row, self.reached)
 
     def dumps(self) -> bytes:
-        """Return the text of the note; empty if nothing was counted."""
+        """Return the JSON text of the record; empty if the record is empty."""
         if not (self.restored or self.times or self.number or self.failures):
             return b""
         given: dict[str, Any] = {"restored": self.restored, "max_crashes": self.most, "crashes": {**self.times}}
@@ -123,13 +123,13 @@ class RestoreRecord(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a process had too little memory, of the machine or of an accelerator."""
+    """Return whether the error reports a lack of memory, on the machine or on an accelerator."""
     text = str(error).lower() if isinstance(error, (RuntimeError, OSError)) else ""
     return isinstance(error, MemoryError) or any(each in text for each in _OUT_OF_MEMORY)
 
 
 def is_in_order(error: BaseException | None) -> bool:
-    """Whether a run that ends by ``error`` has not crashed: ``None``, Ctrl-C, a preemption, a failed save."""
+    """Return whether a run that ends with ``error`` exits normally: ``None``, Ctrl-C, a preemption or a failed save."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0, RESUME_CODE) or isinstance(error, Stopped)
     if isinstance(error, CheckpointError):  # raised by the storage, or because another rank failed
@@ -138,31 +138,31 @@ def is_in_order(error: BaseException | None) -> bool:
 
 
 def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
-    """Return the crashes of the checkpoints of a store, by path. Any process. Raises: ``OSError``."""
+    """Return the crashes of the checkpoints in a directory, by path. Any process. Raises: ``OSError``."""
     record = record_in(store)
     there = {each.path: key_of(each.name) for each in store.checkpoints()[0]} if record.times else {}
     return {path: record.of(key) for path, key in there.items() if key in record.times}
 
 
 def record_in(store: CheckpointStore, holds: bool = False) -> RestoreRecord:
-    """Return the record of earlier runs: a run that is alive, and has the lock, has not crashed."""
+    """Return the record of earlier runs. A run that still holds the lock is alive, so it has not crashed."""
     record = RestoreRecord.read(store)
     return record.counted() if record.restored and (holds or store.holder() is None) else record
 
 
 def key_of(name: str, source: str = STORE) -> str:
-    """Return the key that a checkpoint is counted by."""
+    """Return the key under which the crashes of a checkpoint are counted."""
     return plain_name(name) if source == STORE else f"{source}/{plain_name(name)}"
 
 
 def _count(value: Any) -> int:
-    """Return a whole number from -1 on. Raises: ``ValueError``."""
+    """Return ``value`` if it is an integer of at least -1. Raises: ``ValueError``."""
     if type(value) is not int or not -1 <= value <= MOST:
         raise ValueError(f"{value!r:.50} is not an integer in -1..{MOST}")
     return value
 
 
 def step_of(key: str) -> int:
-    """Return the step of a key; -1 if it has none."""
+    """Return the step in a key; -1 if the key has no step."""
     found = step_within(key)
     return -1 if found is None else found

@@ -1,13 +1,13 @@
-"""The emergency save: when ranks fail, the surviving ranks save the last complete step, if they hold all of it.
+"""The emergency save: when ranks fail, the surviving ranks save the last completed step, if together they hold it.
 
-The save uses no collective of training, since those are broken. Each surviving rank blocks its optimizers, and posts
-the step that it has (:class:`.StepSnapshot`) in the rendezvous store. The first rank that sees the posts of all ranks
-decides which ranks save which step. These ranks create a process group and make a regular checkpoint. Its manifest
-names the failed ranks and their missing values. The save replaces no other checkpoint.
+The save does not use the process groups of training, because these are broken. Each surviving rank blocks its
+optimizers and reports its last step (:class:`.StepSnapshot`) in the rendezvous store. The first rank that has read all
+reports decides which ranks save which step. These ranks create a process group and make a regular checkpoint. Its
+manifest names the failed ranks and their missing values. The save does not replace another checkpoint.
 
 If a network is partitioned, each side detects the failure of the other side. Only the side that reaches the rendezvous
-store saves: the ranks decide there once. The leading rank commits with the lock of the directory, which rank 0 holds
-until its process terminates. If a file system keeps the lock of a failed machine, nothing is saved.
+store saves, because the decision is made there, once. The first rank of the decision commits. It needs the lock of the
+directory, which rank 0 holds until it terminates; the lock of a failed rank is deleted.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from stagereg.registry import build
 
 _log = logging.getLogger(__name__)
 
-_SETTLE_S = 1.0  # seconds for an optimizer to finish its step
+_SETTLE_S = 1.0  # seconds to wait for an optimizer to finish its step
 _POLL_INTERVAL_S = 0.05
 _ALL = Keep(newest=1 << 62)  # retains every checkpoint
 
 
 class _SurvivorReport(NamedTuple):
-    """The post of a surviving rank: its step, the kinds of its tensors, and why the step is not whole."""
+    """The report of a surviving rank: its last step, a digest of its tensors, and why the step cannot be saved."""
 
     rank: int
     step: int
@@ -63,7 +63,7 @@ class _SurvivorReport(NamedTuple):
 
 
 class _SavePlan(NamedTuple):
-    """The decision for all ranks: by step, the best step first, the ranks that save; or why no step is saved."""
+    """The decision for all ranks: the steps to try, newest first, with their ranks; or why no step is saved."""
 
     token: str
     tries: list[tuple[int, list[int]]]
@@ -71,7 +71,7 @@ class _SavePlan(NamedTuple):
 
 
 class EmergencySaver(CheckpointExtension):
-    """Records each completed step on this rank, and saves the last one when other ranks fail."""
+    """Records each completed step on this rank, and saves the last step when other ranks fail."""
 
     name = "emergency saver"
 
@@ -95,11 +95,11 @@ class EmergencySaver(CheckpointExtension):
             if self._whole.note(step, state):
                 self._publish(f"kinds/{self._setup.ranks.rank}", self._whole.kinds)
         except Exception as error:  # the store failed, or the state cannot be saved: the next save reports that
-            _log.debug("A step was not noted.", exc_info=error)
+            _log.debug("Cannot record the state of a step.", exc_info=error)
             self._unnoted = f"cannot record the state of a step: {reason(error)}"
 
     def ending(self, error: BaseException | None) -> None:
-        """Wait for the save of the surviving ranks, if ``error`` may come of a rank failure."""
+        """Wait for the emergency save if a rank failure may have caused ``error``."""
         if error is not None and is_consequence(error):
             rank_failures.response().await_saved()
 
@@ -133,7 +133,7 @@ class EmergencySaver(CheckpointExtension):
         return outcome
 
     def _post(self, told: RankFailure) -> _SurvivorReport:
-        """Block the optimizers, and abort the saves that wait for failed ranks."""
+        """Block the optimizers, abort saves that wait for failed ranks, and return the report of this rank."""
         until = time.monotonic() + _SETTLE_S
         while self._whole.is_written() and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
@@ -170,14 +170,14 @@ class EmergencySaver(CheckpointExtension):
         for step, ranks in [*tries.items()]:
             if alone := sorted(rank for rank, each in kinds.items() if each not in {kinds[of] for of in ranks}):
                 del tries[step]
-                whys["its tensors differ from those of the ranks that have the step"] = alone
+                whys["its tensors differ from the tensors of the ranks that hold the step"] = alone
         why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
         why = why and f"The surviving ranks have no complete step: {why}."
         own = _SavePlan(new_token(), sorted(tries.items(), reverse=True), why)
         return _SavePlan(*json.loads(told.store.compare_set("decided", "", json.dumps(own))))
 
     def _save(self, made: _Attempt) -> None:
-        """Save with the other ranks of an attempt; its leading rank publishes the outcome."""
+        """Save with the other ranks of an attempt; the first of these ranks publishes the outcome."""
         try:
             state = self._state
             captured, missing = self._whole.take(made.told.rank, made.told.world_size), made.missing(state)
@@ -202,13 +202,13 @@ class EmergencySaver(CheckpointExtension):
         began, nbytes = write_and_commit(write, ExchangeCache(target.repeats)) or (0.0, 0)
         record.emit("write", step=made.step, start=began, seconds=record.now() - began, bytes=nbytes, dir=target.where)
         if made.leads and target.committed is not None:
-            lacks = (f"; of rank {rank} it lacks {', '.join(each) or 'nothing'}" for rank, each in missing.items())
+            lacks = (f"; missing from rank {rank}: {', '.join(each) or 'nothing'}" for rank, each in missing.items())
             saved = f"R{name_ranks(made.ranks)[1:]} saved step {made.step}, in {target.committed.path}"
             made.end(f"{saved}{''.join(lacks)}. {made.exact}", made.step)
 
 
 class _Attempt:
-    """To save one step on some ranks, which agree in ``store``."""
+    """An attempt to save one step on ``ranks``, which coordinate through ``store``."""
 
     def __init__(self, told: RankFailure, store: Any, step: int, ranks: list[int], token: str) -> None:
         self.told, self.store, self.step, self.ranks, self.token = told, store, step, ranks, token
@@ -217,7 +217,7 @@ class _Attempt:
         self._lock: StoreLock | None = None
 
     def missing(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Return what is missing of each rank that does not save."""
+        """Return the names of the values that the checkpoint will lack, for each rank that does not save."""
         positions = entries.positions(state)
         marked = [name for name, x in state.items() if isinstance(x, entries.PerRank) and name not in positions]
         others = [rank for rank in range(self.told.world_size) if rank not in self.ranks]
@@ -226,8 +226,8 @@ class _Attempt:
     def begin(self, store: CheckpointStore, tier: bool) -> None:
         """Acquire the lock of the directory, then let the other ranks begin.
 
-        A failed rank may hold the lock: it still saves, is suspended, or its machine failed. This rank waits as long
-        as a disconnected rank needs to terminate, and then deletes the lock.
+        A failed rank may hold the lock, because it still saves, is suspended, or its machine failed. This rank waits
+        until a disconnected rank would have terminated, then deletes the lock.
         """
         told = self.told
         while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
@@ -243,7 +243,7 @@ class _Attempt:
         sources = [each for each in (exact, tier and "a newer step of the tier") if each]
         instead = f"resumes from {' or '.join(sources)} instead" if sources else "has nothing to resume from"
         exact_only = option("checkpoint.restore.exact", True)
-        self.exact = f"A resume from it is not exact; with {exact_only} the run {instead}."
+        self.exact = f"A resume from this step is not exact; with {exact_only} the run {instead}."
         if any(each.manifest.step == self.step for each in complete):
             self.end(f"Step {self.step} is saved in {store.root}.", self.step)
         self.store.set("begun", "")
@@ -254,7 +254,7 @@ class _Attempt:
         return not self.store.check(["outcome"])
 
     def end(self, outcome: str, saved: int | None = None) -> None:
-        """Publish the outcome, if there is none yet; if no step was ``saved``, release the lock of the directory."""
+        """Publish the outcome unless one is published; if no step was ``saved``, release the lock of the directory."""
         if self._lock is not None and saved is None:
             self._lock.release()
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
@@ -285,7 +285,7 @@ class _Survivors(RankGroup):
 
 
 class _Target(StoreTarget):
-    """The checkpoint directory, for one save, which deletes no other checkpoint."""
+    """The checkpoint directory as the target of one save, which does not delete other checkpoints."""
 
     def __init__(
         self, setup: Setup, ranks: RankGroup, made: _Attempt, missing: dict[str, list[str]], whole: StepSnapshot
@@ -302,7 +302,7 @@ class _Target(StoreTarget):
 def _add_positions(
     captured: dict[str, Any], missing: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
 ) -> None:
-    """Add the positions in data of the ranks that do not save, as they follow from the position of this one."""
+    """Add the data loader states of the ranks that do not save, derived from the state of this rank."""
     own, size = made.told.rank, made.told.world_size
     for name in entries.positions(state):
         follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
@@ -316,7 +316,7 @@ def _add_positions(
 
 
 def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
-    """Return entries in host memory. Nothing writes them any more, so entries in host memory are not copied."""
+    """Return the entries in host memory. Entries already there are not copied, since no code writes to them now."""
     devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
     if not devices:
         return captured

@@ -1,4 +1,4 @@
-"""Detects which other ranks have failed: keeps the :mod:`.heartbeat` process of this rank alive, and listens to it."""
+"""Detects failed ranks: keeps the :mod:`.heartbeat` process of this rank running, and reads its reports."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from stagereg.extensions.recovery.heartbeat import RETURN_S, Config, printable, 
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT = Path(__file__).with_name("heartbeat.py")
-_NAMED = 400  # characters of a message that name ranks, at most
-_MOST_STARTS = 5  # starts of a heartbeat process that dies again and again
-_LASTS_S = 60.0  # seconds after which the starts are counted from 1 again
-_PAUSE_S = 0.1  # seconds before the second restart, doubled before each later one: in all less than RETURN_S
+_NAMED = 400  # maximum characters of a sentence on failed ranks
+_MOST_STARTS = 5  # maximum starts of a heartbeat process that dies repeatedly
+_LASTS_S = 60.0  # seconds that a heartbeat process must run for its starts to be counted from 1 again
+_PAUSE_S = 0.1  # seconds before the second restart, doubled for each later restart; the sum is below RETURN_S
 
 
 class FailureMonitor:
-    """The failure monitor of one rank, which detects a failure in ``timeout_s`` seconds. All ranks construct theirs.
+    """The failure monitor of one rank. Detects a failure within ``timeout_s`` seconds. Every rank constructs one.
 
-    ``secret`` is that of the run. ``meet`` publishes where rank 0's heartbeat process is; given ``None``, it returns
-    that. A thread calls ``on_failure`` with a sentence on each failure, and starts another heartbeat process if one
-    dies before this rank.
+    ``secret`` is the secret of the run. ``meet`` publishes the address of rank 0's heartbeat process; called with
+    ``None``, it returns this address. A thread calls ``on_failure`` with a sentence on each failure, and restarts the
+    heartbeat process if it dies before this rank.
 
     Attributes:
-        failed: by rank: its process, and how it has failed.
+        failed: the process of each failed rank and its failure, by rank.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class FailureMonitor:
         self._on_failure = on_failure
         name, hub = f"process {os.getpid()} on {socket.gethostname()}", None
         self._listener: socket.socket | None = None
-        if rank == 0:  # the rank holds the port, so that the next heartbeat process has it too
+        if rank == 0:  # the rank keeps the port open, for a restarted heartbeat process
             own = own_address()
             self._listener = listen(own)
             meet([own, self._listener.getsockname()[1], name])
         else:
-            host, port, its = meet(None)  # through a store to which any process may write
+            host, port, its = meet(None)  # untrusted, since any process may write to the store
             hub = [host, port, printable(its)]
         self._config = Config(rank, name, timeout_s, secret, hub, world_size)
-        self._connected: dict[int, str] = {}  # on rank 0: the processes of the other ranks that have come, and not left
+        self._connected: dict[int, str] = {}  # on rank 0: the processes of the ranks that are connected
         self._given_s, self._shortened, self._closed = 0.0, False, False
-        self._is_ready = False  # the hub knows this rank, or there is no hub
+        self._is_ready = False  # whether the hub (rank 0's heartbeat process) has accepted this rank, or has failed
         self._process: subprocess.Popen[bytes] | None = None
         threading.Thread(target=self._keep, name="stagereg-monitor", daemon=True).start()
         with self._changed:
@@ -76,7 +76,7 @@ class FailureMonitor:
             self._send("bye")
 
     def give_time(self, seconds: float) -> None:
-        """Extend the time until this rank is killed for lack of a heartbeat of rank 0."""
+        """Extend the time until this rank is killed because it receives no heartbeat from rank 0."""
         with self._changed:
             self._given_s += seconds
             self._send(seconds)
@@ -103,7 +103,7 @@ class FailureMonitor:
             starts, began = starts + 1, time.monotonic()
             try:
                 process = self._start()
-            except OSError as error:  # no memory for one more process
+            except OSError as error:  # for example, no memory for another process
                 ended = f"cannot be started: {error}"
                 continue
             assert process.stdout is not None
@@ -124,10 +124,10 @@ class FailureMonitor:
         self._do_without()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a heartbeat process, and send it what the previous one received. Raises: ``OSError``."""
+        """Start a heartbeat process, and send it the messages that the previous one received. Raises: ``OSError``."""
         port = [] if self._listener is None else [self._listener.fileno()]
         with self._changed:
-            # In its own session, the process survives a signal to the process group of the rank and reports its end.
+            # In its own session, the process survives a signal to the rank's process group and reports the rank's exit.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_HEARTBEAT), *map(str, (os.getpid(), *port))],
                 pass_fds=port,
@@ -143,7 +143,7 @@ class FailureMonitor:
             return self._process
 
     def _do_without(self) -> None:
-        """Tell the other heartbeat processes that this rank has none any more, so that none waits for it."""
+        """Notify the other heartbeat processes that this rank no longer has one, so that they do not wait for it."""
         rank, name, secret, hub = self._config.rank, self._config.name, self._config.secret, self._config.hub
         if hub is not None:
             with contextlib.suppress(OSError), socket.create_connection((hub[0], hub[1]), RETURN_S) as line:

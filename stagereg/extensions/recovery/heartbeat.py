@@ -1,29 +1,29 @@
 """The heartbeat process of a rank, which proves to the other ranks that the rank is alive.
 
-It is a process of its own, since a thread of the rank waits for the interpreter's lock, which compilers and libraries
-may hold for longer than any timeout, and since a rank that is cut off may not end by itself. It needs the standard
-library alone, and runs as a file, ``python -I -S heartbeat.py``, so that it starts in milliseconds.
+It is a separate process for two reasons: a thread of the rank would wait for Python's GIL, which compilers and
+libraries may hold for longer than the timeout, and a disconnected rank may not terminate unless it is killed. The
+process imports only the standard library and runs as ``python -I -S heartbeat.py``, so it starts in milliseconds.
 
-All heartbeat processes are connected to that of rank 0, the *hub*, and each sends a dot a few times in ``timeout_s``. A
-rank has failed at once if its process has ended, and after ``timeout_s`` if it was stopped or silent. The hub tells all
-of each failure. A heartbeat process that hears nothing of the hub for so long is cut off, or the hub's machine is gone:
-it cannot know which. If its rank has not ended ``timeout_s`` later, it kills the rank. A rank that a debugger holds has
-not failed. If one rank is asked to end by a signal, all ranks are about to, and none waits for longer than
-:data:`SHORT_TIMEOUT_S` for another that is silent or stopped.
+All heartbeat processes connect to the heartbeat process of rank 0, the *hub*, and exchange dots with it several times
+per ``timeout_s``. A rank fails immediately if its process terminates, and after ``timeout_s`` if it is suspended or
+silent, unless a debugger has stopped it. The hub reports each failure to all ranks. If a heartbeat process receives
+nothing from the hub for ``timeout_s``, either its rank is disconnected or the hub's machine has failed, so the process
+kills its rank if the rank has not terminated ``timeout_s`` later. Once one rank has received a signal to exit, all
+ranks are about to exit, and the timeout is at most :data:`SHORT_TIMEOUT_S`.
 
-If a heartbeat process dies before its rank, :mod:`.failure_monitor` starts another one. Rank 0 holds the port of the
-hub and passes it on as an inherited socket, so the others connect to the same port again, and a closed port means that
-rank 0 has ended. If a connection ends without ``bye``, the hub waits for the rank: on one machine as long as the
-process of the rank lives, for ``timeout_s`` at most, and on several machines for :data:`RETURN_S`.
+If a heartbeat process dies before its rank, :mod:`.failure_monitor` starts another one. Rank 0 keeps the port of the
+hub open for the next process, as an inherited socket, so a closed port means that rank 0 has terminated. If a
+connection ends without ``bye``, the hub waits until the rank connects again: if all ranks are on one machine, while the
+process of the rank is alive and at most ``timeout_s``; otherwise :data:`RETURN_S`.
 
-Anybody may connect to the hub. It sends a challenge, and reads one short line, ``RANK PROOF NAME``, of which it parses
-nothing before the proof is right. The rank in its turn heeds nothing before the hub has proved itself.
+Any process may connect to the hub. The hub sends a challenge and reads one short line, ``RANK PROOF NAME``. It does not
+parse the line before it has verified the proof. The rank also verifies a proof of the hub before it reads messages.
 
-The rank sends lines of JSON: first its :class:`Config`, ``{RANK: NAME}`` of the ranks that an earlier hub had, seconds
-that it needs more before it is killed, ``"shorten"`` when it has got a signal, and ``"bye"`` when it ends in order. It
-receives ``{"port": N}`` once its heartbeat process is connected, the port on the hub, ``{"failed": {RANK: [NAME,
-WHY]}}``, ``{"came": RANK, "name": NAME}`` and ``{"left": RANK}`` on the hub, and ``{"off": true}`` if rank 0 has no
-heartbeat process any more.
+The rank sends lines of JSON: its :class:`Config`; ``{RANK: NAME}``, the ranks that were connected to an earlier hub; a
+number, the seconds by which to delay the kill; ``"shorten"`` after a signal; and ``"bye"`` before a normal exit. It
+receives ``{"port": N}`` when its heartbeat process is connected (N is the hub's port, on the hub only), ``{"failed":
+{RANK: [NAME, WHY]}}``, ``{"off": true}`` if rank 0 has no heartbeat process any more, and on the hub ``{"came": RANK,
+"name": NAME}`` and ``{"left": RANK}``.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-SHORT_TIMEOUT_S = 4.0  # seconds until a failure is detected at most, once a rank has been asked to end
-RETURN_S = 3.0  # seconds in which a heartbeat process that was started again connects to the hub
+SHORT_TIMEOUT_S = 4.0  # maximum seconds until a failure is detected, once a rank has received a signal to exit
+RETURN_S = 3.0  # seconds for a restarted heartbeat process to connect to the hub
 ENDED = "its process has terminated"
 _STOPPED = "its process was suspended (SIGSTOP, or a suspended job)"
 _SILENT = "no heartbeat for {:g} s. The process is suspended, or its machine failed or is disconnected"
 _SHUT_OUT = (
-    "its heartbeat process accepted no connection of this rank for {:g} s. The process is suspended, other programs "
-    "fill its port, or STAGEREG_SECRET differs between the ranks"
+    "its heartbeat process has not accepted a connection from this rank for {:g} s. The process is suspended, other "
+    "programs use all its connections, or STAGEREG_SECRET differs between the ranks"
 )
 
 _MOST_BYTES = 1 << 16  # maximum size of a line
-_GREETING_BYTES = 1024  # maximum size of a line before the other side has proved that it belongs to this run
-_STRANGERS = 64  # connections without a proof at a time
-_STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds that each has; and if others wait for its place
-_PAUSE_S = 0.5  # seconds without accepting, once no file can be opened
-_AGAIN_S = 0.2  # seconds between attempts to reach the hub
-_WELCOME_S = 20.0  # seconds in which the hub lets a rank in: strangers may be before it
-_TEXT_LENGTH = 300  # characters of a name or a reason: terminals show them
+_GREETING_BYTES = 1024  # maximum size of a line from an unauthenticated process
+_STRANGERS = 64  # maximum number of unauthenticated connections
+_STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds for a connection to authenticate; the same while others wait
+_PAUSE_S = 0.5  # seconds until the next accept() after one failed for lack of file descriptors
+_AGAIN_S = 0.2  # seconds between attempts to connect to the hub
+_WELCOME_S = 20.0  # seconds for the hub to accept a rank, behind connections of other programs
+_TEXT_LENGTH = 300  # maximum characters of a name or a reason, which are printed
 _PROCESS = re.compile(r"process (\d{1,10}) on ")
 
 
@@ -78,11 +78,11 @@ class Config(NamedTuple):
 
 
 class Line:
-    """A connection to another heartbeat process, or to the rank: sends and takes lines, and never waits."""
+    """A nonblocking connection to another heartbeat process or to the rank, which sends and receives lines."""
 
     def __init__(self, reads: Any, writes: Any, rank: int = -1, opened: socket.socket | None = None) -> None:
         self.reads, self.writes, self.opened = reads, writes, opened
-        self.rank = rank  # -1 until the other side has proved which one it is
+        self.rank = rank  # -1 until the other process is authenticated
         self.heard = time.monotonic()
         self.name, self.challenge = "", ""
         self._came = b""
@@ -106,12 +106,12 @@ class Line:
 
 
 class Awaited(NamedTuple):
-    """A rank whose connection has ended, and which may connect again."""
+    """A rank whose connection was closed, and which may connect again."""
 
     name: str
     since: float
     limit_s: float
-    why: str  # the rank has failed if it does not
+    why: str  # reason of its failure if it does not connect again
 
 
 class Heartbeat:
@@ -122,16 +122,16 @@ class Heartbeat:
         self._timeout_s = config.timeout_s
         self._beat_s = min(1.0, config.timeout_s / 5)
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[int, Line] = {}  # to other heartbeat processes, by descriptor
-        self._strangers: dict[int, Line] = {}  # connections without a proof
-        self._ranks: dict[int, Line] = {}  # proven connections, by rank
+        self._lines: dict[int, Line] = {}  # connections to other heartbeat processes, by descriptor
+        self._strangers: dict[int, Line] = {}  # unauthenticated connections, by descriptor
+        self._ranks: dict[int, Line] = {}  # authenticated connections, by rank
         self._awaited: dict[int, Awaited] = {}  # by rank
-        self._failed: dict[int, tuple[str, str]] = {}
-        self._leaves = False  # whether the rank has sent that it ends
+        self._failed: dict[int, tuple[str, str]] = {}  # name and reason, by rank
+        self._leaves = False  # whether the rank has sent ``bye``
         self._ends_by: float | None = None
-        self._is_off = False  # rank 0 has no heartbeat process any more, or has ended in order
-        self._was_welcome = False
-        self._away_since, self._again_at = time.monotonic(), 0.0  # since when the hub has not let this one in
+        self._is_off = False  # whether rank 0 has no heartbeat process any more, or has exited normally
+        self._was_welcome = False  # whether the hub has ever accepted this process
+        self._away_since, self._again_at = time.monotonic(), 0.0  # start of the wait for the hub; its next attempt
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
         self._given_s = 0.0  # seconds added to _kill_at
@@ -146,14 +146,14 @@ class Heartbeat:
             rank.send(json.dumps({"port": port}))
 
     def run(self) -> None:
-        """Beat until the rank has ended, or has sent that it does."""
+        """Send heartbeats until the rank has terminated or has sent ``bye``."""
         last = time.monotonic()
         while True:
             self._open(time.monotonic())
             for key, _ in self._selector.select(self._beat_s / 4):
                 self._serve(key.fileobj)
             now = time.monotonic()
-            if now - last > 3 * self._beat_s:  # this process was not running, and heard nothing in that time
+            if now - last > 3 * self._beat_s:  # this process was suspended, and received nothing in that time
                 self._forgive(now)
             if self._leaves or os.getppid() != self._parent:
                 self._ends_by = self._ends_by or now + RETURN_S
@@ -165,7 +165,7 @@ class Heartbeat:
             self._look(now)
 
     def _open(self, now: float) -> None:
-        """Accept connections while there is room for them; or connect to the hub, unless that is done."""
+        """On the hub, accept connections up to the limit; elsewhere, connect to the hub unless connected."""
         if self._listener is not None:
             wants = len(self._strangers) < _STRANGERS and now >= self._accepts_at
             if wants and not self._accepts:
@@ -180,7 +180,7 @@ class Heartbeat:
         return self._listener is not None or 0 in self._ranks
 
     def _is_settled(self) -> bool:
-        """Whether this process can end: ranks that connect to the hub later would take the end for a failure."""
+        """Whether this process can exit without being reported as failed by ranks that connect to the hub later."""
         alone = self._is_off or 0 in self._failed
         return alone or (self._is_welcome() and not (self._leaves and self._awaited))
 
@@ -218,12 +218,12 @@ class Heartbeat:
             os.kill(self._parent, signal.SIGKILL)
 
     def _has_ended(self, name: str) -> bool:
-        """Whether the process of a rank has ended, which only ranks of the same machine can see."""
+        """Whether the process of a rank has terminated; False if the ranks are on several machines."""
         process = _PROCESS.match(name)
         return self._is_alone and process is not None and _state(int(process[1])) in ("", "Z", "X")
 
     def _report(self, rank: int, name: str, why: str) -> None:
-        """Report the failure of a rank to this rank, and to all ranks that are connected."""
+        """Report the failure of a rank to this rank, and to all connected ranks."""
         self._awaited.pop(rank, None)
         if rank in self._failed:
             return
@@ -232,7 +232,7 @@ class Heartbeat:
             line.send(json.dumps({"failed": {rank: (name, why)}}))
         if rank == self.config.rank:
             self._kill_at = time.monotonic() + self._timeout_s
-        elif rank == 0 and self._kill_at is None:  # or this one is cut off
+        elif rank == 0 and self._kill_at is None:  # rank 0 has failed, or this rank is disconnected
             self._kill_at = time.monotonic() + self.config.timeout_s
 
     def _shorten_timeout(self) -> None:
@@ -246,14 +246,14 @@ class Heartbeat:
             self._accept()
         elif source == self._rank.reads:
             texts = self._rank.take()
-            if texts is None:  # it has ended, or runs another program
+            if texts is None:  # the rank has terminated, or executes another program
                 self._selector.unregister(source)
             for text in texts or ():
                 self._obey(json.loads(text))
         elif (line := self._lines.get(source)) is not None:
             try:
                 self._read(line)
-            except Exception:  # a bad message ends this connection alone
+            except Exception:  # an invalid message closes only this connection
                 self._drop(line)
 
     def _obey(self, value: Any) -> None:
@@ -268,7 +268,7 @@ class Heartbeat:
             self._given_s += value
 
     def _read(self, line: Line) -> None:
-        """Handle the lines that arrived. Raises any ``Exception`` if one is not a message of this run."""
+        """Handle the received lines. Raises any ``Exception`` if a line is not a message of this run."""
         texts = line.take()
         if texts is None:
             self._drop(line)
@@ -290,10 +290,10 @@ class Heartbeat:
                 for rank, name, why in failures(text, self.config.world_size):
                     self._report(rank, name, why)
             elif text.strip("."):
-                raise ValueError("this is not a message")
+                raise ValueError("invalid message")
 
     def _greet(self, line: Line, text: str) -> bool:
-        """Take a line of one that has proved nothing yet; return whether it may stay."""
+        """Handle a line from an unauthenticated connection; return whether the connection stays open."""
         config = self.config
         if self._listener is not None:
             found = greeting(text, line.challenge, config.secret, config.world_size)
@@ -333,7 +333,7 @@ class Heartbeat:
             caller, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # no file can be opened
+        except OSError:  # for example, no file descriptor is free
             self._accepts_at = time.monotonic() + _PAUSE_S
             return
         with contextlib.suppress(OSError):
@@ -371,7 +371,7 @@ class Heartbeat:
             line.opened.close()
 
     def _drop(self, line: Line) -> None:
-        """Close a connection that has ended without ``bye``: wait for the rank, or connect to the hub again."""
+        """Close a connection that ended without ``bye``, and prepare for the next connection of the same rank."""
         self._close(line)
         if line.rank < 0:
             return
@@ -391,7 +391,7 @@ class Heartbeat:
 
 
 def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[int, str] | None:
-    """Return rank and name if a line answers a challenge; ``None`` if not. Parses nothing before the proof is right."""
+    """Return the rank and name in a valid answer to a challenge, otherwise ``None``. Verifies the proof first."""
     rank, given, name = (*text.split(" ", 2), "", "")[:3]
     if not hmac.compare_digest(given.encode(), proof(secret, challenge, rank).encode()):
         return None
@@ -403,25 +403,25 @@ def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[i
 
 
 def failures(text: str, world_size: int) -> list[tuple[int, str, str]]:
-    """Return ranks, names and reasons of a message on failures. Raises any ``Exception`` for another text."""
+    """Return the ranks, names and reasons in a failure message. Raises any ``Exception`` if the text is invalid."""
     found = [(int(rank), printable(name), printable(why)) for rank, (name, why) in json.loads(text)["failed"].items()]
     if not all(0 <= rank < world_size for rank, _, _ in found):
-        raise ValueError("this rank does not exist")
+        raise ValueError("invalid rank")
     return found
 
 
 def printable(text: str) -> str:
-    """Return a text of another process for a terminal: bounded, and without characters that control one."""
+    """Return text from another process, truncated and without control characters, so that it can be printed."""
     return "".join(each if each.isprintable() else "?" for each in text[:_TEXT_LENGTH])
 
 
 def proof(secret: str, challenge: str, who: int | str) -> str:
-    """Return what proves that this process knows the secret, as an answer to this challenge only."""
+    """Return the proof (an HMAC) that this process knows the secret, valid for this challenge only."""
     return hmac.new(secret.encode(), f"{challenge} {who}".encode(), hashlib.sha256).hexdigest()
 
 
 def _state(process: int) -> str:
-    """Return the state of a process as the kernel has it: ``T`` if it is stopped, ``t`` if a debugger holds it."""
+    """Return the kernel's state of a process: ``T`` if suspended, ``t`` if stopped by a debugger; empty if unknown."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -430,16 +430,16 @@ def _state(process: int) -> str:
 
 
 def main() -> None:
-    """Run as the child of a rank: arguments are its process id and, on the hub, the descriptor of the port."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to every process of a step
+    """Run as a child of the rank. Arguments: the rank's process ID and, on the hub, the listening descriptor."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends these to every process of a job step
         signal.signal(number, signal.SIG_IGN)
-    parent = int(sys.argv[1])  # and not that of now: the rank may have ended already
-    with contextlib.suppress(OSError, ValueError):  # the hub has a connection of each rank
+    parent = int(sys.argv[1])  # os.getppid() differs if the rank has already terminated
+    with contextlib.suppress(OSError, ValueError):  # the hub needs one file descriptor for each rank
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with contextlib.suppress(OSError, AttributeError):  # a rank may read late, and its heartbeat must not wait for it
+    with contextlib.suppress(OSError, AttributeError):  # a large pipe, so that heartbeats continue if the rank is slow
         fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20)
-    with open(0, "rb", buffering=0, closefd=False) as given:  # no byte more than the line
+    with open(0, "rb", buffering=0, closefd=False) as given:  # unbuffered, to read only the first line
         config = Config(**json.loads(given.readline()))
     os.set_blocking(0, False)
     listener = socket.socket(fileno=int(sys.argv[2])) if sys.argv[2:] else None

@@ -31,14 +31,14 @@ from stagereg.launch.extension import (
 )
 from stagereg.launch.run_store import await_key
 
-_HEARD_S = 5.0  # seconds from the error of a rank to the report of the failed rank that caused the error
+_HEARD_S = 5.0  # seconds to wait, after an error of this rank, for the report of the failed rank that caused it
 _MERCY_S = 2.0  # seconds between the failure of another rank and the exit of a surviving rank
 _TIMEOUT_S = 10.0  # heartbeat timeout if the config has none
 _RESUME = "++checkpoint.resume=auto"
 
 
 class RecoveryLauncher(LaunchExtension):
-    """Starts a failed run again as often as ``restarts`` of the config allows, from a warm process."""
+    """Restarts a failed run, up to ``restarts`` times without progress. Forks the ranks from a :mod:`.warm` process."""
 
     def __init__(self) -> None:
         self._restarts = Restarts(0)
@@ -57,7 +57,7 @@ class RecoveryLauncher(LaunchExtension):
         return None if self._warm is None else self._warm.start(start)
 
     def poll(self, attempt: Attempt) -> None:
-        # Before a rank is in its job, the warm process would take the cores of the ranks.
+        # A warm process that starts earlier would compete with the ranks for cores while they start.
         if self._restarts.most and self._warm is None and attempt.store.get("in job/0"):
             self._warm = WarmStart(attempt.start)
 
@@ -66,11 +66,11 @@ class RecoveryLauncher(LaunchExtension):
             return None
         try:
             refusal = self._refusal(end)
-        except RuntimeError:  # the task that hosts the rendezvous store is gone
+        except RuntimeError:  # the task that hosts the rendezvous store has failed
             return None
         if refusal is not None:
             return Refusal(refusal)
-        # The run may have newer checkpoints than the one that its first attempt began from.
+        # The run may have newer checkpoints than the checkpoint from which its first attempt resumed.
         resumes = self._restarts.progressed and self._begins_elsewhere
         return Again(str(self._restarts), (_RESUME,) if resumes else ())
 
@@ -79,7 +79,7 @@ class RecoveryLauncher(LaunchExtension):
             self._warm.close()
 
     def _refusal(self, end: End) -> str | None:
-        """Return why this run is not started again; ``None`` if it is. Task 0 decides for all tasks."""
+        """Return why this run is not restarted; ``None`` to restart it. Task 0 decides for all tasks."""
         restarts, attempt = self._restarts, end.attempt
         if attempt.store.get("comes again"):
             return ""
@@ -95,7 +95,7 @@ class RecoveryLauncher(LaunchExtension):
 
 
 class RecoveryRank(RankExtension):
-    """Detects failures of other ranks while this rank runs its job, and ends this rank after an emergency save."""
+    """Detects failures of other ranks while this rank runs its job; after an emergency save, terminates this rank."""
 
     def __init__(self) -> None:
         self._save: EmergencySave | None = None
@@ -106,8 +106,8 @@ class RecoveryRank(RankExtension):
         ending = threading.Lock()
 
         def end(failed: str) -> None:
-            if ending.acquire(blocking=False):  # once; the monitor continues to report failures
-                # Both calls may hang if the rendezvous store is gone, too.
+            if ending.acquire(blocking=False):  # only after the first failure; the monitor reports later failures too
+                # Both calls may hang if the rendezvous store has failed too.
                 threading.Thread(target=rank.note, args=(failed,), daemon=True).start()
                 threading.Thread(target=self._end, args=(rank, save), daemon=True).start()
 
@@ -154,7 +154,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], N
     try:
         yield
     except Exception:
-        failed = True  # the rank detects which ranks have failed until it leaves
+        failed = True  # the monitor stays open, to identify the failed ranks until this rank exits
         raise
     finally:
         if not failed:
@@ -162,7 +162,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], N
 
 
 def _cause(save: EmergencySave, wait_s: float) -> Cause:
-    """Return what has failed, or fails within that time. The launcher sees a process that ends, and not a save."""
+    """Return the failure of other ranks; wait up to ``wait_s`` seconds for it. The launcher cannot detect a save."""
     text = save.describe(wait_s)
     ended = all(how.endswith(ENDED) for how in save.failed_ranks().values())
     return Cause(text, bool(text) and ended and not save.saved)

@@ -1,4 +1,4 @@
-"""Quarantine: skips checkpoints that keep crashing the runs that restore them, and counts those crashes."""
+"""Quarantine: counts the crashes of runs after restores of a checkpoint, and skips checkpoints that keep crashing."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ _BEST_EFFORT_S = 10.0
 _MOST_FAILURES = 20  # maximum number of failures in a record
 
 _LAST_TRY = (
-    "stagereg: %s in %s: %s. After one more crash before a later checkpoint, %s skips it. If the "
-    "crashes have another cause, prevent that with %s."
+    "stagereg: %s in %s: %s. After one more crash before a later checkpoint, %s skips this checkpoint. If the "
+    "crashes have another cause, disable this with %s."
 )
 
 _log = logging.getLogger(__name__)
 
 
 class Quarantine(CheckpointExtension):
-    """Counts the crashes of one run, and skips the checkpoints that are quarantined if ``resume`` is ``"auto"``.
+    """Counts the crashes of one run, and skips quarantined checkpoints if ``resume`` is ``"auto"``.
 
     Args:
-        max_crashes: how many crashes are enough; ``None`` counts none.
-        locks_early: whether the run has the lock from its start.
-        leads: whether this rank is the lowest one of its machine, for a run that has a record on each machine.
+        max_crashes: number of crashes at which a checkpoint is quarantined; ``None``: never.
+        locks_early: whether the run holds the lock of its directory from the start.
+        leads: returns whether this rank is the lowest rank of its machine, for a run with a record on each machine.
 
     Attributes:
-        crashed: whether the end of this run is a crash, even if the process continues.
+        crashed: whether this run counts as crashed, even if the process continues.
     """
 
     name = "quarantine"
@@ -63,10 +63,10 @@ class Quarantine(CheckpointExtension):
         self._holds = locks_early
         self._unwritten: str | None = None  # checkpoint to record once the run has the lock
         self._record: RestoreRecord | None = None  # record of earlier runs; None until the record is read
-        self._restored = ""  # the checkpoint that this run restored, until the run comes further
-        self._saved: set[str] = set()  # the checkpoints that this run saved
+        self._restored = ""  # key of the checkpoint that this run restored, until it saves a later one
+        self._saved: set[str] = set()  # keys of the checkpoints that this run saved
         self._lock = threading.Lock()  # saves to several targets end on several threads
-        self._process, self._writes = os.getpid(), False  # a fork counts nothing; this rank writes the record
+        self._process, self._writes = os.getpid(), False  # forked children do not count; this rank writes the record
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._store, self._shared, self._token = setup.store, setup.stores, setup.token
@@ -104,11 +104,11 @@ class Quarantine(CheckpointExtension):
             self._forget()
 
     def refused(self, error: CheckpointError) -> None:
-        if is_in_order(error):  # the restore has crashed nothing
+        if is_in_order(error):  # the failed restore is not a crash
             self._leave()
 
     def _without_quarantined(self, request: RestoreRequest, listed: Sequence[Candidate]) -> list[Candidate]:
-        """Reject the checkpoints that ``"auto"`` skips for their crashes; warn if another ``resume`` takes one."""
+        """Reject quarantined checkpoints if ``resume`` is ``"auto"``; otherwise warn about each of them."""
         is_auto, retried = request.resume == "auto", retry()
         crashes = self._crashes_of(request, listed) if listed else {}
         found = []
@@ -130,9 +130,9 @@ class Quarantine(CheckpointExtension):
         return found
 
     def _crashes_of(self, request: RestoreRequest, listed: Sequence[Candidate]) -> dict[str, Crashes]:
-        """Return the crashes of candidates, by path, and have retention distrust quarantined ones. On rank 0.
+        """Return the crashes of candidates, by path. Adds quarantined ones to ``retention.distrusted``. On rank 0.
 
-        A newest step beyond all that was restored shows that the last run came further, but did not note it.
+        If the newest step is later than all restored steps, the last run made progress but could not record it.
         """
         store = self._store_of(request, request.resume)
         if not self._is_ours(store):
@@ -153,7 +153,7 @@ class Quarantine(CheckpointExtension):
         return found
 
     def _store_of(self, request: RestoreRequest, path: str) -> CheckpointStore:
-        """Return where a checkpoint is counted, whose path is ``path`` if ``resume`` names one."""
+        """Return the directory whose record counts a checkpoint; ``path`` is used if ``resume`` is a path."""
         ours = not request.is_path or any(target.names(path) for target in self._saves.targets)
         return request.store if ours else open_parent_store(path)
 
@@ -178,7 +178,7 @@ class Quarantine(CheckpointExtension):
                 self._write()
 
     def ending(self, error: BaseException | None) -> None:
-        self.crashed = True  # unless all ranks come to the end
+        self.crashed = True  # until :meth:`ended`, which is called if all ranks reach the end
         if error is not None:
             self._fail(error)
 
@@ -186,20 +186,20 @@ class Quarantine(CheckpointExtension):
         self.crashed = False
 
     def outlook(self) -> str:
-        """Return that the next start skips the checkpoint since this run ends in a crash; empty if it does not."""
+        """Return a sentence if the next start skips the checkpoint because this run crashes, otherwise ``""``."""
         known = (self._record or RestoreRecord()).of(self._restored).one_more
         if not (self.crashed and self._restored and self._holds and known.quarantined):
             return ""
         with within(_BEST_EFFORT_S):
-            left = RestoreRecord.read(self._store)  # another rank may have removed the note
+            left = RestoreRecord.read(self._store)  # another rank may have removed the entry
         return _skips(self._restored, known) if left.restored and left.run == self._token else ""
 
     def close(self, in_time: bool) -> None:
-        if in_time:  # else a thread hangs, and may still write
+        if in_time:  # otherwise a thread hangs, and may still write
             self._leave()
 
     def finish(self) -> bool:
-        """Remove the note at the end of the job or the process, unless an error has ended it."""
+        """Remove the entry of the restored checkpoint at the end of the job or process, unless an error ended it."""
         error = getattr(sys, "last_value", None)
         if error is not None:
             self._fail(error)
@@ -211,7 +211,7 @@ class Quarantine(CheckpointExtension):
             self._leave()
 
     def _leave(self) -> None:
-        """Remove the note: the run releases the directory in good order. Idempotent."""
+        """Remove the entry of the restored checkpoint, since the run has not crashed. Idempotent."""
         if self._restored and not self.crashed and self._counts():
             self._restored = ""
             self._record = (self._record or RestoreRecord())._replace(times=self._times())
@@ -219,7 +219,7 @@ class Quarantine(CheckpointExtension):
                 self._write()
 
     def _fail(self, error: BaseException) -> None:
-        """Record the error that ends this rank: remove the record, unless the error counts as a crash. Any rank."""
+        """Handle the error that ends this rank: remove the entry, unless the error counts as a crash. Any rank."""
         if self._process != os.getpid():
             return
         self.crashed = not is_in_order(error)
@@ -254,7 +254,7 @@ class Quarantine(CheckpointExtension):
         return record_in(self._store, self._holds) if self._record is None else self._record
 
     def _take(self, read: Sequence[RestoreRecord | None]) -> None:
-        """Take the newest of the records that the ranks have read."""
+        """Use the newest record that a rank has read."""
         newest = max(filter(None, read), key=lambda each: each.number, default=RestoreRecord())
         self._record = newest._replace(most=self._max_crashes)
 
@@ -267,7 +267,7 @@ class Quarantine(CheckpointExtension):
                 self._write()
 
     def _settle(self, record: RestoreRecord) -> RestoreRecord:
-        """Drop the counts, except of skipped checkpoints that were not saved again."""
+        """Reset the counts, except for quarantined checkpoints that this run has not saved again."""
         most = self._max_crashes
         quarantined = {key: each for key, each in self._times().items() if most is not None and each >= most}
         self._record = RestoreRecord(times=quarantined, most=most, number=record.number)
@@ -305,5 +305,5 @@ def _skips(key: str, known: Crashes) -> str:
 
 
 def retry() -> str:
-    """Return the option with which no checkpoint is quarantined."""
+    """Return the option that disables the quarantine."""
     return option("checkpoint.restore.max_crashes", None)

@@ -1,8 +1,8 @@
-"""The emergency save of surviving ranks when other ranks fail: what makes the save registers here (:func:`expect`).
+"""Runs the emergency save on surviving ranks when other ranks fail. The saver is registered by :func:`expect`.
 
-A rank detects a rank failure by its failure monitor, on a thread, or by a failed collective, on the training thread.
-Either way the saver saves once, on a thread of its own, for a bounded time; the training thread waits. Nothing is saved
-if a rank has reported a cause, such as an error in the program.
+A rank detects a rank failure through its failure monitor, on a thread, or through a failed collective, on the training
+thread. In both cases the saver saves once, on a separate thread and for a bounded time, while the training thread
+waits. The ranks do not save if a rank has reported a cause, such as an error in the program.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import SHORT_TIMEOUT_S
 from stagereg.launch.run_store import TIME_TO_END, RunStore
 
-_TIMEOUTS = 3.0  # times the heartbeat timeout that an emergency save may take
-_HEARD_S = 5.0  # seconds from a broken collective to the report of the failed rank
+_TIMEOUTS = 3.0  # maximum duration of an emergency save, as a multiple of the heartbeat timeout
+_HEARD_S = 5.0  # seconds to wait, after a collective failed, for the report of a failed rank
 _POLL_INTERVAL_S = 0.02
 _PUBLISH_S = 2.0
 _NOT_SAVED = "The surviving ranks did not save: "
@@ -35,7 +35,7 @@ class RankFailure:
     """The arguments of an emergency save on each surviving rank.
 
     Attributes:
-        store: the rendezvous store of torch, for the agreements of the surviving ranks (:func:`connect`).
+        store: torch's rendezvous store, through which the surviving ranks coordinate (:func:`connect`).
         failed: returns the ranks that have failed so far, as :meth:`EmergencySave.failed_ranks`.
         timeout_s: seconds until another failure is detected.
         until: deadline at which this rank exits, by ``time.monotonic``.
@@ -49,7 +49,7 @@ class RankFailure:
     until: float
 
     def is_of(self, process: str) -> bool:
-        """Whether a process, as ``process 12 on node3``, was that of a failed rank."""
+        """Return whether a process, such as ``process 12 on node3``, belonged to a failed rank."""
         return any(how.startswith(f"({process}):") for how in self.failed().values())
 
 
@@ -68,16 +68,16 @@ class EmergencySave:
         self._store, self._ranks = store, (rank, world_size)
         self.timeout_s, self._limit_s = timeout_s, _TIMEOUTS * timeout_s
         self.saved = ""
-        self._saver: Callable[[], Save | None] = lambda: None  # returns what saves
+        self._saver: Callable[[], Save | None] = lambda: None  # returns the registered method, if any
         self.monitor: FailureMonitor | None = None
         self._lock = threading.Lock()
         self._began = False
-        self._answered, self._over = threading.Event(), threading.Event()  # the store has; the save has ended
+        self._answered, self._over = threading.Event(), threading.Event()  # the store has answered; the save has ended
 
     def expect(self, save: Save) -> Callable[[str, Any], None]:
-        """Register a bound method, held weakly, that saves after rank failures; replaces an earlier method.
+        """Register a bound method that saves after rank failures, by weak reference. Replaces an earlier method.
 
-        Return a function that publishes a value, as JSON, in the store that the method receives.
+        Returns a function that publishes a JSON value in the store that the method receives.
         """
         self._saver = weakref.WeakMethod(save)
         self._store.set(TIME_TO_END, self._limit_s)
@@ -89,7 +89,7 @@ class EmergencySave:
             self._saver = lambda: None
 
     def publish(self, key: str, value: Any) -> None:
-        """Publish a value, as JSON, for the launcher; waits a moment for a store that may be gone."""
+        """Publish a JSON value for the launcher. Waits at most 2 seconds, since the store may have failed."""
 
         def publish() -> None:
             with contextlib.suppress(RuntimeError):
@@ -100,7 +100,7 @@ class EmergencySave:
         publishing.join(_PUBLISH_S)
 
     def is_expected(self) -> bool:
-        """Whether something saves after a rank failure."""
+        """Return whether a method is registered that saves after a rank failure."""
         return self._saver() is not None
 
     def shorten_timeout(self) -> None:
@@ -114,7 +114,7 @@ class EmergencySave:
         return {} if self.monitor is None else {**self.monitor.failed}
 
     def describe(self, wait_s: float = 0.0) -> str:
-        """Return sentences on the ranks that have failed, or fail within that time, and on the save; may be empty."""
+        """Return sentences on failed ranks and on the save; may be empty. Waits ``wait_s`` seconds for a failure."""
         text = "" if self.monitor is None else self.monitor.sentence(wait_s)
         return f"{text} {self.saved}".strip()
 
@@ -130,7 +130,7 @@ class EmergencySave:
             threading.Thread(
                 target=self._save, args=(saver, until), name="stagereg-emergency-save", daemon=True
             ).start()
-        if not self._answered.wait(0.6 * self.timeout_s):  # a rank that is cut off is killed after all of it
+        if not self._answered.wait(0.6 * self.timeout_s):  # a disconnected rank is killed after the full timeout
             self.saved = f"{_NOT_SAVED}the rendezvous store of this run does not answer."
         elif not self._over.wait(until - time.monotonic()):
             self.saved = f"{_NOT_SAVED}the emergency save took longer than {self._limit_s:g} s."
@@ -140,7 +140,7 @@ class EmergencySave:
         """Wait for the emergency save, if a collective has failed and a rank failure may be the cause."""
         ends = time.monotonic() + _HEARD_S
         while self._saver() is not None and not self.failed_ranks() and time.monotonic() < ends:
-            with contextlib.suppress(RuntimeError):  # the rendezvous store is gone
+            with contextlib.suppress(RuntimeError):  # the rendezvous store has failed
                 if self._store.get("cause is known"):
                     return
             time.sleep(_POLL_INTERVAL_S)
@@ -154,19 +154,19 @@ class EmergencySave:
             self._answered.set()
             if not known:
                 if self.monitor is not None:
-                    self.monitor.give_time(self._limit_s)  # the store answers, so this rank is not cut off
+                    self.monitor.give_time(self._limit_s)  # the store answers, so this rank is not disconnected
                 failure = RankFailure(*self._ranks, store, self.failed_ranks, self.timeout_s, until)
                 self.saved = saver(failure)
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
             why = str(error) if isinstance(error, LaunchError) else reason(error)
-            self.saved = f"{_NOT_SAVED}{'the rendezvous store of this run is gone.' if gone else why}"
+            self.saved = f"{_NOT_SAVED}{'the rendezvous store of this run has failed.' if gone else why}"
         self._answered.set()
         self._over.set()
 
 
 def connect(store: RunStore, limit_s: float) -> Any:
-    """Return torch's store with the keys of this attempt, over a connection that no other thread waits in.
+    """Return torch's store with the keys of this attempt, over a new connection, on which no other thread waits.
 
     Raises:
         LaunchError: the store does not answer within ``limit_s`` seconds.
@@ -186,7 +186,7 @@ def connect(store: RunStore, limit_s: float) -> Any:
     try:
         return answer.result(limit_s)
     except (RuntimeError, OSError) as error:
-        ends = "does not answer" if isinstance(error, TimeoutError) else "is gone"
+        ends = "does not answer" if isinstance(error, TimeoutError) else "has failed"
         raise LaunchError(
             f"the rendezvous store of this run {ends}, so the surviving ranks cannot agree on a step. The next "
             "start resumes from the newest checkpoint, in the tier or in checkpoint storage."
@@ -194,7 +194,7 @@ def connect(store: RunStore, limit_s: float) -> Any:
 
 
 def _expect_open(store: Any, limit_s: float) -> None:
-    """Raise ``OSError`` if a store takes no connection; torch's own tries for as long as a rank may be late."""
+    """Raise ``OSError`` if a store does not accept a connection; torch's own client would retry for minutes."""
     while not hasattr(store, "port") and hasattr(store, "underlying_store"):
         store = store.underlying_store
     if hasattr(store, "port"):
@@ -202,20 +202,20 @@ def _expect_open(store: Any, limit_s: float) -> None:
 
 
 def expect(save: Save) -> Callable[[str, Any], None] | None:
-    """Register ``save`` as :meth:`EmergencySave.expect`; return ``None`` if rank failures are not detected."""
+    """Call :meth:`EmergencySave.expect` of this process; return ``None`` if rank failures are not detected."""
     current = response()
     return current.expect(save) if isinstance(current, EmergencySave) else None
 
 
 def withdraw(save: Save) -> None:
-    """Unregister ``save`` as :meth:`EmergencySave.withdraw`."""
+    """Call :meth:`EmergencySave.withdraw` of this process, if rank failures are detected."""
     current = response()
     if isinstance(current, EmergencySave):
         current.withdraw(save)
 
 
 def publish(key: str, value: Any) -> None:
-    """Publish a value for the launcher, as :meth:`EmergencySave.publish`; nothing without our launcher."""
+    """Call :meth:`EmergencySave.publish` of this process, if rank failures are detected."""
     current = response()
     if isinstance(current, EmergencySave):
         current.publish(key, value)

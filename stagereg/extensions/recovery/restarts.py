@@ -1,7 +1,7 @@
-"""Whether a run that has failed starts again: as often as the user allows, and not for an error that would come again.
+"""The limit on restarts of a failed run: a number that the user sets, and no restart after an error that would recur.
 
-A checkpoint newer than at the failure before is progress, and resets the count. An error of the program that comes
-again at the same step ends the run, unless the error reports bad numbers: an older checkpoint may be free of them.
+The number limits restarts without progress, which is a checkpoint newer than at the previous failure. If an error
+recurs at the same step, the run fails, unless the error reports NaN or infinity: an older checkpoint may have neither.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from stagereg.launch.progress import Progress
 from stagereg.launch.rank import ATTEMPT
 
 _RESTARTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""The environment variables with how often a launcher, torchrun or Slurm has started a process again."""
+"""Environment variables with the number of restarts by the launcher, by torchrun and by Slurm."""
 _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot finite\b", re.IGNORECASE)
 
 
 class Restarts:
-    """Decides for one run."""
+    """The restarts of one run."""
 
     def __init__(self, most: int) -> None:
         self.count = 0  # number of restarts
-        self.progressed = False  # whether the run has made a checkpoint since
+        self.progressed = False  # whether the run has made a checkpoint
         self.most, self._left = most, most  # restarts without progress
         self._newest: int | None = None  # the step of the newest checkpoint at the last failure
         self._causes = set[str]()  # causes of the last failure
         self._step: int | None = None  # the last step before the failure
 
     def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
-        """Return why a run that has failed is not to start again; ``None`` if it is, which is counted.
+        """Return why a failed run is not restarted; ``None`` to restart it, which is counted as a restart.
 
-        ``errors`` are the causes that its ranks have reported; ``killed``: whether a process was lost instead.
+        ``errors`` are the causes that ranks reported, by rank; ``killed`` is whether a signal killed a process.
         """
         causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # the last line of a traceback
         again = {each for each in causes & self._causes if not _BAD_NUMBERS.search(each)}
@@ -53,5 +53,5 @@ class Restarts:
 
 
 def is_automatic() -> bool:
-    """Whether a launcher or a scheduler has started this process again, and not a person."""
+    """Return whether a launcher or a scheduler, instead of a user, restarted this process."""
     return any(os.environ.get(each, "0") not in ("", "0") for each in _RESTARTS)

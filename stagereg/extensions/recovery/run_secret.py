@@ -1,9 +1,9 @@
 """The secret of a run, which authenticates its processes: from the environment, or agreed on by the ranks.
 
 The launcher passes a secret to its ranks in their environment, which other users cannot read. Ranks without a secret,
-under another launcher, agree on one: rank 0 holds the secret in memory, and the rendezvous store has the path of the
-memory, which only processes of the same user on the same machine can open. On several machines, or in a sandbox that
-forbids such memory, the secret itself goes through the store, and any process that reaches the store can read it.
+under another launcher, agree on one: rank 0 writes the secret to a file in memory and publishes its path in the
+rendezvous store. Only processes of the same user on the same machine can open the file. On several machines, or in a
+sandbox without such files, rank 0 publishes the secret itself, and any process that reaches the store can read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def given_secret() -> str:
-    """Return the secret in the environment, or "", and delete the variable, so that child processes do not get it."""
+    """Return the secret in the environment, or ``""``, and delete the variable, to hide it from child processes."""
     return os.environ.pop(SECRET, "")
 
 
@@ -35,13 +35,13 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
     """Return ``given``, or a new secret that all ranks have. Collective.
 
     Raises:
-        LaunchError: a rank was given a secret and rank 0 was not, or a rank does not come in :data:`GATHER_S` seconds.
+        LaunchError: only some ranks have ``given``, or a rank does not start within :data:`GATHER_S` seconds.
     """
     if rank > 0:
         await_key(store, "secret/place", "rank 0 did not reach its job")
         place = json.loads(store.get("secret/place"))
         if (place is None) != bool(given):
-            store.set("secret/elsewhere", "")  # rank 0 waits no longer
+            store.set("secret/elsewhere", "")  # makes rank 0 stop waiting
             having, lacking = (0, rank) if place is None else (rank, 0)
             raise LaunchError(
                 f"rank {having} has {SECRET} in its environment, but rank {lacking} does not. Set the variable to the "
@@ -53,14 +53,14 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
         return given
     secret, memory = secrets.token_hex(32), -1
     try:
-        with contextlib.suppress(AttributeError, OSError):  # not there, or forbidden in this container
+        with contextlib.suppress(AttributeError, OSError):  # memfd_create is missing, or forbidden in this container
             memory = os.memfd_create("stagereg-secret")
             os.write(memory, secret.encode())
         store.set("secret/place", json.dumps([machine_name(), f"/proc/{os.getpid()}/fd/{memory}"]))
         deadline = time.monotonic() + GATHER_S
         while (read := store.add("secret/read", 0)) < world_size - 1 and not store.check(["secret/elsewhere"]):
             if time.monotonic() > deadline:
-                raise LaunchError(f"only {read + 1} of {world_size} ranks started in {GATHER_S} s: check the others")
+                raise LaunchError(f"only {read + 1} of {world_size} ranks started in {GATHER_S} s. Check all logs.")
             time.sleep(0.01)
         if read < world_size - 1:
             _log.info(
@@ -83,7 +83,7 @@ def _read(store: Any, machine: str, path: str) -> str:
                 if text := memory.read(200):
                     store.add("secret/read", 1)
                     return text
-    except (OSError, ValueError):  # another container
+    except (OSError, ValueError):  # rank 0 runs in another container
         pass
     store.set("secret/elsewhere", "")
     await_key(store, "secret/text", "rank 0 did not reach its job")

@@ -1,9 +1,9 @@
-"""The state as it was at the end of a step, as long as nothing has written into it since.
+"""A snapshot of the state at the end of a step, which is valid until code writes to the state.
 
-Between the end of one step and the next write of an optimizer, parameters and optimizer state are those of the step.
-What else belongs to it is noted as the step ends: random numbers, plain values, positions in data, options of
-optimizers, and small tensors that a forward pass may write, such as running statistics. Other tensors have a version
-counter, by which a write is found that no optimizer has announced. No large tensor is copied.
+Between the end of a step and the next optimizer step, parameters and optimizer state keep their values, so the snapshot
+refers to these tensors. At the end of each step, it copies the rest: random number states, plain values, data loader
+states, options of optimizers, and small tensors that a forward pass may write, such as running statistics. The version
+counters of the other tensors reveal writes outside optimizers. No large tensor is copied.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError
 from stagereg.stagers.guard import WriteGuard
 
-_SMALL_BYTES = 1 << 16  # of a tensor that is copied at each step, where no optimizer writes it
-_COPIED_BYTES = 1 << 22  # of all of these
-_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 17  # of a container that is copied; of one that has only numbers and text
+_SMALL_BYTES = 1 << 16  # maximum size of a tensor that is copied at each step
+_COPIED_BYTES = 1 << 22  # maximum total size of these tensors
+_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 17  # maximum items of a copied container; the same with only numbers and text
 _SCALARS = (int, float, str)
 _FLAT = {*_SCALARS, bool, type(None)}
-_SLOW_S = 0.01  # seconds of the processor for the state of one object
+_SLOW_S = 0.01  # maximum CPU seconds of one state_dict() call
 _NONE_ENDED, _WRITTEN = "no step has completed", "its optimizer had begun the next step"
-_CHANGED = "code other than an optimizer has written into its state since the step ended"
+_CHANGED = "code other than an optimizer has written to its state since the step ended"
 _version_of = operator.attrgetter("_version")
 
 
 class StepSnapshot:
-    """The snapshot of one rank. The training thread calls :meth:`note`; another thread calls each other method once."""
+    """The snapshot of one rank. The training thread calls :meth:`note` and :meth:`close`; another thread the others."""
 
     def __init__(self, names: ParameterNames) -> None:
         self.step: int | None = None  # the last completed step
-        self.kinds = ""  # a digest of names, shapes and dtypes of all tensors of modules and optimizers
+        self.kinds = ""  # a digest of the names, shapes and dtypes of all tensors in modules and optimizers
         self._names = names
         self._seen: _Seen | None = None
         self._noted: dict[str, Any] = {}  # entry -> value at the end of the step
-        self._plain: list[torch.Tensor] = []  # live tensors in _noted
+        self._plain: list[torch.Tensor] = []  # tensors in _noted that are not copied
         self._versions: list[int] = []
-        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of groups of optimizers
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # param_groups and copies of their options
         self._generators: dict[str, Any] = {}
         self._events: list[torch.Event] = []
-        self._why = _NONE_ENDED  # the state is not whole
+        self._why = _NONE_ENDED  # why the snapshot is not valid; empty if it is
         self._held = False
         self._lock = threading.Lock()
         self._guard = WriteGuard(self._before_write)
@@ -90,7 +90,7 @@ class StepSnapshot:
         return changed
 
     def close(self) -> bool:
-        """Stop recording and release the state; return False after :meth:`hold`, for a save. Idempotent."""
+        """Stop recording and release the state, unless :meth:`hold` was called; return whether. Idempotent."""
         with self._lock:
             if not self._held:
                 self._guard.close()
@@ -103,7 +103,7 @@ class StepSnapshot:
         return self._why == _WRITTEN
 
     def hold(self) -> str:
-        """Block all optimizers from now on; return why the state is not that of a step, or an empty text."""
+        """Block all optimizers from now on; return why the snapshot is not valid, or an empty text."""
         with self._lock:
             self._held = True
         if self._why or self._seen is None:
@@ -115,14 +115,14 @@ class StepSnapshot:
         return "" if self._versions == self._find_versions(self._seen) else _CHANGED
 
     def expect_unchanged(self) -> None:
-        """Raise ``CheckpointError`` if something has written into the state since :meth:`take`."""
+        """Raise ``CheckpointError`` if code has written to the state since the step ended."""
         assert self._seen is not None
         same = self._versions == self._find_versions(self._seen)
         if not same or not all(map(torch.equal, self._seen.small, self._seen.copies)):
             raise CheckpointError(_CHANGED)
 
     def take(self, rank: int, world_size: int) -> dict[str, Any]:
-        """Return the entries to save: references to live tensors, which get back what was noted of them."""
+        """Return the entries to save, with references to live tensors. Restores copied tensors and options first."""
         seen, step = self._seen, self.step
         assert seen is not None
         assert step is not None
@@ -141,24 +141,24 @@ class StepSnapshot:
             if not self._held:
                 self._why = self._why if self.step is None else _WRITTEN
                 return
-        threading.Event().wait()  # for the end of this process
+        threading.Event().wait()  # until this process exits
 
 
 class _Seen:
-    """A cache for the modules and optimizers of a state, valid while they stay the same; ``objects`` by entry."""
+    """A cache for the modules and optimizers of a state (``objects``, by entry), valid until one is replaced."""
 
     def __init__(self, state: Mapping[str, Any], objects: Mapping[str, Any], names: ParameterNames) -> None:
         self.objects, self._counted = objects, [each.state for each in _optimizers(objects)]
         self._names, self._counts = state.keys() - objects.keys(), [*map(len, self._counted)]
-        self.known, self.kinds = _known(objects), ""  # ``kinds`` as of :class:`StepSnapshot`
-        self.unfit = _unfit(state)  # why their state cannot be taken at the end of a step, if so
+        self.known, self.kinds = _known(objects), ""  # ``kinds`` as in :class:`StepSnapshot`
+        self.unfit = _unfit(state)  # why this state cannot be recorded at the end of a step; empty if it can
         self.groups = [group for each in _optimizers(objects) for group in each.param_groups]
-        self.modules: dict[str, Any] = {}  # their entries: references to live tensors
-        self.small: list[torch.Tensor] = []  # tensors that may be written by a forward pass, and are copied
-        self.watched: list[torch.Tensor] = []  # all others
+        self.modules: dict[str, Any] = {}  # entries of the modules, with references to live tensors
+        self.small: list[torch.Tensor] = []  # small buffers, which a forward pass may write; copied at each step
+        self.watched: list[torch.Tensor] = []  # all other tensors
         if not self.unfit:
             for each in _optimizers(objects):
-                names.for_optimizer(each, state)  # once, with all that has names of parameters
+                names.for_optimizer(each, state)  # caches the names of parameters, which come from the whole state
             self._look(entries.capture(objects, 0, 0, 1, names))
         self.copies = [x.clone() for x in self.small]
         self.devices = {x.device for x in self.watched if not x.is_cpu}
@@ -174,7 +174,7 @@ class _Seen:
         )
 
     def has_moved(self) -> bool:
-        """Whether parameters or buffers lie elsewhere than before."""
+        """Whether the memory addresses of parameters or buffers have changed."""
         return self._addresses != self._find_addresses()
 
     def _look(self, captured: Mapping[str, Any]) -> None:
@@ -226,22 +226,22 @@ def _unfit(state: Mapping[str, Any]) -> str:
         return "an optimizer with capturable=True may write in a CUDA graph"
     for name in entries.positions(state):
         if not isinstance(entries.value_of(state, name), LoadsEveryRank):
-            return f"the data loader state of {name!r} differs between ranks, and is of the last batch only"
+            return f"the data loader state of {name!r} differs between ranks, and describes only the last batch"
     return ""
 
 
 class _Notes:
-    """Notes entries as they are now; ``watched`` are the live tensors in them, which are not copied.
+    """Records the current values of entries; ``watched`` are the tensors in them that are not copied.
 
-    Raises: ``CheckpointError`` for an entry that takes too long to note at each step.
+    Raises: ``CheckpointError`` if recording an entry at each step would take too long.
     """
 
     def __init__(self) -> None:
         self.watched: list[torch.Tensor] = []
-        self._nbytes = 0  # of copies of memory that has no version counter
+        self._nbytes = 0  # bytes copied from memory whose writes change no version counter
 
     def of(self, value: Any) -> Any:
-        """Return an entry; of an object with a state of its own, that state."""
+        """Return the current value of an entry; for a stateful object, the value of its ``state_dict()``."""
         if isinstance(value, _SCALARS):
             return value
         if (generator := generator_state(value)) is not None:
@@ -260,15 +260,15 @@ class _Notes:
         began = time.thread_time()
         state = value.state_dict()
         if (seconds := time.thread_time() - began) > _SLOW_S:
-            raise CheckpointError(f"state_dict() of {type(value).__qualname__} takes {seconds:.3f} s")
+            raise CheckpointError(f"state_dict() of {type(value).__qualname__} takes {seconds:.3f} s, which is slow")
         return self.of(dict(state) if isinstance(state, dict) else state)
 
     def _container(self, value: Any) -> Any:
         items = value.values() if type(value) is dict else value
-        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # of a long one all are taken for alike
+        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # the first item represents a long one
         is_flat = {*map(type, seen)} <= _FLAT
         if len(value) > (_FLAT_ITEMS if is_flat else _ITEMS):
-            raise CheckpointError(f"a {type(value).__name__} has {len(value):,} items")
+            raise CheckpointError(f"a {type(value).__name__} has {len(value):,} items, too many to copy in each step")
         if is_flat:
             return copy.copy(value)
         return {key: self.of(x) for key, x in value.items()} if type(value) is dict else [*map(self.of, value)]
@@ -278,7 +278,7 @@ class _Notes:
             if value.untyped_storage().resizable() or not value.is_cpu:
                 self.watched.append(value)
                 return value
-            self._nbytes += value.nbytes  # of NumPy, whose writes no counter shows
+            self._nbytes += value.nbytes  # memory of NumPy: its writes change no version counter
             if self._nbytes > _COPIED_BYTES:
-                raise CheckpointError(f"tensors in memory of NumPy have {self._nbytes:,} bytes")
+                raise CheckpointError(f"NumPy tensors have {self._nbytes:,} bytes, too many to copy in each step")
         return carry(value, value.detach().clone())

@@ -1,11 +1,11 @@
-"""Ranks that begin at once: forked from a process that has imported what takes seconds, such as torch.
+"""Warm start: forks restarted ranks from a server process that has already imported slow modules, such as torch.
 
-The launcher starts that server while its ranks train, if a failed run may start again. The server imports the installed
-modules of the launcher; each rank imports the program's own files. The server ends if it cannot be forked safely, with
-several threads or an open GPU, and ranks are fresh interpreters then.
+If the run may be restarted, the launcher starts the server while the ranks train. The server imports the installed
+modules that the launcher has imported; each rank imports the program's own files. If the server has several threads or
+an open GPU, it cannot be forked safely, so it exits, and restarted ranks are fresh interpreters.
 
 The launcher sends lines of JSON over a socket: names of modules and the first folder of ``sys.path``, then a
-:class:`.Start` for each rank. The server reports when it is ready, each process number, and how each process ended.
+:class:`.Start` for each rank. The server reports when it is ready, and the process ID and exit code of each rank.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from stagereg.base.machine import end_with
 from stagereg.launch.extension import Start
 
 _ALWAYS = ("torch.distributed.checkpoint", "torch._dynamo", "stagereg.assembly", "stagereg.launch.main")
-"""Modules that every rank comes to import."""
-_ANSWER_S = 10.0
-_SEED = 67280421310721  # what torch seeds its generator with in each process, where that is not another number in each
+"""Modules that every rank imports sooner or later."""
+_ANSWER_S = 10.0  # seconds to wait until the server has forked a rank
+_SEED = 67280421310721  # initial seed of torch's generator, in torch releases with the same seed in every process
 
 
 class WarmProcess:
-    """A process that was forked, as :class:`subprocess.Popen` shows its own."""
+    """A forked rank, with the methods of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class WarmProcess:
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it has ended, once it has. Raises: ``subprocess.TimeoutExpired``."""
+        """Wait until the process exits; return its exit code. Raises: ``subprocess.TimeoutExpired``."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self._code or 0
@@ -65,7 +65,7 @@ class WarmProcess:
 
 
 class WarmStart:
-    """The launcher's end, for ranks that are all to run as ``start`` says. Any thread."""
+    """Starts the server in the launcher, and ranks through the server; ``start`` is their command. Any thread."""
 
     def __init__(self, start: Start) -> None:
         self._processes: dict[int, WarmProcess] = {}
@@ -96,7 +96,7 @@ class WarmStart:
         threading.Thread(target=self._listen, name="stagereg-warm", daemon=True).start()
 
     def start(self, start: Start) -> WarmProcess | None:
-        """Start a rank; ``None`` if that cannot be done, or not yet."""
+        """Start a rank; return ``None`` if the server is not ready or has failed."""
         with self._answers:
             if not self._ready or self._gone:
                 return None
@@ -107,7 +107,7 @@ class WarmStart:
             return self._processes[self._answered.pop()]
 
     def close(self) -> None:
-        """End the server, and with it all that it has started. Twice is harmless."""
+        """Kill the server, and with it all ranks that it started. Idempotent."""
         self._server.kill()
         self._server.wait()
 
@@ -127,30 +127,30 @@ class WarmStart:
         with self._answers:
             self._gone = True
             self._answers.notify_all()
-            for process in self._processes.values():  # the kernel ends them with the server
+            for process in self._processes.values():  # the kernel kills them when the server exits
                 process.end(-signal.SIGKILL)
 
 
 def _write(lines: Any, value: Any) -> None:
-    with contextlib.suppress(OSError):  # the other side has ended
+    with contextlib.suppress(OSError):  # the other process has exited
         lines.write(json.dumps(value).encode() + b"\n")
 
 
 class PythonCommand(NamedTuple):
-    """A command line of Python, taken apart."""
+    """The parts of a command line of Python."""
 
-    options: list[str]  # of the interpreter
+    options: list[str]  # options of the interpreter
     is_module: bool
-    arguments: list[str]  # the program, and its own
+    arguments: list[str]  # the script or module, then its arguments
 
     def folder(self, working: str) -> str:
-        """Return where it imports from first."""
+        """Return the first folder of ``sys.path`` for a program that starts in the folder ``working``."""
         script = os.path.realpath(os.path.join(working, self.arguments[0]))
         return working if self.is_module else os.path.dirname(script)
 
 
 def split_command(command: list[str]) -> PythonCommand | None:
-    """Take it apart; ``None`` if it has an option that is not known here."""
+    """Parse a command line of Python; return ``None`` if it has an unknown option."""
     rest, options = command[1:], list[str]()
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
@@ -165,19 +165,19 @@ def split_command(command: list[str]) -> PythonCommand | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a module is of an installed package, or of Python or stagereg itself."""
+    """Return whether a module belongs to an installed package, to Python or to stagereg."""
     file = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) or ""
     return name.startswith("stagereg.") or file.startswith(_places())
 
 
 @functools.cache
 def _places() -> tuple[str, ...]:
-    """The folders of installed packages and of Python; to ask for them takes a while."""
+    """Return the folders of installed packages and of Python. Cached, because ``sysconfig`` is slow."""
     return tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class _Server:
-    """Forks for each request, and tells how each process has ended."""
+    """Forks a rank for each request, and reports its exit code."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link, self._lines = link, link.makefile("rwb", buffering=0)
@@ -185,7 +185,7 @@ class _Server:
         self._selector.register(link, selectors.EVENT_READ)
 
     def run(self) -> Start:
-        """Serve to the end of the launcher; returns in the processes, with what they are to run."""
+        """Serve until the launcher exits. Returns only in the forked processes, with the command to run."""
         names, folder = json.loads(self._lines.readline())
         if folder is None:
             os._exit(0)
@@ -196,8 +196,8 @@ class _Server:
         if not _can_fork():
             os._exit(0)
         gc.collect()
-        gc.freeze()  # a process would touch, and so copy, all of it when it collects garbage
-        # Slurm sends them to every process of a step; to a rank alone they are something.
+        gc.freeze()  # otherwise garbage collection in a rank would write to, and so copy, all shared memory pages
+        # Slurm sends these signals to every process of a job step; only ranks handle them.
         handlers = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1)}
         _write(self._lines, [0, None])  # ready
         while True:
@@ -213,7 +213,7 @@ class _Server:
                         signal.signal(number, handler)
                     self._close()
                     return Start(*json.loads(line))
-                os.setpgid(pid, pid)  # signals go to its group, from now on
+                os.setpgid(pid, pid)  # the launcher sends signals to the process group of a rank
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                 _write(self._lines, [pid, None])
 
@@ -245,10 +245,10 @@ def _run(start: Start, server: int) -> None:
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update({**start.variables, "STAGEREG_LAUNCHER": str(server)})
-    if "numpy" in sys.modules:  # else the random numbers of all ranks are the same
+    if "numpy" in sys.modules:  # otherwise all ranks draw the same random numbers
         sys.modules["numpy"].random.seed()
     torch = sys.modules.get("torch")
-    if torch is not None and torch.initial_seed() != _SEED:  # as in each process, by later torch
+    if torch is not None and torch.initial_seed() != _SEED:  # later torch releases draw a new seed in each process
         torch.default_generator.seed()
     program = split_command(start.command)
     assert program is not None
@@ -265,6 +265,6 @@ def _run(start: Start, server: int) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[2]))
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that no import opens a GPU to count them
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that an import counts the GPUs without opening one
     server = os.getpid()
     _run(_Server(socket.socket(fileno=int(sys.argv[1]))).run(), server)

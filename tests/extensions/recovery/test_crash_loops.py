@@ -104,7 +104,7 @@ def test_a_run_that_dies_at_once_tries_each_copy_of_each_step_so_often_and_is_th
     cycles = Cycles(capsys, str(tmp_path), where, how)
     assert cycles.began == [*AT_ONCE[where][: how == "nan"], *thrice(*AT_ONCE[where])]
     assert cycles.refusal.count(
-        "restored: 3 times, and each time the run crashed before a checkpoint beyond step 1"
+        "restored: 3 times, and each time the run crashed before it saved a checkpoint beyond step 1"
     ) == (len(AT_ONCE[where]))
     place = tmp_path / ("store" if "store" in where else "near")
     assert cycles.refusal.startswith(f"There are checkpoints in {place}, but none of them is valid:\n")
@@ -130,7 +130,7 @@ def test_saving_again_what_was_there_before_the_crash_is_no_progress(
 ) -> None:
     cycles = Cycles(capsys, str(tmp_path), where, at=15)
     assert cycles.began == ["scratch", *thrice(*LATER[where])]
-    assert "crashed before a checkpoint beyond step 1" in cycles.refusal
+    assert "crashed before it saved a checkpoint beyond step 1" in cycles.refusal
 
 
 def test_what_others_saved_for_a_run_that_was_lost_is_progress(
@@ -161,7 +161,7 @@ def test_of_many_checkpoints_five_are_tried(tmp_path: Path, capsys: pytest.Captu
     train(str(tmp_path), "store", steps=32, at=99)
     cycles = Cycles(capsys, str(tmp_path), "store", often=2)
     assert cycles.began == [f"{step}s" for step in (32, 28, 24, 20, 16) for _ in range(2)]
-    untried = "restored: not tried: runs crashed 10 times in a row before a checkpoint beyond step 32"
+    untried = "restored: not tried: the run crashed 10 times in a row before it saved a checkpoint beyond step 32"
     assert [line.split(": ", 1)[0].strip() for line in cycles.refusal.splitlines() if untried in line] == [
         *("step-00000012", "step-00000008", "step-00000004")
     ]

@@ -389,7 +389,7 @@ def test_a_command_that_has_saved_here_is_counted_from_its_restore_on(tmp_path: 
         ended = run_forked(program, tmp_path, timeout_s=60)
         began.append(ended.stdout)
         assert ended.returncode == -signal.SIGSEGV
-    assert 'After one more crash before a later checkpoint, resume="auto" skips it' in ended.stderr
+    assert 'After one more crash before a later checkpoint, resume="auto" skips this checkpoint' in ended.stderr
     assert "max_crashes=None" in ended.stderr
     assert began == ["began None\n", *["began 100\n"] * 3]
     assert known(tmp_path) == {"step-00000100": "quarantined after 3 crashes"}

@@ -29,7 +29,7 @@ from stagereg.testing import run_ranks
 
 TIMEOUT_S = 2.0
 LACKS = "random numbers, own"
-ALONE = "A resume from it is not exact; with restore=Restore(exact=True) the run has nothing to resume from."
+ALONE = "A resume from this step is not exact; with restore=Restore(exact=True) the run has nothing to resume from."
 STEPS = 3
 
 
@@ -145,7 +145,7 @@ def test_those_who_are_left_save_the_last_step_as_it_was(tmp_path: Path, how: st
     left = [rank for rank in range(3) if rank != lost]
     for rank in left:
         saved = f"Ranks {left[0]}, {left[1]} saved step 3, in {root}/step-00000003"
-        assert told[rank][0] == f"{saved}; of rank {lost} it lacks {LACKS}. {ALONE}"
+        assert told[rank][0] == f"{saved}; missing from rank {lost}: {LACKS}. {ALONE}"
     found = run_ranks(restored, 3, args=(root, how))
     for rank in range(3):
         was = told[rank][1]
@@ -159,8 +159,8 @@ def test_those_who_are_left_save_the_last_step_as_it_was(tmp_path: Path, how: st
 
 def test_replicas_of_shards_save_and_shards_alone_do_not(tmp_path: Path) -> None:
     root = str(tmp_path / "hsdp")
-    outcomes = {text for text, _ in run_ranks(lose, 4, args=(root, "hsdp", (1,)))}
-    assert outcomes == {"", f"Ranks 0, 2, 3 saved step 3, in {root}/step-00000003; of rank 1 it lacks {LACKS}. {ALONE}"}
+    told, saved = run_ranks(lose, 4, args=(root, "hsdp", (1,))), f"Ranks 0, 2, 3 saved step 3, in {root}/step-00000003"
+    assert {text for text, _ in told} == {"", f"{saved}; missing from rank 1: {LACKS}. {ALONE}"}
     found = run_ranks(restored, 4, args=(root, "hsdp"))
     assert found[1]["step"] == 3
     root = str(tmp_path / "fsdp2")

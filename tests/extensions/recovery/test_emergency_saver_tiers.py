@@ -24,7 +24,7 @@ from ...support.programs import comes_true
 from .test_emergency_saver import STEPS, TIMEOUT_S, Training, begin_next_step
 
 BOUND_S = 30.0
-INSTEAD = "with restore=Restore(exact=True) the run resumes from a newer step of the tier instead."
+INSTEAD = "not exact; with restore=Restore(exact=True) the run resumes from a newer step of the tier instead."
 
 
 def own(training: Training, rank: int) -> None:
@@ -111,7 +111,7 @@ def test_what_a_failed_rank_alone_had_is_named_as_missing_and_stays_as_the_progr
     told = run_ranks(lose, 3, args=(root,))
     lacks = ["random numbers", "own", "seen", "large", "an exact position of marked"]
     saved = f"Ranks 0, 2 saved step 3, in {root}/store/step-00000003"
-    assert told[0][0] == f"{saved}; of rank 1 it lacks {', '.join(lacks)}. A resume from it is not exact; {INSTEAD}"
+    assert told[0][0] == f"{saved}; missing from rank 1: {', '.join(lacks)}. A resume from this step is {INSTEAD}"
     assert open_store(f"{root}/store").checkpoints()[0][0].manifest.lost == {"1": lacks}
     for rank, found in enumerate(run_ranks(restored, 3, args=(root,))):
         differ = {"own", "seen", "marked"} if rank == 1 else set()

@@ -88,8 +88,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_emergency_save_says_that_a_resume_is_not_exact_and_leaves_the_exact_one(killed: Run) -> None:
     assert killed.ended.returncode not in (0, 75)
     assert (
-        f"Rank 0 saved step 7, in {killed.root}/step-00000007; of rank 1 it lacks random numbers. A resume from it is "
-        "not exact; with checkpoint.restore.exact=true the run resumes from step 5 instead."
+        f"Rank 0 saved step 7, in {killed.root}/step-00000007; missing from rank 1: random numbers. A resume from "
+        "this step is not exact; with checkpoint.restore.exact=true the run resumes from step 5 instead."
     ) in killed.ended.stderr
     assert sorted(each.name for each in killed.root.glob("step-*")) == ["step-00000005", "step-00000007"]
 

@@ -99,7 +99,7 @@ def refuse(*_: object) -> None:
         (hang, None, "the rendezvous store of this run does not answer."),
         (refuse, None, "it is gone."),
         (None, hang, "the emergency save took longer than 0.6 s."),
-        (None, fail, "the rendezvous store of this run is gone."),
+        (None, fail, "the rendezvous store of this run has failed."),
     ],
 )
 def test_what_hangs_or_fails_costs_a_bounded_time(
@@ -133,7 +133,7 @@ def test_a_store_that_is_gone_is_found_at_once() -> None:
     run = RunStore(PrefixStore("stagereg", client), 1, 2)
     assert CONNECT(run, LIMIT_S).check(["hub"]) is False
     del server
-    with pytest.raises(LaunchError, match=r"store of this run is gone.*next start resumes"):
+    with pytest.raises(LaunchError, match=r"store of this run has failed.*next start resumes"):
         CONNECT(run, LIMIT_S)
 
 

@@ -236,7 +236,7 @@ class Slow(Counter):
     ("value", "why"),
     [
         (Slow(), "takes"),
-        (Counter(1 << 20), "memory of NumPy"),
+        (Counter(1 << 20), "NumPy tensors"),
         ([[0]] * 2000, "2,000 items"),
         ([0] * 140_000, "140,000"),
     ],
