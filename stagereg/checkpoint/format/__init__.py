@@ -1,1 +1,1 @@
-"""The parts of a checkpoint, their names, checksums and structure, and their possible errors. Touches no disk."""
+"""The checkpoint format: file names, checksums, the manifest, the index, and the structure of a state. Does no I/O."""

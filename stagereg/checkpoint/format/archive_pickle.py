@@ -1,8 +1,8 @@
-"""Check the pickle in an archive of ``torch.save`` before torch reads it.
+"""Checks the pickle in an archive of ``torch.save`` before torch reads it.
 
-``torch.load(weights_only=True)`` runs no code of a pickle, but allocates the sizes in it: ``torch.Tensor(1 << 30)``
-takes that much memory. Here the same instructions make placeholders, so that torch gets only pickles as ``torch.save``
-writes them: tensors lie within the records, and no object is larger than the bytes allow.
+``torch.load(weights_only=True)`` runs no code from a pickle, but allocates every size that the pickle contains, such as
+``torch.Tensor(1 << 30)``. This module runs the same instructions with placeholders instead of objects. It accepts only
+pickles that ``torch.save`` can write: each tensor fits into its record, and no object needs more memory than the file.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
-_DEEPEST = 1000  # nested tuples; Python hashes and compares them on the stack of the thread
-_WAYS = 1 << 20  # paths into a tuple, in addition to one for each byte of the pickle
+_DEEPEST = 1000  # most levels of nested tuples, which Python hashes and compares recursively
+_WAYS = 1 << 20  # most paths to the items of a tuple, in addition to one for each byte of the pickle
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
 _STORAGES = {f"torch.{kind}": dtype.itemsize for dtype, kind in torch.storage._dtype_to_storage_type_map().items()} | {
     "torch.storage.UntypedStorage": 1
 }
-_PACKED = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}  # elements in each byte
+_PACKED = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}  # elements per byte
 
 
 class _Storage(NamedTuple):
-    """Stands for the content of a record."""
+    """Placeholder for a storage, the content of a record."""
 
     elements: int
 
 
 class _Tensor(NamedTuple):
-    """Stands for a tensor."""
+    """Placeholder for a tensor."""
 
-    whole: bool  # whether it has no more elements than its storage
+    whole: bool  # False if the tensor may have more elements than its storage
 
 
 class _Object(NamedTuple):
-    """Stands for any other object."""
+    """Placeholder for any other object."""
 
     kind: str
 
 
 class _Dict(dict[Any, Any]):
-    """Stands for a dict of a subclass."""
+    """Placeholder for an instance of a dict subclass."""
 
 
 class _Bytes(str):
-    """Stands for bytes."""
+    """Placeholder for bytes."""
 
     __slots__ = ()
 
 
 class _Tuple(tuple[Any, ...]):
-    """Stands for a tuple."""
+    """Placeholder for a tuple."""
 
     depth: int
-    ways: int  # number of paths to its items; an item that occurs several times counts each time
+    ways: int  # number of paths to direct and nested items; an item that occurs twice counts twice
 
 
 def expect_bounded(found: Mapping[str, memoryview]) -> None:
-    """Raise an exception if the pickle of these records would make torch take memory that they do not have."""
+    """Raise an exception if the pickle would make torch allocate more memory than the records ``found`` justify."""
     _Walk(found).load()
 
 
@@ -80,23 +80,23 @@ class _Walk(BoundedUnpickler):
         else:
             module = IMPORT_MAPPING.get(module, module)
         full = f"{module}.{name}"
-        if full == _MESH:  # torch allows it without a check
-            raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
+        if full == _MESH:  # torch allows a DeviceMesh without a check
+            raise CheckpointError("it contains a DeviceMesh, whose creation would connect this process to other ranks")
         return Name(full)
 
     def persistent_load(self, pid: Any) -> Any:
         kind, of, key, location, count = pid
         if type(pid) is not _Tuple or kind != "storage" or type(of) is not Name or type(key) is not str:
-            raise CheckpointError("it names a record in a way that torch does not")
+            raise CheckpointError("its reference to a record has a form that torch.save does not write")
         if type(location) is not str or type(count) is not int or count < 0:
-            raise CheckpointError("it names a record in a way that torch does not")
+            raise CheckpointError("its reference to a record has a form that torch.save does not write")
         if count * _STORAGES[of] != len(self._found[f"data/{key}"]):
-            raise CheckpointError(f"its record {key:.20} has another length than its pickle says")
+            raise CheckpointError(f"its record {key:.20} does not have the size that its pickle specifies")
         return _Storage(count * _PACKED.get(of, 1))
 
     def call(self, of: Any, given: Any) -> Any:
         if type(of) is not Name or type(given) not in (_Tuple, tuple):
-            raise CheckpointError("it calls something that torch does not write")
+            raise CheckpointError("it contains a call that torch.save does not write")
         if of in _RULES:
             return _RULES[of](self, *given)
         if of not in self._allowed:
@@ -105,55 +105,55 @@ class _Walk(BoundedUnpickler):
 
     def build(self, made: Any, state: Any) -> None:
         if type(made) not in (_Object, _Dict):
-            raise CheckpointError("it gives a state to something that has none")
+            raise CheckpointError("it sets the state of an object that has no state")
 
     def make_tuple(self, items: list[Any]) -> Any:
         made, inside = _Tuple(items), [item for item in items if type(item) is _Tuple]
         made.depth = 1 + max((item.depth for item in inside), default=0)
         made.ways = 1 + len(items) + sum(item.ways for item in inside)
         if made.depth > _DEEPEST or made.ways > self._most_ways:
-            raise CheckpointError("it has tuples that are nested too deeply, or in each other too often")
+            raise CheckpointError("its tuples are nested too deeply, or repeat the same items too often")
         return made
 
     def set_items(self, of: Any, items: list[Any]) -> None:
         if type(of) not in (dict, _Dict):
-            raise CheckpointError("it sets an item of something that is no dict")
+            raise CheckpointError("it sets an item of an object that is not a dict")
         for key in items[::2]:
             self.gone_through(key.ways if type(key) is _Tuple else 0)
-        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # equally many, since it may be copied
+        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # placeholders, for the size of a copy
 
 
 def _tensor(_: _Walk, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
     if type(storage) is not _Storage or any(type(each) is not int for each in size):
-        raise CheckpointError("it has a tensor of no record")
+        raise CheckpointError("it has a tensor with an invalid shape, or without a record")
     return _Tensor(math.prod(size) <= storage.elements)
 
 
 def _quantized(reader: _Walk, *given: Any) -> _Tensor:
     made = _tensor(reader, *given)
-    for each in (made, *given):  # torch takes memory for each element, and not for the storage
+    for each in (made, *given):  # torch allocates memory by the number of elements, not by the storage
         _expect_whole(each)
     return made
 
 
 def _parameter(_: _Walk, data: Any, *more: Any) -> _Tensor:
     if type(data) not in (_Tensor, _Object):
-        raise CheckpointError("it has a parameter that is no tensor")
+        raise CheckpointError("it has a parameter that is not a tensor")
     return _Tensor(False)
 
 
 def _of_type(reader: _Walk, of: Any, kind: Any, given: Any, state: Any) -> Any:
     reader.call(of, given)
-    return _Tensor(False)  # the state may change it
+    return _Tensor(False)  # the state may change the elements of the tensor
 
 
 def _made_of(*kinds: type) -> Callable[..., Any]:
-    """Return the rule for a function with arguments of these kinds whose results are as large as its arguments."""
+    """Return the rule for a function that accepts arguments of these kinds, and whose result is about their size."""
 
     def make(_: _Walk, *given: Any) -> Any:
         for each in given:
             if type(each) not in kinds:
-                raise CheckpointError(f"it calls a function with a {type(each).__name__.strip('_').lower()}")
+                raise CheckpointError(f"it passes an invalid {type(each).__name__.strip('_').lower()} to a function")
             _expect_whole(each)
         return _Object("")
 
@@ -161,10 +161,10 @@ def _made_of(*kinds: type) -> Callable[..., Any]:
 
 
 def _expect_whole(made: Any) -> None:
-    """Raise ``CheckpointError`` for a tensor with more elements than its storage, also one in a tuple or list."""
+    """Raise ``CheckpointError`` for a tensor with more elements than its storage, even inside a tuple or list."""
     for each in made if isinstance(made, (tuple, list)) and type(made) is not _Tensor else [made]:
         if type(each) is _Tensor and not each.whole:
-            raise CheckpointError("it has a tensor with more elements than its record has")
+            raise CheckpointError("it has a tensor with more elements than its record contains")
 
 
 def _dict(reader: _Walk, *given: Any) -> Any:
@@ -173,13 +173,13 @@ def _dict(reader: _Walk, *given: Any) -> Any:
 
 def _bytearray(_: _Walk, *content: Any) -> _Object:
     if content and [*map(type, content)] != [_Bytes]:
-        raise CheckpointError("it has bytes that Python does not write so")
+        raise CheckpointError("it contains bytes in a form that Python does not write")
     return _Object("bytearray")
 
 
 def _encoded(_: _Walk, text: Any, codec: Any) -> Any:
     if type(text) is not str or codec not in ("latin1", "latin-1"):
-        raise CheckpointError("it has bytes that Python does not write so")
+        raise CheckpointError("it contains bytes in a form that Python does not write")
     return _Bytes(text)
 
 

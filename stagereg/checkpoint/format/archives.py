@@ -1,7 +1,7 @@
-"""The zip archives of ``torch.save``: finds their records, and gives torch a new archive of these records.
+"""Finds the records in a zip archive of ``torch.save``, and builds a new archive of them for ``torch.load``.
 
-So torch reads no structure that a file has forged, and no record takes memory that the file does not have: records
-are stored without compression, and do not overlap.
+So torch never parses the zip structure of an untrusted file. Records must be uncompressed and must not overlap, so
+they cannot need more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from typing import Any
 _LOCAL, _ENTRY = b"PK\3\4", b"PK\1\2"
 _LOCAL_FORM, _ENTRY_FORM = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
 _END64, _LOCATOR, _END = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL"), struct.Struct("<4s4H2LH")
-_SHORT, _LONG = (1 << 16) - 1, (1 << 32) - 1  # values of 2 or 4 bytes that mean "stored in the field of 8 bytes"
-_BIG = 1  # kind of an extra field: numbers of eight bytes
+_SHORT, _LONG = (1 << 16) - 1, (1 << 32) - 1  # 2- and 4-byte values that mean: the value is in an 8-byte field
+_BIG = 1  # type of the zip64 extra field, which has 8-byte numbers
 _NAME = re.compile(r"[^/]+/([\w.+/-]+)", re.ASCII)
 
 
 def records(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
-    """Return the records of an archive by their names in its folder, without a copy. Raises: ``ValueError``."""
+    """Return a view of each record of an archive, by its name without the folder. Raises: ``ValueError``."""
     view = memoryview(data).cast("B")
     try:
         with zipfile.ZipFile(_Parts([view])) as archive:
             entries = archive.infolist()
-    except Exception as error:  # any class of error: the file may hold any bytes
-        raise ValueError("it is no archive as torch writes them") from error
+    except Exception as error:  # zipfile raises many kinds of errors for invalid files
+        raise ValueError("it is not an archive of torch.save") from error
     if view[:4] != _LOCAL:
-        raise ValueError("it is no archive as torch writes them")
+        raise ValueError("it is not an archive of torch.save")
     found: dict[str, memoryview] = {}
     end = 0
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise ValueError("it has packed records, which torch does not write")
+            raise ValueError("it has compressed or encrypted records, which torch.save does not write")
         begin = entry.header_offset
         if not end <= begin <= len(view) - _LOCAL_FORM.size:
-            raise ValueError("its records overlap, or are not in their order")
+            raise ValueError("its records overlap, or are not in the order of its directory")
         begin += _LOCAL_FORM.size + sum(_LOCAL_FORM.unpack_from(view, begin)[-2:])
         end = begin + entry.file_size
         name = _NAME.fullmatch(entry.filename)
         if name is None or end > len(view):
-            raise ValueError("it has a record that torch does not write")
+            raise ValueError("it has a record that is truncated or has an invalid name")
         found[name[1]] = view[begin:end]
     if len({name.lower() for name in found}) < len(entries):  # torch ignores case in names
-        raise ValueError("it has two records of one name")
+        raise ValueError("it has two records with the same name")
     return found
 
 
 class _Parts(io.RawIOBase):
-    """A file for reading that consists of parts of memory, which are not copied."""
+    """A read-only file that consists of several buffers, which are not copied."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = [memoryview(part).cast("B") for part in parts if len(part)]
@@ -86,14 +86,14 @@ class _Parts(io.RawIOBase):
 
 
 class Archive(_Parts):
-    """A file for ``torch.load``: an archive of records, which are not copied."""
+    """An archive of records as a file object for ``torch.load``; the records are not copied."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
         parts, directory, at = [], [], 0
         for name, content in found.items():
             encoded = f"archive/{name}".encode()
             rest = struct.pack("<2H3Q", _BIG, 24, len(content), len(content), at)
-            common = (45, 0, 0, 0, 0, 0, _LONG, _LONG, len(encoded), len(rest))  # a CRC-32 of 0: torch ignores it
+            common = (45, 0, 0, 0, 0, 0, _LONG, _LONG, len(encoded), len(rest))  # CRC-32 0: torch does not check it
             header = _LOCAL_FORM.pack(_LOCAL, *common) + encoded + rest
             directory.append(_ENTRY_FORM.pack(_ENTRY, 45, *common, 0, 0, 0, 0, _LONG) + encoded + rest)
             parts += [header, content]

@@ -1,6 +1,6 @@
-"""The checksum of files: CRC-32 as in zip and gzip, by the fastest library that is installed (``isal``, ``zlib-ng``).
+"""CRC-32 of files, as in zip and gzip, computed by the fastest installed library: ``isal``, ``zlib-ng`` or ``zlib``.
 
-All libraries release the GIL. A manifest names the algorithm by its key: ``"crc32"``.
+All three release the GIL. In a manifest the key ``"crc32"`` names the algorithm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 _POLYNOMIAL = 0xEDB88320  # the highest bit is the coefficient of x**0
 _ONE = 1 << 31
-_EIGHTH_POWER = 1 << 23  # x**8, the factor of one zero byte
+_EIGHTH_POWER = 1 << 23  # x**8, the factor that appends one zero byte
 
 
 def _fastest() -> Callable[..., int]:
@@ -25,20 +25,20 @@ def _fastest() -> Callable[..., int]:
     return zlib.crc32
 
 
-crc32 = _fastest()  # CRC-32 of bytes; with a second argument, the CRC-32 so far, of all bytes. Any thread.
+crc32 = _fastest()  # crc32(data, crc=0); ``crc`` is the CRC-32 of the bytes before ``data``. Thread-safe.
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of bytes from the CRC-32 of their first part and of the rest, which has ``length`` bytes.
+    """Return the CRC-32 of two concatenated byte strings from their CRC-32s; the second one has ``length`` bytes.
 
-    A CRC is a remainder modulo a polynomial over GF(2); the following bytes multiply the first remainder.
+    A CRC is a remainder modulo a polynomial over GF(2); each appended byte multiplies it by ``x**8``.
     """
     return _product(first, _power(length)) ^ second
 
 
-@functools.lru_cache(256)  # most parts have the same length
+@functools.lru_cache(256)  # most calls have the same length
 def _power(length: int) -> int:
-    """Return the factor of ``length`` zero bytes."""
+    """Return the factor that appends ``length`` zero bytes."""
     found, power = _ONE, _EIGHTH_POWER
     while length:
         if length & 1:
@@ -48,7 +48,7 @@ def _power(length: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Multiply two polynomials."""
+    """Multiply two polynomials modulo the polynomial of CRC-32."""
     product = 0
     while a:
         if a & _ONE:

@@ -1,4 +1,4 @@
-"""Configs of OmegaConf as plain data: content, with interpolations as unresolved text, and flags."""
+"""Converts configs of OmegaConf to plain data and back: their content, with unresolved interpolations, and flags."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from stagereg.errors import printable
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("struct", "readonly")
-KINDS = ("DictConfig", "ListConfig")  # read as dicts and lists without OmegaConf
+KINDS = ("DictConfig", "ListConfig")  # read as dicts and lists if OmegaConf is not installed
 
 
 def is_config(value: Any) -> bool:
-    """Whether a value is a config."""
+    """Whether a value is a config of OmegaConf."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig))
 
 
 def content_of(config: Any) -> Any:
-    """Return the content of a config as plain containers; interpolations and missing values are text."""
+    """Return the content of a config as plain containers; interpolations and missing values stay text."""
     return sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=False)
 
 
 def flags_of(config: Any) -> list[bool | None]:
-    """Return whether it refuses new keys, and whether it refuses changes; ``None`` for a flag that is not set."""
+    """Return the flags ``struct`` and ``readonly`` of a config; ``None`` for a flag that is not set."""
     return [config._get_flag(flag) for flag in _FLAGS]
 
 
 def expect_whole(config: Any) -> None:
-    """Raise ``TypeError`` for a part of a config with interpolations that have another value in the part alone."""
+    """Raise ``TypeError`` for a part of a config if its interpolations resolve differently without the whole config."""
     if config._get_parent() is None:
         return
     convert = sys.modules["omegaconf"].OmegaConf.to_container
@@ -42,11 +42,11 @@ def expect_whole(config: Any) -> None:
     except Exception:
         same = False
     if not same:
-        raise TypeError("it is a part of a config, with interpolations of what is elsewhere in that")
+        raise TypeError("it is part of a config, and its interpolations refer to values in the rest of that config")
 
 
 def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
-    """Return the config of a kind in ``KINDS``; only its content without OmegaConf."""
+    """Return a config of a kind in ``KINDS``, or only its content if OmegaConf is not installed."""
     try:
         import omegaconf
     except ImportError:
@@ -58,7 +58,7 @@ def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
 
 
 def of_type(live: Any, config: Any) -> Any:
-    """Return a config with the structured type of ``live``, if the type accepts the content; otherwise unchanged."""
+    """Convert a config to the structured type of ``live``; return it unchanged if the type rejects the content."""
     omegaconf = sys.modules["omegaconf"].OmegaConf
     kind: Any = omegaconf.get_type(live) if is_config(live) else None
     if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")):
@@ -67,7 +67,7 @@ def of_type(live: Any, config: Any) -> Any:
         typed = omegaconf.merge(omegaconf.structured(kind), content_of(config))
     except Exception as error:
         why = printable(str(error))
-        _log.warning("stagereg: a config of the checkpoint does not fit %s and stays untyped: %s", kind.__name__, why)
+        _log.warning("stagereg: A config of the checkpoint stays untyped, since %s rejects it: %s", kind.__name__, why)
         return config
     for flag, value in zip(_FLAGS, flags_of(config), strict=True):
         typed._set_flag(flag, value)

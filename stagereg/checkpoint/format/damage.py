@@ -1,6 +1,6 @@
-"""The corrupt files of a checkpoint: the files that a store has found, compared with the manifest. Touches no disk.
+"""Finds the corrupt files of a checkpoint by comparing its files with the manifest. Does no I/O.
 
-Sizes and kinds of files are known without reading them; reading finds every changed byte, down to a single bit.
+Sizes and types of files are compared without reading them. Checksums need a read, and detect even one changed bit.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import TypeAlias
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest, step_within
 
-_SHOWN = 8  # files of one checkpoint that a message names
-# Errors of a file system that has lost the bytes of a file; other errors mean that it cannot be accessed now.
+_SHOWN = 8  # most files of a checkpoint in a message
+# Error codes of a file whose content is lost; after any other error, a later read may succeed.
 _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
 
 
 class InaccessibleFile(str):
-    """The reason why a file could not be accessed: the file may exist or not, and be valid or not."""
+    """The reason why a file could not be accessed. The file may be valid, corrupt or missing."""
 
 
 Found: TypeAlias = FileDigest | int | str
-"""The result for a file: its digest; its size in bytes, if the content was not read; or a description of the error."""
+"""The result of checking a file: its digest; its size in bytes, if it was not read; or a description of the error."""
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The condition of the directory of a checkpoint.
+    """The result of verifying the directory of a checkpoint.
 
     Attributes:
         path: the directory, a path or a URL.
-        manifest: its manifest; ``None`` if the manifest cannot be read.
-        damages: the error of each file, by name, such as ``"truncated: 100 of 4096 bytes"``, or
-            :class:`InaccessibleFile`; empty if the checkpoint is complete.
-        writer: empty for a checkpoint of a ``Checkpointer``; otherwise the program that wrote the directory, as in
-            :mod:`stagereg.checkpoint.store.foreign`.
+        manifest: the manifest; ``None`` if it cannot be read.
+        damages: the error of each corrupt file, by name, such as ``"truncated: 100 of 4096 bytes"``; an
+            :class:`InaccessibleFile` if the file could not be accessed; empty if the checkpoint is valid.
+        writer: the program that wrote the directory (:mod:`stagereg.checkpoint.store.foreign`); empty for a
+            ``Checkpointer``.
     """
 
     path: str
@@ -47,27 +47,27 @@ class VerificationResult:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last component of the path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
     @property
     def step(self) -> int | None:
-        """The training step, by the name of the directory or otherwise by the manifest."""
+        """The training step in the name of the directory; if the name has none, the step in the manifest."""
         named = step_within(self.name)
         return self.manifest.step if named is None and self.manifest is not None else named
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint, if it is valid."""
+        """The checkpoint; ``None`` if it is not valid."""
         return Checkpoint(self.path, self.manifest) if self.manifest is not None and not self.damages else None
 
     def lines(self) -> list[str]:
-        """Return the errors, one line per file, for the first files."""
+        """Return one line for each of the first files with an error, and the number of other such files."""
         every = [f"{name}: {what}" for name, what in self.damages.items()]
         return [*every[:_SHOWN], f"and {len(every) - _SHOWN} more files"] if len(every) > _SHOWN else every
 
     def __str__(self) -> str:
-        """The errors on one line."""
+        """Return the errors on one line."""
         return "; ".join(self.lines())
 
 
@@ -78,7 +78,7 @@ def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str
 
 
 def damage_of(error: OSError) -> str:
-    """Return the error of a file for an ``OSError`` that was raised on access."""
+    """Describe the error of a file from the ``OSError`` of an access to the file."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"
     text = f"cannot be read ({error.strerror or error})"
@@ -86,7 +86,7 @@ def damage_of(error: OSError) -> str:
 
 
 def difference(expected: FileDigest, found: Found) -> str:
-    """Return the error of a file, as far as the file was checked; empty if there is no error."""
+    """Describe the error of a file; empty if size and CRC-32, as far as they were found, are as expected."""
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes
@@ -98,18 +98,18 @@ def difference(expected: FileDigest, found: Found) -> str:
     return ""
 
 
-# -- which bytes of its files each of several ranks reads, and how the digests of the portions are merged
+# -- dividing the files among the ranks that read them, and merging the digests of the portions
 
 WHOLE = range(sys.maxsize)  # all bytes of a file of any size
 
 
 def share_of_rank(files: Mapping[str, FileDigest], rank: int, size: int) -> dict[str, range]:
-    """Return the bytes of each file that one of ``size`` ranks reads; all ranks read equally many bytes.
+    """Return the range of each file that ``rank`` of ``size`` ranks reads; all ranks read the same number of bytes.
 
-    The rank with the last byte of a file reads to the end of the file, so a file that is too long is detected.
+    The rank that reads the last expected byte of a file reads on to its end, to detect a file that is too long.
     """
     names = sorted(files)
-    total = sum(files[name].bytes + 1 for name in names)  # counts the end of each file, so that empty files count
+    total = sum(files[name].bytes + 1 for name in names)  # one more per file, so that empty files count
     begin, end = total * rank // size, total * (rank + 1) // size
     found: dict[str, range] = {}
     base = 0
@@ -123,7 +123,7 @@ def share_of_rank(files: Mapping[str, FileDigest], rank: int, size: int) -> dict
 
 
 def joined(parts: Iterable[FileDigest]) -> FileDigest:
-    """Return the digest of a file, or of a range of it, from the digests of its portions in order."""
+    """Return the digest of consecutive portions of a file from the digest of each portion."""
     size = crc = 0
     for part in parts:
         crc, size = combined(crc, part.crc32, part.bytes), size + part.bytes
@@ -131,7 +131,7 @@ def joined(parts: Iterable[FileDigest]) -> FileDigest:
 
 
 def marks_of_shares(shares: Sequence[Mapping[str, Found]]) -> dict[str, Found]:
-    """Return the result for each file, from the results of the ranks for their portions, in rank order."""
+    """Merge the results of the ranks for their portions, in rank order, into one result per file."""
     found: dict[str, Found] = {}
     for name in sorted({name for each in shares for name in each}):
         parts = [each[name] for each in shares if name in each]

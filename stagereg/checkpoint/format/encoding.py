@@ -1,8 +1,8 @@
-"""The structure of a state as JSON: its containers and plain values, and a mark for each tensor and object.
+"""Encodes the structure of a state as JSON: containers, plain values, and a placeholder for each tensor and object.
 
-Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). A *leaf*, ``{}``, is a tensor, or an
-object that JSON cannot carry (:mod:`.pickled`), stored under its dotted name, as in torch's ``traverse_state_dict``:
-``optimizer.state.0.exp_avg``. A value that could not be read back is refused at the save; reading runs no code.
+Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). A *leaf*, the placeholder ``{}``, is
+for a tensor, or an object that JSON cannot represent (:mod:`.pickled`). Its value is stored under a dotted name, as in
+torch's ``traverse_state_dict``: ``optimizer.state.0.exp_avg``. A save rejects values that could not be read back.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
-PER_RANK = "per_rank"  # the type of a value that each rank has for itself (:mod:`.merging`)
+PER_RANK = "per_rank"  # type of a value that differs between ranks (:mod:`.merging`)
 PLAIN, REPLICATED = "plain", "replicated"
-"""The placement of a tensor of an optimizer's state next to a ``DTensor``, if its shape does not decide it."""
-DEEPEST = 200  # nested containers
-_LONGEST_INTEGER_BITS = 255 * 8 - 1  # longest integer that torch reads back
+"""Placements of an optimizer's tensor for a ``DTensor`` parameter, used if its shape does not determine them."""
+DEEPEST = 200  # most levels of nested containers
+_LONGEST_INTEGER_BITS = 255 * 8 - 1  # bits of the longest integer that torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
-_NUMPY = "numpy."  # prefix of the dtype of a NumPy scalar; without NumPy it is read as Python's number
+_NUMPY = "numpy."  # prefix of the type of a NumPy scalar, which is read as a Python number without NumPy
 _NUMBERS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)")
 _CONFIG = (
-    "Save plain data of it: OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and text for other objects"
+    "Save it as plain data: OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and other objects as text"
 )
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 
@@ -45,27 +45,27 @@ class Encoded(NamedTuple):
     """The structure of one entry."""
 
     text: str  # JSON
-    # the dotted names of values that are read as pickled: objects, and tensors that wrap others (:mod:`.wrappers`)
+    # dotted names of the values that are stored as pickles: objects, and tensors that wrap others (:mod:`.wrappers`)
     objects: list[str]
 
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """Stands for a tensor or an object in a structure that was read."""
+    """Placeholder for a tensor or an object in a decoded structure."""
 
-    name: str  # its dotted name in the checkpoint
-    stored: Any = None  # its place in the files, if that was looked up
-    live: torch.Tensor | None = None  # the tensor of the program under that name, if it was looked up
+    name: str  # dotted name in the checkpoint
+    stored: Any = None  # location in the files (:class:`.Stored`), once it was looked up
+    live: torch.Tensor | None = None  # the program's tensor of that name, once it was looked up
     in_place: bool = False  # whether to read into the memory of ``live``
-    dtype: torch.dtype | None = None  # the dtype to convert to while reading, if any
-    strides: tuple[int, ...] | None = None  # the strides to use, if they are not row-major
-    placed: str | None = None  # ``PLAIN``, ``REPLICATED``; ``None`` if ``live`` and the shape decide
+    dtype: torch.dtype | None = None  # the dtype to convert to, if any
+    strides: tuple[int, ...] | None = None  # the strides of the tensor, if they are not row-major
+    placed: str | None = None  # ``PLAIN`` or ``REPLICATED``; ``None`` if ``live`` and the shape determine it
     value: Any = None  # the value that was read
 
 
 @contextlib.contextmanager
 def without_gc() -> Generator[None, None, None]:
-    """Turn off the garbage collector while a million containers are made: it would scan them again and again."""
+    """Disable the garbage collector, which would scan a large number of new containers again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,7 +76,7 @@ def without_gc() -> Generator[None, None, None]:
 
 
 def walk(value: Any, *path: str | int) -> list[tuple[tuple[str | int, ...], Any]]:
-    """Return each leaf of a state or structure, plain values included, with the keys and positions of its path."""
+    """Return each tensor, object and plain value in a state or structure, with its path of keys and positions."""
     found: list[tuple[tuple[str | int, ...], Any]] = []
     _collect(value, path, found)
     return found
@@ -88,7 +88,7 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[st
     elif isinstance(value, (dict, Mapping)):
         if configs.is_config(value):
             value = configs.content_of(value)
-            if not isinstance(value, dict):  # a whole config that is missing, None or an interpolation
+            if not isinstance(value, dict):  # the config itself is missing, None or an interpolation
                 found.append((path, value))
                 return
         for key, item in value.items():
@@ -101,17 +101,17 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[st
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of each leaf of a state or structure called ``name``, plain values included."""
+    """Yield the results of :func:`walk` for a state or structure called ``name``, each with its dotted name."""
     return ((".".join(map(str, path)), leaf) for path, leaf in walk(value, name))
 
 
 def marks(structure: Any) -> Iterator[Leaf]:
-    """Yield the leaves of a structure that stand for tensors and objects."""
+    """Yield each :class:`Leaf` of a structure."""
     return (leaf for _, leaf in walk(structure) if type(leaf) is Leaf)
 
 
 def _is_walked(value: object) -> bool:
-    """Whether a value is a list with a tensor or a walked container in it; mappings are always walked."""
+    """Whether a value is a list that contains a tensor, leaf or mapping, directly or in nested lists."""
     holders = (torch.Tensor, Leaf, Mapping)
     return isinstance(value, list) and any(isinstance(item, holders) or _is_walked(item) for item in value)
 
@@ -121,12 +121,12 @@ def _is_walked(value: object) -> bool:
 
 @without_gc()
 def encode(value: Any, name: str) -> Encoded:
-    """Return the structure of the entry ``name``. Raises: ``CheckpointError`` if it could not be read back."""
+    """Return the structure of the entry ``name``. Raises: ``CheckpointError`` if the value could not be read back."""
     found: list[str] = []
     try:
         return Encoded(json.dumps(_encode(value, name, found, 0)), found)
     except RecursionError:
-        raise CheckpointError(f"{name[:200]!r} is nested more than {DEEPEST} deep; flatten it.") from None
+        raise CheckpointError(f"{name[:200]!r} is nested more than {DEEPEST} levels deep. Flatten it.") from None
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
@@ -146,7 +146,7 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
             pickled.expect_loadable(name, value)
             return {}
     if depth == DEEPEST:
-        raise CheckpointError(f"{name[:200]!r} is nested more than {DEEPEST} deep; flatten it.")
+        raise CheckpointError(f"{name[:200]!r} is nested more than {DEEPEST} levels deep. Flatten it.")
     if not is_mapping:
         return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
     try:
@@ -156,7 +156,7 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return any value without tensors as JSON. Raises ``TypeError`` for a value that is not plain data."""
+    """Encode a value without tensors as JSON. Raises: ``TypeError`` if the value is not plain data."""
     kind = type(value)
     if kind in (NoneType, bool, str) or (kind is float and math.isfinite(value)):
         return value
@@ -179,19 +179,19 @@ def _plain(value: Any) -> Any:
     is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
     if is_number and value.dtype.itemsize <= 8:  # Python has no wider number
         return {"type": f"{_NUMPY}{value.dtype.name}", "value": _plain(value.item())}
-    raise TypeError(f"a {kind.__name__} is no plain data")
+    raise TypeError(f"a {kind.__name__} is not plain data")
 
 
 def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dict[str, Any]:
     kind = type(value)
     if _CONTAINERS.get(kind.__name__) is not kind:
-        raise TypeError(f"it is a {kind.__module__}.{kind.__qualname__}; save dict(x) of it")
+        raise TypeError(f"it is a {kind.__module__}.{kind.__qualname__}; save dict(x) instead")
     items: Any = {key: encode(key, item) for key, item in value.items()}
     if any(type(key) is not str for key in items):
         items = [[_key(key), item] for key, item in items.items()]
     made = {"type": kind.__name__, "value": items}
     attributes = getattr(value, "__dict__", None) if kind is not dict else None
-    if attributes:  # of torch's state dicts: the versions of modules
+    if attributes:  # for example the versions of modules in a state dict
         made["attributes"] = _plain(attributes)
     return made
 
@@ -200,7 +200,7 @@ def _key(key: Any) -> Any:
     try:
         return _plain(key)
     except TypeError:
-        text = f"a {type(key).__name__} cannot be the key of an entry; use text or a number"
+        text = f"a {type(key).__name__} cannot be a key; use a string or a number"
         raise TypeError(text) from None
 
 
@@ -209,20 +209,20 @@ def _key(key: Any) -> Any:
 
 @without_gc()
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
-    """Return the structure of an entry from JSON, with a :class:`Leaf` for each tensor and object.
+    """Decode the structure of an entry, with a :class:`Leaf` for each tensor and object. Runs no code.
 
-    Values that differ between ranks are those of ``rank``, or of the lowest rank. Raises: ``CheckpointError``.
+    A value that differs between ranks is that rank's own, or the lowest rank's. Raises: ``CheckpointError``.
     """
     try:
         return _decode(tree, name, str(rank), 0)
     except RecursionError:
-        raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
+        raise CheckpointError(f"the structure of {name!r:.100} is invalid: it is nested too deeply.") from None
     except Exception as error:
-        raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
+        raise CheckpointError(f"the structure of {name!r:.100} is invalid: {str(error)[:200]}.") from error
 
 
 def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
-    """Decode recursively; ``name`` is ``None`` inside of a value that has no leaves."""
+    """Decode recursively; ``name`` is ``None`` inside a value that cannot contain leaves."""
     if type(tree) not in (list, dict):
         return tree
     if not tree and type(tree) is dict and name is not None:
@@ -246,7 +246,7 @@ def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
     if kind.startswith(_NUMPY):
         return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank, depth))
     if kind not in _CONTAINERS:
-        raise ValueError(f"it has a {kind:.100}, which is not read")
+        raise ValueError(f"it contains the unknown type {kind:.100}")
     made = _CONTAINERS[kind]()
     pairs = value.items() if type(value) is dict else ((_decode(key, None, rank, depth), item) for key, item in value)
     for key, item in pairs:
@@ -254,14 +254,14 @@ def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
     attributes = _decode(tree["attributes"], None, rank, depth) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):
-            raise ValueError(f"it gives a container a {attribute:.50} of its own")
+            raise ValueError(f"a container in it overrides the attribute {attribute:.50} of its class")
         setattr(made, attribute, item)
     return made
 
 
 def _of_numpy(dtype: str, number: Any) -> Any:
     if not _NUMBERS.fullmatch(dtype) or type(number) not in (bool, int, float):
-        raise ValueError(f"it has a number of the dtype {dtype:.100}, which is not read")
+        raise ValueError(f"it contains an invalid number of dtype {dtype:.100}")
     try:
         import numpy
     except ImportError:
@@ -270,7 +270,7 @@ def _of_numpy(dtype: str, number: Any) -> Any:
 
 
 def fill(structure: Any) -> Any:
-    """Return a structure, filled in place, with the values of its leaves."""
+    """Replace the leaves of a structure with their values, in place, and return the structure."""
     if type(structure) is Leaf:
         return structure.value
     if isinstance(structure, dict) or type(structure) is list:

@@ -1,8 +1,8 @@
-"""The index of a checkpoint: where the bytes of every tensor are, and the structure of the state, as one JSON file.
+"""The index of a checkpoint, a JSON file with the location of every tensor's bytes and the structure of the state.
 
-``index.json`` is all that another program needs to read a checkpoint (docs/format.md). :func:`make_index` makes it on
-rank 0. :meth:`Index.loads` checks every number in it against the sizes of the files, each other, and memory, before
-any file is opened, or any memory allocated or loaded.
+Another program needs only ``index.json`` to read the files of a checkpoint (docs/format.md). Rank 0 writes it
+(:func:`make_index`). :meth:`Index.loads` validates every number in it, for example against the sizes of the files,
+before any file is opened or any memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
 
 INDEX = "index.json"
-INDEX_BYTES = 1 << 30  # a longer index is not read; each entry takes less than a hundred bytes
+INDEX_BYTES = 1 << 30  # size of the largest index that is read; each tensor takes less than a hundred bytes
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
+DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized dtypes are not saved
 ARCHIVE = "archive"  # layout of a chunk that ``torch.save`` has written
-SUBCLASS = "subclass"  # the same for a shard that wraps other tensors
+SUBCLASS = "subclass"  # layout of such a chunk for a tensor that wraps other tensors
 _FORMAT = 1
 MOST_DIMENSIONS = 64
-_SHORT = 1 << 20  # characters of a structure
+_SHORT = 1 << 20  # characters of the longest structure that is validated again when it has changed
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
 
 
@@ -40,9 +40,9 @@ class TensorResult(WriteResult):
     """The result of ``write_data`` for a tensor, instead of torch's ``WriteResult``, with the offset of its bytes.
 
     Attributes:
-        content: the offset in the file ``storage_data.relative_path`` at which the elements of the written shard begin,
-            without gaps.
-        stride: of the elements, as ``Tensor.stride``; None if they are in row-major order.
+        content: the offset of the first element of the written shard in the file ``storage_data.relative_path``; the
+            others follow without gaps.
+        stride: the strides of the elements, as in ``Tensor.stride``; None for row-major order.
     """
 
     content: int
@@ -51,48 +51,48 @@ class TensorResult(WriteResult):
 
 @dataclass(frozen=True)
 class ArchiveResult(WriteResult):
-    """The result of ``write_data`` for an item in the form of ``torch.save``; ``storage_data`` has its place."""
+    """The result of ``write_data`` for an item in the form of ``torch.save``; ``storage_data`` has its location."""
 
 
 class Chunk(NamedTuple):
     """A shard of a tensor in a file."""
 
-    file: str  # its name in the checkpoint's directory
-    offset: int  # of the first byte
-    length: int  # in bytes
-    start: tuple[int, ...]  # offsets of the shard in the whole tensor, in each dimension
-    shape: tuple[int, ...]  # of the shard
-    # ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they have another order
-    # without holes; ``"archive"`` or ``"subclass"`` if ``torch.save`` has written the shard
+    file: str  # name of the file in the checkpoint directory
+    offset: int  # offset of the first byte in the file
+    length: int  # number of bytes
+    start: tuple[int, ...]  # offset of the shard in each dimension of the whole tensor
+    shape: tuple[int, ...]  # shape of the shard
+    # ``None`` for elements in row-major order; the strides, in elements, for another order without gaps;
+    # ``"archive"`` or ``"subclass"`` for an archive of ``torch.save``
     layout: tuple[int, ...] | str | None
 
 
 class Stored(NamedTuple):
-    """A tensor or an object of a checkpoint."""
+    """The location of a tensor or an object in a checkpoint."""
 
-    dtype: torch.dtype | None  # of the tensor; ``None`` for an object
-    shape: torch.Size  # of the whole tensor
-    # its shards, which cover it once, or an object's single one; ``None`` if only the storage that wrote it can read it
+    dtype: torch.dtype | None  # dtype of the tensor; ``None`` for an object
+    shape: torch.Size  # shape of the whole tensor
+    # the shards of a tensor, which cover it exactly once; an object's only chunk; ``None`` if only its storage reads it
     chunks: tuple[Chunk, ...] | None
 
     @property
     def is_subclass(self) -> bool:
-        """Whether a shard of it is a tensor that wraps others, which is read in the form in which it was saved."""
+        """Whether some shard wraps other tensors; such a tensor is read in the form in which it was saved."""
         return any(chunk.layout == SUBCLASS for chunk in self.chunks or ())
 
 
 class Index:
-    """The content of a checkpoint, checked.
+    """The validated index of a checkpoint.
 
     Args:
-        content: of ``index.json``.
-        sizes: of the files of the checkpoint, by name, from the manifest.
+        content: the parsed ``index.json``.
+        sizes: the sizes of the checkpoint's files in bytes, by name, from the manifest.
 
     Attributes:
         state: the structure of each entry, for :func:`.encoding.decode`.
 
     Raises:
-        Exception: of any kind, if the content is invalid.
+        Exception: an exception of any class, if the content is invalid.
     """
 
     def __init__(self, content: Any, sizes: Mapping[str, int]) -> None:
@@ -105,20 +105,20 @@ class Index:
     @classmethod
     @without_gc()
     def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
-        """Read the content of ``index.json``. Raises ``CheckpointError`` if it is invalid."""
+        """Parse and validate ``index.json``. Raises: ``CheckpointError`` if it is invalid."""
         try:
             return cls(json.loads(data), sizes)
         except RecursionError:
-            raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
+            raise CheckpointError(f"{INDEX} is invalid: it is nested too deeply.") from None
         except Exception as error:
-            raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
+            raise CheckpointError(f"{INDEX} is invalid: {str(error)[:300]}.") from error
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor or object of that name exists."""
         return name in self._tensors or name in self._objects
 
     def find(self, name: str) -> Stored | None:
-        """Return the tensor or object of that name; ``None`` if there is none."""
+        """Return the location of a tensor or object; ``None`` if the name does not exist."""
         if name in self._tensors:
             dtype, shape, chunks = self._tensors[name]
             if chunks is not None:
@@ -135,7 +135,7 @@ class Index:
 
 
 def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """Return start, shape and layout of a chunk; values that the index omits are those of the whole tensor."""
+    """Return the start, shape and layout of a chunk; without them in the index, the chunk is the whole tensor."""
     start, shape, layout = (*part, None)[:3] if part else ([0] * len(whole), whole, None)
     return tuple(start), tuple(shape), tuple(layout) if type(layout) is list else layout
 
@@ -144,20 +144,20 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 
 
 def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
-    """Return ``index.json`` of tables, as JSON, and structures. Raises: ``CheckpointError`` if it is too long."""
+    """Join the JSON of the tables and structures to ``index.json``. Raises: ``CheckpointError`` if it is too large."""
     texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
     data = f'{tensors[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
         largest = max(state, key=lambda name: len(state[name].text))
         raise CheckpointError(
-            f"{INDEX} would have {len(data):,} bytes, and no more than {INDEX_BYTES:,} are read back; the largest "
-            f"entry in it is {largest!r:.100}, with {len(state[largest].text):,} bytes. Save large values as tensors."
+            f"{INDEX} would be too large: it has {len(data):,} bytes, and at most {INDEX_BYTES:,} are read back. The "
+            f"largest entry is {largest!r:.100}, with {len(state[largest].text):,} bytes. Save large values as tensors."
         )
     return data
 
 
 class Readable(NamedTuple):
-    """The parts of an index that the reader has accepted: the tables, and the structure of each entry, as text."""
+    """The validated parts of an index, as text: the tables, and the structure of each entry."""
 
     tables: str = ""
     state: Mapping[str, str] = {}
@@ -167,10 +167,10 @@ class Readable(NamedTuple):
 def expect_readable(
     index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
 ) -> Readable:
-    """Read an index before its commit as the reader will, and return its parts. Raises: ``CheckpointError``.
+    """Validate an index before its commit, as a reader does, and return its parts. Raises: ``CheckpointError``.
 
-    With the tables of ``before`` only short structures that have changed are read: for 100,000 tensors a complete read
-    takes a second or two of the background thread.
+    If the tables equal the tables ``before``, only short structures that have changed are validated: for 100,000
+    tensors, a complete validation takes one or two seconds on the background thread.
     """
     found = Index.loads(index, sizes) if tables != before.tables else None
     for name, encoded in state.items():
@@ -179,13 +179,13 @@ def expect_readable(
             continue
         for leaf in marks(decode(json.loads(encoded.text), name)):
             if found is not None and leaf.name not in found:
-                raise CheckpointError(f"{INDEX} does not say where {leaf.name!r:.100} lies.")
+                raise CheckpointError(f"{INDEX} has no location for {leaf.name!r:.100}.")
     return Readable(tables, {name: encoded.text for name, encoded in state.items()})
 
 
 @without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
-    """Return ``index.json`` without structures, from torch's metadata and the results of each rank's ``write_data``.
+    """Return the tables of ``index.json`` from torch's metadata and the results of each rank's ``write_data``.
 
     ``objects`` has the names of objects, and of tensors that wrap others. Raises: ``CheckpointError``.
     """
@@ -203,7 +203,7 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
         if not isinstance(result, TensorResult):
             if (found := archive(result)) is None and name in objects:
                 raise CheckpointError(
-                    f"{name!r} wraps other tensors, which this storage does not save as what they are; use "
+                    f"{name!r} wraps other tensors, and this storage cannot save it in that form. Use "
                     f"{choice('storage', 'dcp')}."
                 )
             return None if found is None else [*found, *box, SUBCLASS if name in objects else ARCHIVE]
@@ -214,8 +214,8 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
 
     def written(name: str, offset: torch.Size | None) -> WriteResult:
         if (name, offset) not in by_place:
-            at = f" from {[*offset]} on" if offset and any(offset) else ""
-            raise CheckpointError(f"write_data of the storage returned no result for {name!r}{at}, which it was given.")
+            at = f" at offset {[*offset]}" if offset and any(offset) else ""
+            raise CheckpointError(f"write_data of the storage returned no result for {name!r}{at}.")
         return by_place[name, offset]
 
     by_place = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
@@ -235,13 +235,13 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
 
 def _check(data: Any, sizes: Mapping[str, int]) -> None:
     if type(data) is not dict or data.get("format") != _FORMAT:
-        raise ValueError("it is of another format")
+        raise ValueError(f"its format is not {_FORMAT}")
     files, tensors, objects = data["files"], data["tensors"], data["objects"]
     if type(files) is not list or any(type(kind) is not dict for kind in (tensors, objects, data["state"])):
-        raise TypeError("a part of it is of the wrong kind")
+        raise TypeError("a section of it has the wrong type")
     for name in files:
         if name not in sizes:
-            raise ValueError(f"it names {name!r:.100}, which is no file of it")
+            raise ValueError(f"it refers to the file {name!r:.100}, which is not in the manifest")
     extents: list[Any] = []
     for name, (dtype, shape, chunks) in tensors.items():
         itemsize = DTYPES[dtype].itemsize
@@ -250,7 +250,7 @@ def _check(data: Any, sizes: Mapping[str, int]) -> None:
             continue
         if len(chunks) == 1 and len(chunks[0]) == 3:
             if chunks[0][2] != elements * itemsize:
-                raise ValueError(f"{name!r:.100} has another size than what is stored of it")
+                raise ValueError(f"the stored size of {name!r:.100} does not match its shape and dtype")
         else:
             _check_chunks(name, shape, elements, chunks, itemsize)
         extents += [tuple(chunk[:3]) for chunk in chunks]
@@ -260,48 +260,48 @@ def _check(data: Any, sizes: Mapping[str, int]) -> None:
 
 def _elements(shape: Any) -> int:
     if type(shape) is not list or len(shape) > MOST_DIMENSIONS:
-        raise ValueError("there is no shape where one belongs")
+        raise ValueError("a tensor has an invalid shape")
     elements = 1
     for size in shape:
         if type(size) is not int or not 0 <= size <= MOST:
-            raise ValueError(f"{size!r:.50} is no size")
+            raise ValueError(f"invalid size: {size!r:.50}")
         elements *= size
     if math.prod(size or 1 for size in shape) > MOST:
-        raise ValueError("a tensor has more elements than memory has addresses")
+        raise ValueError("a tensor has more elements than memory can address")
     return elements
 
 
 def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any], itemsize: int) -> None:
-    """Check that chunks lie within their tensor and cover each element of it once."""
+    """Check that the chunks are inside their tensor, and cover each of its elements exactly once."""
     boxes: list[_Box] = []
     for _, _, length, *part in chunks:
         start, shape, layout = _part(whole, part)
         nbytes = _elements([*shape]) * itemsize
         if nbytes != length and not (layout == ARCHIVE and 0 < nbytes < length) and layout != SUBCLASS:
-            raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
+            raise ValueError(f"the stored size of a chunk of {name!r:.100} does not match its shape and dtype")
         for begin, size, limit in zip(start, shape, whole, strict=True):
             if type(begin) is not int or not 0 <= begin <= limit - size:
-                raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
+                raise ValueError(f"a chunk of {name!r:.100} is outside of the tensor")
         if layout not in (None, ARCHIVE, SUBCLASS):
             expect_strides(shape, layout)
         boxes.append((start, shape))
     if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and overlap(boxes)):
-        raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
+        raise ValueError(f"the chunks of {name!r:.100} overlap or leave gaps")
 
 
 def expect_strides(shape: Sequence[int], strides: Any) -> None:
-    """Raise ``ValueError`` if the strides do not match the shape, leave holes, or make elements overlap."""
+    """Raise ``ValueError`` if the strides do not match the shape, leave gaps, or make elements overlap."""
     expected = 1
     if len(strides) != len(shape) or any(type(each) is not int or not 0 <= each <= MOST for each in strides):
-        raise ValueError("there are no strides where some belong")
+        raise ValueError("a chunk has invalid strides")
     for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1):
         if stride != expected:
-            raise ValueError("the elements of a chunk overlap, or leave holes")
+            raise ValueError("the elements of a chunk overlap or leave gaps")
         expected *= size
 
 
 def overlap(boxes: list[_Box]) -> bool:
-    """Whether two boxes have an element in common; sweeps along the dimension with most cuts."""
+    """Whether any two boxes overlap. Sweeps along the dimension with the most distinct starts."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:
         return True
@@ -316,13 +316,13 @@ def overlap(boxes: list[_Box]) -> bool:
 
 
 def _check_extents(extents: list[Any], ends: list[int]) -> None:
-    """Check that all lie within their files, and that none overlaps another one; tied tensors may share one."""
+    """Check that the extents are inside their files and do not overlap; tied tensors may share an extent."""
     for file, offset, length in extents:
         if type(file) is not int or type(offset) is not int or type(length) is not int:
-            raise TypeError("there is something else where a number belongs")
+            raise TypeError("a file number, offset or length is not an integer")
         if file < 0 or offset < 0 or length < 0 or offset + length > ends[file]:
-            raise ValueError(f"bytes {offset} to {offset + length} lie outside of their file")
+            raise ValueError(f"bytes {offset} to {offset + length} are outside of their file")
     extents.sort()
     for one, other in itertools.pairwise(extents):
         if one != other and one[0] == other[0] and one[1] + one[2] > other[1]:
-            raise ValueError(f"what lies at byte {one[1]} of a file overlaps what lies at byte {other[1]}")
+            raise ValueError(f"the data at byte {one[1]} of a file overlaps the data at byte {other[1]}")

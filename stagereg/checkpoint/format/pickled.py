@@ -1,8 +1,8 @@
-"""Objects of a state that JSON cannot carry: checked before they are written, read without running code.
+"""Checks objects of a state that JSON cannot represent before they are written, and reads them without running code.
 
-A tuple with a tensor in it, or a value of an allowed type (``torch.serialization.add_safe_globals([T])``), is stored by
-``torch.save`` and read with ``torch.load(weights_only=True)``. Both are tried before the save, without tensor data.
-Archives are checked by :mod:`.archives` and :mod:`.archive_pickle` before they are read.
+``torch.save`` stores a tuple that contains a tensor, or a value of an allowed type
+(``torch.serialization.add_safe_globals([T])``); ``torch.load(weights_only=True)`` reads it. A save first tries both
+without tensor data. :mod:`.archives` and :mod:`.archive_pickle` check an archive before torch reads it.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _SHOWN = 5
 NOT_REACHED = (
-    "which a restore does not reach there. Put each such object under a name of its own in the state, as in {'model': "
-    "model, 'scheduler': scheduler}; dicts, lists and tuples of objects are spread by themselves. A state_dict() that "
-    "returns the object returns its state_dict() instead"
+    "which a restore cannot reach there. Put each such object under a name of its own in the state, as in {'model': "
+    "model, 'scheduler': scheduler}; it may also be in a dict, list or tuple. If a state_dict() returned the object, "
+    "let it return the object's state_dict() instead"
 )
 _LOADERS = (DataLoader, Sampler, _BaseDataLoaderIter)
 _NO_POSITION = (
-    "{name!r} is a {kind}, which has no state_dict(): a restore would not bring back a position in the data. Put a "
-    "sampler that counts batches into the state:\n"
+    "{name!r} is a {kind}, which has no state_dict(), so a resumed run could not continue at its position in the data. "
+    "Put a sampler that counts batches into the state:\n"
     "  sampler = stagereg.data.ResumableSampler(dataset)  # with shuffle=False in the order of the dataset\n"
     "  loader = DataLoader(dataset, batch_size=..., sampler=sampler)\n"
-    "  state['sampler'] = sampler  # before restore(), in the place of {name!r}\n"
+    "  state['sampler'] = sampler  # before restore(), instead of {name!r}\n"
     "  for batch in sampler.batches(loader, epochs=...):\n"
-    "A loader with a state, such as StatefulDataLoader of torchdata, may be in the state itself"
+    "A stateful loader, such as torchdata's StatefulDataLoader, can be in the state itself"
 )
-_loadable: set[object] = set()  # kinds of tensors that wrap others, each tested once
+_loadable: set[object] = set()  # kinds of tensors that wrap others and that were read back in a test
 
 
 def expect_loadable(name: str, value: Any) -> None:
     """Raise ``CheckpointError``, with advice, if a value called ``name`` could not be read back."""
-    if type(value) is ShardedTensor:  # of dense shards
+    if type(value) is ShardedTensor:  # its shards are dense
         return
     if isinstance(value, torch.Tensor) and wraps(value):
-        if not value.numel():  # no shard of it would be written
+        if not value.numel():  # no shard of the tensor would be written
             raise CheckpointError(
                 f"{name!r} cannot be saved: it is a {name_of(value)} without elements, which would come back as "
-                "a plain tensor. Leave it out of the state, or save the tensors in it."
+                "a plain tensor. Leave it out of the state, or save the tensors that it wraps."
             )
         value = value._local_tensor if isinstance(value, DTensor) else value
         form = form_of(value)
@@ -81,7 +81,7 @@ def _types_in(attribute: tuple[str, Any]) -> tuple[object, ...]:
 
 
 def _expect_read_back(name: str, value: Any, form: str = "") -> None:
-    """Test whether a value can be read back, and, if ``form`` is given, whether in the same form."""
+    """Raise ``CheckpointError`` if a value cannot be read back, or has another form than ``form`` afterwards."""
     stream = io.BytesIO()
     try:
         with torch.serialization.skip_data():
@@ -90,12 +90,12 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
         _expect_no_object(name, value, error)
         kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
         raise CheckpointError(
-            f"{name!r} cannot be saved: it is {kind}, and pickling that fails ({reason(error)}). "
-            "Leave it out of the state, or give what it consists of."
+            f"{name!r} cannot be saved: it is {kind}, which cannot be pickled ({reason(error)}). "
+            "Leave it out of the state, or save the values in it instead."
         ) from error
     try:
         inside = records(stream.getbuffer())
-    except ValueError as error:  # another torch writes archives in another way
+    except ValueError as error:  # another version of torch may write another form of archive
         raise CheckpointError(f"{name!r} would not load back: {error}. Save the tensors in it.") from error
     try:
         found = _read(inside)
@@ -106,8 +106,8 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
         raise CheckpointError(f"{name!r} would not load back: {_refusal(inside, error, text)}") from error
     if form and not (isinstance(found, torch.Tensor) and wraps(found) and form_of(found) == form):
         raise CheckpointError(
-            f"{name!r} would not load back: torch.load makes something else of a {name_of(value)} than torch.save was "
-            "given. Save the tensors in it, or leave it out of the state."
+            f"{name!r} would not load back: torch.load does not return the {name_of(value)} that torch.save was given. "
+            "Save the tensors that it wraps, or leave it out of the state."
         )
 
 
@@ -117,7 +117,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a random number generator of the program."""
+    """Whether a value is a random number generator of torch, Python or NumPy."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
@@ -125,7 +125,7 @@ def is_generator(value: Any) -> bool:
 
 
 def expect_no_data(name: str, value: Any, kinds: tuple[type, ...] = _LOADERS) -> None:
-    """Raise ``CheckpointError`` for a data loader or sampler without a state, which could not continue its data."""
+    """Raise ``CheckpointError`` for a data loader or sampler whose position in the data could not be restored."""
     if isinstance(value, kinds):
         raise CheckpointError(
             _NO_POSITION.format(name=name, kind=f"{type(value).__module__}.{type(value).__qualname__}")
@@ -133,12 +133,12 @@ def expect_no_data(name: str, value: Any, kinds: tuple[type, ...] = _LOADERS) ->
 
 
 def find_object(value: Any) -> str | None:
-    """Return the name of the type of an object that pickling ``value`` would copy, if there is one."""
+    """Return the type of the first object with its own state in a pickle of ``value``; ``None`` for no such object."""
     try:
         _ObjectFinder(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
     except _FoundError as found:
         return str(found)
-    except Exception:  # a later check refuses values that cannot be pickled
+    except Exception:  # a later check rejects values that cannot be pickled
         return None
     return None
 
@@ -162,18 +162,18 @@ def _expect_no_object(name: str, value: Any, error: Exception) -> None:
 
 
 def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb: str = "saved") -> None:
-    """Raise ``CheckpointError`` for a kind of tensor that ``copy_`` does not fill correctly when it is read."""
+    """Raise ``CheckpointError`` for a quantized or non-dense tensor, which ``copy_`` would not restore correctly."""
     if dtype in QUANTIZED:
         raise CheckpointError(
-            f"{name!r} cannot be {verb}: it is quantized, and would get the scale of what it is loaded into. "
-            "Save x.int_repr() and its scale, or x.dequantize()."
+            f"{name!r} cannot be {verb}: it is quantized, and a restore would use the scale of the tensor that it is "
+            "loaded into. Save x.int_repr() and its scale, or x.dequantize()."
         )
     if layout is not torch.strided:
-        raise CheckpointError(f"{name!r} cannot be {verb}: it is {layout}, not dense. Save the dense tensors it has.")
+        raise CheckpointError(f"{name!r} cannot be {verb}: it is {layout}, not dense. Save the dense tensors in it.")
 
 
 def load(name: str, data: bytes | bytearray) -> Any:
-    """Return an object from the ``data`` of ``torch.save``. Raises: ``CheckpointError``."""
+    """Return the object that ``torch.save`` has written as ``data``. Raises: ``CheckpointError``."""
     found: Mapping[str, memoryview] = {}
     try:
         found = records(data)
@@ -190,7 +190,7 @@ def _read(found: Mapping[str, memoryview]) -> Any:
 
 
 def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) -> str:
-    """Return the refused type of an archive, and the call that would allow it."""
+    """Describe the types in an archive that torch refuses, and the call that allows them."""
     try:
         stream: Any = Archive(found)
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]
@@ -200,7 +200,7 @@ def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) 
     refused = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
     what = shown or f"something that torch refuses ({_printable(refused.splitlines()[0][:200])})"
     return (
-        f"it has {what}. Checkpoints are read without running code. {otherwise} the type when saving and when "
+        f"it contains {what}. Checkpoints are read without running code. {otherwise} the type when saving and when "
         f"restoring: torch.serialization.add_safe_globals([{shown or 'TheType'}])"
     )
 

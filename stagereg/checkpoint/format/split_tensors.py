@@ -1,8 +1,8 @@
-"""Plain tensors with attributes that make them shards of a larger one, torch 2.14's ``CheckpointableTensor``.
+"""Plain tensors whose attributes declare shards of a larger tensor: torch 2.14's ``CheckpointableTensor``.
 
-Four attributes are the protocol: ``global_shape`` of the larger tensor, and for each shard its offsets there
-(``global_offsets``) and in the tensor itself (``local_offsets``), and its shape (``local_sizes``). Other elements are
-padding.
+The four attributes are the shape of the larger tensor (``global_shape``), and for each shard its offsets in the larger
+tensor (``global_offsets``), its offsets in this tensor (``local_offsets``) and its shape (``local_sizes``). Elements
+outside of the shards are padding.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class LocalPart(NamedTuple):
-    """A shard of a larger tensor in a tensor."""
+    """A shard that a tensor declares."""
 
     start: torch.Size  # its offsets in the larger tensor
-    data: torch.Tensor  # a view of the tensor
+    data: torch.Tensor  # a view of the tensor that declares it
 
 
 def is_split(x: Any) -> bool:
-    """Whether a value is a tensor with the attributes."""
+    """Whether a value is a tensor with the four attributes."""
     if type(x) in _PLAIN:
         attributes = x.__dict__
         return bool(attributes) and all(name in attributes for name in _NAMES)
@@ -35,18 +35,18 @@ def is_split(x: Any) -> bool:
 
 
 def shape_of(x: Any) -> torch.Size:
-    """Return the shape of a tensor, or of the larger tensor of a shard."""
+    """Return the shape of a tensor; if it declares shards, the shape of the larger tensor."""
     return torch.Size(x.global_shape) if is_split(x) else x.shape
 
 
 def layout_of(x: Any) -> tuple[Any, ...]:
-    """Return the attributes as values to compare."""
+    """Return the four attributes as tuples, which can be compared."""
     lists = (x.global_offsets, x.local_offsets, x.local_sizes)
     return (tuple(x.global_shape), *(tuple(map(tuple, each)) for each in lists))
 
 
 def parts_of(x: Any) -> Iterator[LocalPart]:
-    """Yield the shards in a tensor with the attributes, except empty ones of a tensor that is not empty."""
+    """Yield the shards that a tensor declares. Skips empty shards, unless the larger tensor is empty."""
     empty = not torch.Size(x.global_shape).numel()
     for start, at, shape in zip(x.global_offsets, x.local_offsets, x.local_sizes, strict=True):
         data = x.detach()
@@ -57,7 +57,7 @@ def parts_of(x: Any) -> Iterator[LocalPart]:
 
 
 def carry(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Give a copy of a tensor its attributes, if it has them, and return the copy."""
+    """Set the four attributes of ``source``, if it has them, on ``copy``, and return ``copy``."""
     if is_split(source):
         for name in _NAMES:
             setattr(copy, name, getattr(source, name))
@@ -65,7 +65,7 @@ def carry(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def expect_valid(name: str, x: Any) -> None:
-    """Raise ``CheckpointError`` if the attributes of the tensor called ``name`` do not match it, or each other."""
+    """Raise ``CheckpointError`` if the attributes of a tensor do not match its shape or each other."""
     try:
         whole, starts, places, shapes = layout_of(x)
         boxes = [(starts, whole), (places, tuple(x.shape))]
@@ -79,6 +79,6 @@ def expect_valid(name: str, x: Any) -> None:
         fits = False
     if not fits:
         raise CheckpointError(
-            f"{name!r} cannot be saved: its attributes {', '.join(_NAMES)} do not fit its shape, or each other. Each "
-            "part needs an offset in both tensors and a shape, and lies within them."
+            f"{name!r} cannot be saved: its attributes {', '.join(_NAMES)} do not match its shape or each other. Each "
+            "shard needs an offset in both tensors and a shape, and must be inside both."
         )

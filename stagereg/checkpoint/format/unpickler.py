@@ -1,7 +1,7 @@
-"""Reads untrusted pickles one instruction at a time: imports and calls only functions that a reader knows by name.
+"""Reads untrusted pickles one instruction at a time. Imports and calls only functions that a subclass knows by name.
 
-Python's own unpickler in C allocates by the numbers in a file before it checks them, and changes classes. This one
-takes memory in proportion to the bytes of the file. An instruction that is not listed here is an error.
+Python's own unpickler in C allocates memory by the numbers in a file before it checks them, and can modify classes.
+This unpickler takes memory in proportion to the size of the file, and rejects all instructions not listed here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` accepts
 )  # fmt: skip
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # instructions of later protocols
 
-_ITEMS = 1 << 15  # most copied items of all calls, in addition to one for each byte of the pickle
+_ITEMS = 1 << 15  # most items that all calls together copy, in addition to one for each byte of the pickle
 
 
 class _Instructions(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
-        raise ValueError(f"the instruction {code} of its pickle is not read")
+        raise ValueError(f"its pickle has the unsupported instruction {code}")
 
 
 class Name(str):
-    """The full name of a class or function in a pickle, a placeholder for it."""
+    """Placeholder for a class or function in a pickle: its full name."""
 
     __slots__ = ()
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Reads ``data`` by :meth:`load`. Raises any exception, if an instruction or a name is unknown."""
+    """Unpickles ``data`` in :meth:`load`, which raises an exception of any class for an unknown instruction or name."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         stream = io.BytesIO(data)
@@ -48,7 +48,7 @@ class BoundedUnpickler(pickle._Unpickler):
         self.pop_mark: Callable[[], list[Any]]
 
     def load(self) -> Any:
-        """Return the result of the pickle. Ignores frames, which are for readers of streams."""
+        """Return the unpickled object. Ignores frames, which only readers of streams need."""
         read, dispatch = self.read, self.dispatch
         while (code := read(1)) != pickle.STOP:
             dispatch[ord(code)](self)
@@ -58,9 +58,9 @@ class BoundedUnpickler(pickle._Unpickler):
         return Name(f"{module}.{name}")
 
     def gone_through(self, items: int) -> None:
-        """Count items that are copied or checked: a pickle may use one large value any number of times.
+        """Count items that are copied or checked, since a pickle may use one large value any number of times.
 
-        Raises: ``ValueError`` if they are more than in a pickle whose values are all different.
+        Raises: ``ValueError`` if there are more than a pickle of this size can write without such repetitions.
         """
         self._items_left -= items
         if self._items_left < 0:
@@ -76,25 +76,25 @@ class BoundedUnpickler(pickle._Unpickler):
                 self._count(value, levels - 1)
 
     def call(self, of: Any, given: Any) -> Any:
-        """Return the result of a function or class called ``of`` for arguments."""
+        """Return the result of calling ``of``, a :class:`Name`, with the arguments ``given``."""
         raise NotImplementedError
 
     def build(self, made: Any, state: Any) -> None:
-        """Set the state of an object that :meth:`call` has made."""
+        """Set the state of an object that :meth:`call` has returned."""
         raise NotImplementedError
 
     def make_tuple(self, items: list[Any]) -> Any:
-        """Return a tuple that can be hashed and printed quickly: Python does both once for each path into it."""
+        """Return a tuple with limits, so that Python, which follows each path into it, hashes and prints it quickly."""
         raise NotImplementedError
 
     def set_items(self, of: Any, items: list[Any]) -> None:
-        """Set keys and values, one after the other, in a dict."""
+        """Set items of a dict; ``items`` has keys and values alternately."""
         raise NotImplementedError
 
     def _tuple_of(self, count: int) -> None:
         items = self.stack[-count:]
         if len(items) < count:
-            raise ValueError("a tuple in it has fewer items than it needs")
+            raise ValueError("a tuple in its pickle lacks items")
         self.stack[-count:] = [self.make_tuple(items)]
 
     def _marked_tuple(self) -> None:
@@ -116,7 +116,7 @@ class BoundedUnpickler(pickle._Unpickler):
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise ValueError("it appends to something that is no list")
+            raise ValueError("it appends to an object that is not a list")
         self.stack[-1].extend(items)
 
     def _item_set(self) -> None:

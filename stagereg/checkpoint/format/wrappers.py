@@ -1,7 +1,8 @@
 """Tensor subclasses that wrap other tensors and have no storage of their own, such as quantized weights of torchao.
 
-``__tensor_flatten__`` names the inner tensors, which have the bytes and may wrap others. Copying such a tensor into one
-of its nominal dtype would round, so the inner tensors are saved and compared. A ``DTensor`` counts as its local tensor.
+``__tensor_flatten__`` names the inner tensors, which have the bytes and may wrap other tensors. A copy to a tensor of
+the nominal dtype would round, so the inner tensors are saved and compared. Functions treat a ``DTensor`` as its local
+tensor.
 """
 
 from __future__ import annotations
@@ -34,10 +35,7 @@ def wraps(x: Any) -> bool:
 
 
 def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with storage in a tensor; the tensor itself if it wraps none.
-
-    Yield nothing if it does not name its inner tensors.
-    """
+    """Yield the inner tensors that have storage; the tensor itself if it wraps none; nothing if it names none."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     if not wraps(x):
         yield x
@@ -47,7 +45,7 @@ def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def form_of(x: torch.Tensor) -> str:
-    """Return everything but the bytes of a tensor as text: its class, and dtypes and shapes of inner tensors."""
+    """Describe everything except the bytes of a tensor: its class, and the dtypes and shapes of inner tensors."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     kind = f"{x.dtype} {[*x.shape]}"
     if not is_traceable_wrapper_subclass(x):
@@ -64,7 +62,7 @@ def name_of(x: torch.Tensor) -> str:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are of one form, and their inner tensors have the same bytes."""
+    """Whether two tensors have the same form (:func:`form_of`), and inner tensors with the same bytes."""
     with torch.no_grad():
         return form_of(one) == form_of(other) and all(map(_same_elements, inner_tensors(one), inner_tensors(other)))
 
@@ -78,20 +76,20 @@ def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    # Not contiguous(): a single element may be contiguous whatever its strides, and then keeps them.
+    # Not contiguous(), which would keep the strides of a single element, whatever they are.
     flat = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
     flat.view(x.shape).copy_(x)
     return flat.view(torch.uint8)
 
 
 def cloned(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose inner tensors are copies in host memory, each with a storage of just its elements."""
+    """Return a copy whose inner tensors are in host memory, each with a storage of exactly its elements."""
     spec = flatten(x)
     copy: torch.Tensor = spec.unflatten([each.detach().cpu().clone() for each in spec.tensors])
     return copy
 
 
 def owning(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose inner tensors are in host memory, in storages of just their elements; itself if so."""
+    """Return ``x`` if its inner tensors are in host memory, in storages of exactly their elements; otherwise a copy."""
     own = all(each.is_cpu and each.untyped_storage().nbytes() == each.nbytes for each in inner_tensors(x))
     return x if own else cloned(x)

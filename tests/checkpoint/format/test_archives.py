@@ -208,7 +208,7 @@ def test_names_that_torch_does_not_tell_apart_are_refused() -> None:
     for name in ("data.pkl", "DATA.PKL"):
         writer.write_record(name, b"\x80\x02N.", 4)
     writer.write_end_of_file()
-    with pytest.raises(CheckpointError, match="two records of one name"):
+    with pytest.raises(CheckpointError, match="two records with the same name"):
         pickled.load("x", stream.getvalue())
 
 

@@ -154,9 +154,9 @@ def test_a_tier_gets_no_such_index_either(
         ) as each:
             each.maybe_save(1, {"x": torch.ones(3)})
 
-    with pytest.raises(CheckpointError, match="lie outside of their file"):  # the last step, which goes to the store
+    with pytest.raises(CheckpointError, match="are outside of their file"):  # the last step, which goes to the store
         run()
-    assert "lie outside of their file" in caplog.text
+    assert "are outside of their file" in caplog.text
     assert not [*(tmp_path / "tier").rglob("index.json")]
 
 
