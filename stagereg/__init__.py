@@ -58,7 +58,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _begin_rank() -> None:
-    """Make a signal before the first step exit with code 75, in a rank that ``stagereg run`` started."""
+    """In a rank that ``stagereg run`` started, exit with code 75 if a signal arrives before the first step."""
     if os.environ.get("STAGEREG_KEEPS_CODE") == str(os.getppid()):
         importlib.import_module("stagereg.launch.extension").begin()
 

@@ -1,4 +1,4 @@
-"""``python -m stagereg`` is the command ``stagereg``."""
+"""``python -m stagereg``: runs the command ``stagereg``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Assembles ``stagereg.Checkpointer`` from the core and from the extensions that are installed.
 
-This is the only module that names extensions for a checkpointer. An extension that is not installed is left out, unless
-an option needs it: then the constructor names the missing package.
+No other module names extensions for a checkpointer. An extension that is not installed is left out. If an option needs
+the extension, the constructor raises an error that names the missing package.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Replicas:
     """How ranks save replicated parameters and optimizer state.
 
     Args:
-        share: each of these ranks writes a shard of the replicated tensors, and stages only its shard from the second
-            save on. With False all of them stage all tensors, and the lowest rank writes.
-        verify_every: compare the replicas in every N-th save, by checksums of the bytes, and fail the save if they
-            differ; such a save is staged completely. 0 compares in the first save only.
+        share: each rank writes one shard of the replicated tensors and, from the second save on, stages only this
+            shard. With False, all ranks stage all tensors, and the lowest rank writes them.
+        verify_every: compare checksums of the replicas in every N-th save, which stages all tensors, and fail the save
+            if they differ. 0 compares only in the first save.
 
     Raises:
         ConfigError: a value is invalid.
@@ -64,8 +64,8 @@ class Preemption:
     """The behavior of a run on SIGTERM or SIGUSR1.
 
     Args:
-        grace_period: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save the step and exit.
-            ``None`` leaves the two signals alone.
+        grace_period: time in which the ranks agree on a step, save it and exit after SIGTERM or SIGUSR1. With ``None``,
+            the run does not handle these signals.
 
     Raises:
         ConfigError: a value is invalid.
@@ -82,30 +82,30 @@ class Preemption:
 class Checkpointer(core.Checkpointer):
     """Saves the state of a training run without stopping it, and restores the run.
 
-    Every rank constructs a checkpointer, calls the same methods with the same steps, and gives the same names; a
-    process without an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any
-    time leaves the earlier ones untouched. One run at a time saves in a directory: the first :meth:`maybe_save`,
-    :meth:`should_save` or :meth:`save` locks it, or :meth:`restore` if the same command has saved there. A program
-    that calls none of these is a reader: it locks nothing, writes nothing, and may run next to training.
+    Every rank constructs a checkpointer and calls the same methods with the same steps and names. Without an
+    initialised ``torch.distributed``, a process is a run of one rank. A checkpoint is complete or absent: a crash at
+    any time leaves earlier checkpoints untouched. Only one run at a time can save in a directory. The first call of
+    :meth:`maybe_save`, :meth:`should_save` or :meth:`save` locks it; so does :meth:`restore` if the same command has
+    saved there. A program that calls none of these methods only reads, and may run next to training.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
     lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
-    optimizer must be in the same state. :func:`stagereg.per_rank` marks a value that each rank has for itself. The step
+    optimizer must be in the same state. :func:`stagereg.per_rank` marks a value that differs between ranks. The step
     and each rank's random number generators are added. docs/guarantees.md has the rules for several ranks.
 
     Args:
         dir: the checkpoint directory, a path or a URL; created if it does not exist. All machines must see the same
             directory. ``None`` if ``tier`` alone keeps checkpoints.
-        every: ``maybe_save`` saves at the multiples of this number of steps, at least 1. ``"auto"`` chooses the number
-            that loses least time to checkpoints and failures, from the measured cost of saves and ``failure.mtbf``.
+        every: ``maybe_save`` saves at multiples of this number of steps, at least 1. ``"auto"`` chooses the number that
+            loses the least time to checkpoints and failures, from the measured cost of saves and ``failure.mtbf``.
         keep: the number of newest checkpoints to retain, at least 1, or a rule: :class:`stagereg.Keep` or a component
             of the kind ``keep``. The disk needs space for one more: an old one is deleted once the new one is complete.
-        resume: the checkpoint that ``restore`` loads: ``"auto"`` the newest valid one, if there is one; ``"never"``
-            none; ``"latest"`` the newest, which must exist; or the path of a checkpoint, also one of plain torch. A
-            bare name such as ``step-00000300`` is looked up in ``dir``, then in the working folder.
-        stager: copies the state: an object or its name, ``None`` for ``overlapped``; the checkpointer closes it.
-        storage: writes the files: an object or its name, ``None`` for ``dcp``. The same storage reads the checkpoint.
-        process_group: the ranks that save together, ``None`` for all of them. Constructing is collective.
+        resume: the checkpoint that ``restore`` loads. ``"auto"``: the newest valid checkpoint, if one exists;
+            ``"never"``: no checkpoint; ``"latest"``: the newest checkpoint, which must exist; or the path of a
+            checkpoint, which plain torch may have written. A bare name is looked up in ``dir``, then ``.``.
+        stager: the stager that copies the state: an object or its name, ``None`` for ``overlapped``. It is closed, too.
+        storage: the storage that writes and reads the files: an object or its name, ``None`` for ``dcp``.
+        process_group: the ranks that save together, ``None`` for all ranks. The constructor is collective.
         restore: how :meth:`restore` chooses and reads a checkpoint: :class:`stagereg.Restore`.
         failure: timeouts, and the reaction to failed saves: :class:`stagereg.Failure`.
         replicas: how replicated tensors are saved: :class:`stagereg.Replicas`.
@@ -113,12 +113,12 @@ class Checkpointer(core.Checkpointer):
         tier: keeps copies on the machines that train, in memory or on disk, and saves more often: a component of the
             kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md lists the failures that it survives.
         save_last: whether a ``with`` block that ends without an exception saves the last step that
-            :meth:`maybe_save` or :meth:`should_save` was called with, unless that step is saved.
-        enable: False makes all methods do nothing: nothing is saved, and nothing is restored.
+            :meth:`maybe_save` or :meth:`should_save` was called with, unless that step is already saved.
+        enable: with False, all methods do nothing: the run neither saves nor restores.
         on_commit: called on rank 0 in the background for each complete checkpoint: components of the kind
             ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name.
-            A call that fails, or takes longer than ``failure.timeout``, is logged and counted in ``stats``, and fails
-            no save. :meth:`close` waits as long.
+            If a call fails or takes longer than ``failure.timeout``, this is logged and counted in ``stats``, but the
+            save does not fail. :meth:`close` waits for at most the same time.
 
     Attributes:
         preemption: whether the ranks must exit; ``None`` without ``preemption.grace_period``.
@@ -126,7 +126,7 @@ class Checkpointer(core.Checkpointer):
         stats: the cost of the checkpoints so far, on this rank; updated by each save.
 
     Raises:
-        ConfigError: an option is invalid, the ranks differ in an option, or some machine has another ``dir``.
+        ConfigError: an option is invalid or differs between ranks, or ``dir`` is not the same folder on all machines.
         CheckpointError: on all ranks: another job of the sweep has used ``dir``; with a tier, see :meth:`lock`.
 
     Example::
@@ -240,7 +240,7 @@ def _notes(chosen: Any) -> str:
 
 
 def _schedule(name: str, every: int | str, failure: Failure, in_tier: bool) -> Schedule:
-    """Return the schedule of an option ``every``, from the expected failures and the failures of the run so far."""
+    """Return the schedule for the value of an option ``every``; ``"auto"`` uses expected and recorded failures."""
     if isinstance(every, int):
         return Schedule(every)
     _needs("planning", option(name, every))

@@ -44,9 +44,9 @@ BUILT_IN = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of the process, and return its exit code.
 
-    0: success; 1: the subcommand defines it; 2: invalid request; 130: interrupted; 141: the reader of a pipe exited.
+    0: success; 1: defined by the subcommand; 2: invalid request; 130: interrupted; 141: the output pipe was closed.
     """
-    parser = argparse.ArgumentParser("stagereg", description="Checkpoint stagers, joins and checkpoints for PyTorch.")
+    parser = argparse.ArgumentParser("stagereg", description="Checkpoints, joins and a launcher for PyTorch training.")
     parser.add_argument("--version", action="version", version=f"stagereg {__version__}")
     parser.set_defaults(as_a_rank=False)
     given = sys.argv[1:] if arguments is None else list(arguments)

@@ -1,9 +1,9 @@
-"""Data positions: which values are positions, and a sampler whose position any number of ranks can continue.
+"""Positions in training data, and a sampler that resumes at its position with any number of ranks.
 
 The order of an epoch depends only on the seed and the epoch. Rank ``r`` of ``n`` gets every ``n``-th sample of this
-order, starting at the ``r``-th, so one number describes the samples that a rank has consumed. Another world size is
-dealt the rest of the order. The state has these numbers for each time that the epoch was dealt. Iterable datasets have
-no order that can be dealt again: they store their own position (:func:`is_position`), for the same world size.
+order, starting at the ``r``-th, so one number describes the samples that a rank has consumed. After a resume with
+another world size, the remaining samples are dealt to the new ranks. The state has the numbers for each of these world
+sizes. Iterable datasets store their own position (:func:`is_position`), and need the same world size to resume.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position"
 
 _log = logging.getLogger(__name__)
 
-_ORDER = ("length", "seed", "shuffle")  # determine the order of an epoch, together with its number
+_ORDER = ("length", "seed", "shuffle")  # attributes that, with the epoch, determine the order of samples
 T = TypeVar("T")
 
 
@@ -41,10 +41,10 @@ def is_stateful(value: Any) -> bool:
 
 
 def is_position(value: Any) -> bool:
-    """Return whether a value is a position in data, one per rank: a data loader, sampler or dataset.
+    """Return whether a value holds a rank's position in data, as a data loader, sampler or dataset does.
 
-    Such a value has a state, is iterable, and is neither a module nor an optimizer nor, judging by a method ``step``, a
-    container of schedulers.
+    Such a value has a state and is iterable. It is not a module or an optimizer, and its class has no ``step``, unlike
+    a container of schedulers.
     """
     trains = isinstance(value, (nn.Module, Optimizer)) or hasattr(type(value), "step")
     return is_stateful(value) and isinstance(value, Iterable) and not trains
@@ -52,7 +52,7 @@ def is_position(value: Any) -> bool:
 
 @runtime_checkable
 class LoadsEveryRank(Protocol):
-    """A position in data that another world size can continue. An optional member of stateful values."""
+    """A data loader or sampler whose position can be loaded with another world size. Optional for stateful values."""
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
         """Load the states of all ranks that saved, instead of ``load_state_dict``.
@@ -63,7 +63,7 @@ class LoadsEveryRank(Protocol):
         """
 
 
-# Samplers whose position a loop has counted; global, because a checkpointer has no reference to a program's loops.
+# Samplers whose samples a loop counts. Global, because a checkpointer has no reference to a program's loops.
 COUNTED: weakref.WeakSet[ResumableSampler] = weakref.WeakSet()
 
 
@@ -71,9 +71,9 @@ class ResumableSampler(Sampler[int]):
     """Deals the samples of a map-style dataset to ranks, and continues on any number of ranks.
 
     Replaces ``torch.utils.data.DistributedSampler``, with the same arguments. Put the sampler itself into a
-    checkpointer's state. The loop takes its batches from :meth:`batches`, which counts them; a loop over the loader
-    counts nothing, and :meth:`state_dict` then raises. No sample is repeated or dropped, so if the samples do not
-    divide evenly, some ranks have one sample less: train in a join, or with ``drop_last``.
+    checkpointer's state. Loop over :meth:`batches`, which counts consumed samples; after a loop over the loader itself,
+    :meth:`state_dict` raises. No sample is repeated or dropped, so if the samples do not divide evenly, some ranks have
+    one sample less: train in a join, or with ``drop_last``.
 
     Args:
         dataset: a dataset with a length. The samples are its indices.
@@ -87,7 +87,7 @@ class ResumableSampler(Sampler[int]):
     Attributes:
         epoch: the current epoch.
         sample_seed: the seed of a :func:`.seeded` dataset; ``None`` for other datasets.
-        hinted: whether the hint about random numbers of workers was logged.
+        hinted: whether the warning about random numbers of workers was logged.
 
     Raises:
         ConfigError: the dataset has no length, or ``rank`` is out of range.
@@ -132,12 +132,12 @@ class ResumableSampler(Sampler[int]):
         self.epoch = 0
         self.sample_seed = dataset.seed if isinstance(dataset, SeededDataset) else None
         self.hinted = False
-        self._consumed = 0  # samples of this rank's portion
+        self._consumed = 0  # number of consumed samples of this rank's portion
         self._dealt: list[tuple[int, list[int]]] = []  # per earlier world size: epoch, samples consumed per rank
         self._drawn = self._counted = self._is_over = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; continue in its middle if it is the restored epoch.
+        """Begin an epoch, or continue the restored epoch at the restored position.
 
         Raises:
             ConfigError: the epoch is over.
@@ -152,12 +152,12 @@ class ResumableSampler(Sampler[int]):
             self._dealt = [each for each in self._dealt if each[0] >= epoch]
 
     def batches(self, loader: DataLoader[T], epochs: int | None = None, limit: int | None = None) -> CountedBatches[T]:
-        """Return this rank's remaining batches, to loop over; each counts as consumed when the loop gets it.
+        """Return an iterable of this rank's remaining batches. A batch counts as consumed when the loop receives it.
 
         Args:
             loader: a loader over the dataset, with this sampler. Its workers may prefetch.
             epochs: continue until this number of epochs is over, instead of this epoch only.
-            limit: the maximum number of batches; zero if negative.
+            limit: the maximum number of batches; a negative number counts as 0.
 
         Raises:
             ConfigError: the loader has another sampler, or returns samples in another order.
@@ -202,7 +202,7 @@ class ResumableSampler(Sampler[int]):
         return max(0, share - (self._consumed if epoch == self.epoch else 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this rank: a few numbers, whatever the dataset's length.
+        """Return the position of this rank: a few numbers, independent of the dataset's length.
 
         Raises:
             CheckpointError: samples were drawn, but not counted.
@@ -228,7 +228,7 @@ class ResumableSampler(Sampler[int]):
         self.load_state_dicts([state], 0)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
-        """Continue at the positions of the ranks that saved ``states``, with any world size; see
+        """Continue where the ranks that saved ``states`` stopped, with any world size; see
         :class:`LoadsEveryRank`.
 
         Raises:
@@ -248,11 +248,10 @@ class ResumableSampler(Sampler[int]):
     def of_other_rank(
         self, state: Mapping[str, Any], own: int, rank: int, world_size: int
     ) -> tuple[dict[str, Any], bool] | None:
-        """Return the position of ``rank`` after as many batches as rank ``own`` with ``state``, and whether it is
-        certain.
+        """Return the position of ``rank``, which has taken the same number of batches as rank ``own`` with ``state``.
 
-        ``None`` if the samples are not dealt to the ``world_size`` ranks. Uncertain if ranks have different numbers of
-        samples, and so possibly of batches in an epoch.
+        Also return whether the position is certain: not if ranks have different numbers of samples, and so possibly of
+        batches in an epoch. Return ``None`` if the samples are not dealt to the ``world_size`` ranks.
         """
         epoch, replicas = state["epoch"], state["num_replicas"]
         if (state["rank"], replicas) != (own, world_size):
@@ -303,7 +302,7 @@ class ResumableSampler(Sampler[int]):
         return dealt
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """Return the samples of an epoch that no earlier world size has consumed, in order."""
+        """Return the samples of an epoch, in order, without those consumed under earlier world sizes."""
         generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
         if self.shuffle:
             order = torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
@@ -372,7 +371,7 @@ class CountedBatches(Generic[T]):
         sampler._is_over = not self._batches(sampler.epoch)
 
     def _started(self) -> Iterator[T]:
-        """Start the loader without drawing its workers' seed from the generator that training continues to use."""
+        """Start the loader, but do not draw its workers' seed from the generator that training uses."""
         with torch.random.fork_rng(devices=[]):
             sampler = self._sampler
             torch.default_generator.manual_seed(hash((sampler.seed, sampler.epoch, sampler.rank, len(sampler))))
@@ -392,7 +391,7 @@ class CountedBatches(Generic[T]):
             self._check, self._sampler.hinted = None, True
             _log.warning(
                 "The workers of the data loader draw random numbers for the samples of %s. A run that resumes in the "
-                "middle of an epoch draws different ones. For the same ones, add before the sampler and the loader: "
+                "middle of an epoch draws other numbers. To draw the same, add before the sampler and the loader: "
                 "dataset = stagereg.data.seeded(dataset, seed=%d)",
                 type(self._loader.dataset).__name__,
                 self._sampler.seed,
@@ -408,7 +407,7 @@ def _sum_of(dealt: Iterable[tuple[int, list[int]]], epoch: int) -> int:
 
 
 def _past(state: Mapping[str, Any], epoch: int, share: int) -> int:
-    """Return how much of its portion of an epoch a rank had consumed."""
+    """Return how many samples of its portion of an epoch a rank had consumed."""
     if state["epoch"] == epoch:
         return state["consumed"]
     return share if state["epoch"] > epoch else 0

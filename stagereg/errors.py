@@ -15,9 +15,9 @@ RESUME_CODE = 75
 """Exit code of a run that saved and exited after a signal; start the run again. ``EX_TEMPFAIL`` of sysexits.h."""
 
 
-_RANKS = 4  # ranks that a message names
+_RANKS = 4  # maximum number of ranks that a message names
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # address of an object, which differs on each rank
-_LONGEST = 1000  # characters of the text of one error; some errors print their whole input
+_LONGEST = 1000  # maximum characters of one error's text; some errors contain their whole input
 
 
 # Control characters of terminals, characters that reorder text, and characters that cannot be encoded.
@@ -28,15 +28,15 @@ _LINES = re.compile(f"[\t\n]|{_UNPRINTABLE.pattern}")
 def printable(text: str, lines: bool = True) -> str:
     """Return ``text`` with escapes, such as ``\\x1b``, instead of control characters.
 
-    With ``lines``, line breaks and tabs stay. Text from untrusted files passes this function before it is printed.
+    With ``lines``, line breaks and tabs are kept. Pass text from untrusted files through this function before printing.
     """
     kind = _UNPRINTABLE if lines else _LINES
     return kind.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
-"""Exceptions from reading a file with unexpected content. A reader catches them around one file and reports that file;
-around a whole command, they would hide bugs of the command."""
+"""Exceptions that a file with unexpected content can raise. Catch them only around the reading of one file: around a
+whole command, the handler would hide bugs of the command."""
 
 
 class StageregError(Exception):
@@ -63,7 +63,7 @@ class ConfigError(StageregError, ValueError):
 
 
 class TargetNotAllowedError(ConfigError):
-    """A config names a ``_target_`` that is not registered, so nothing was imported or called."""
+    """A config has a ``_target_`` that is not registered. It was neither imported nor called."""
 
 
 class StagingError(StageregError, RuntimeError):
@@ -108,7 +108,7 @@ class JoinableNotInitializedError(StageregError, AssertionError):
 
 
 class UnevenInputsError(StageregError, RuntimeError):
-    """Inputs ran out on some rank and the join was configured to throw.
+    """A rank ran out of inputs, and the join was configured to throw.
 
     Attributes:
         rank: the rank whose inputs ran out, or ``None`` on the other ranks.
@@ -127,7 +127,7 @@ class PeerFailedError(JoinError, RuntimeError):
 
     Attributes:
         rank: the global rank that failed first; ``None`` if it is unknown.
-        message: the error of that rank, or a description of its end.
+        message: the error of that rank, or how it terminated.
     """
 
     def __init__(self, text: str, rank: int | None = None, message: str = "") -> None:
@@ -144,7 +144,7 @@ class CheckpointError(StageregError, RuntimeError):
 
 
 class MissingEntryError(CheckpointError):
-    """A checkpoint lacks an entry of the state, or has the state of another kind of optimizer for it."""
+    """A checkpoint lacks an entry of the state, or has the state of a different optimizer class for it."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -152,7 +152,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class RankMismatchError(CheckpointError):
-    """The ranks differ in their calls, options, values, or steps of an optimizer."""
+    """The ranks differ in their calls, options, values, or optimizer step counts."""
 
 
 class ClosedError(CheckpointError):
@@ -224,7 +224,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def few_of(texts: Sequence[str], most: int, by: str = ", ") -> str:
-    """Return the first ``most`` of some texts, and the number of the others."""
+    """Return the first ``most`` texts, and the number of the remaining texts."""
     return by.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
@@ -241,7 +241,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Return names of a checkpoint for a message, at most the first ``most``."""
+    """Return the names of a checkpoint's entries for a message, at most the first ``most``."""
     more = len(names) - most
     shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]  # untrusted text
     shown += [f"and {more} more"] if more > 0 else []

@@ -1,4 +1,4 @@
-"""The registry: every component by kind and name, without importing the component.
+"""The registry finds components by kind and name, without importing them.
 
 A component is a class or a factory function. It is built in (the table below), or an installed package has an entry
 point for it in the group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or an executed module
@@ -53,7 +53,7 @@ _BUILT_IN = {
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.assembly:Checkpointer",
 }
-# Each of these joinables is in one file with its hook.
+# Each of these joinables is in the same file as its hook.
 for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
     _where = "join.kinds" if _kind in ("ddp", "module", "step") else "extensions.joinables"
     _BUILT_IN["joinable", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Joinable"
@@ -69,7 +69,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered component. Constructing an entry imports nothing.
+    """A registered component. Constructing an entry does not import the component.
 
     Attributes:
         kind: one of :func:`kinds`, such as ``"stager"``.
@@ -117,7 +117,7 @@ class Entry:
             raise RegistryError(f"{who} {why}\nIt was not imported.")
         if not _TARGET.fullmatch(self.target):
             raise RegistryError(
-                f"{who} has the entry point {self.target!r}, which names no component.\n"
+                f"{who} has an invalid entry point: {self.target!r}.\n"
                 f'The entry point must be: {self.kind}.{self.bare} = "package.module:Name"'
             )
         module, _, qualname = self.target.partition(":")
@@ -151,7 +151,7 @@ class Registry:
     def __init__(self, built_in: Mapping[tuple[str, str], str]) -> None:
         self.built_in = dict(built_in)
         self.decorated: list[Entry] = []
-        # Reading the metadata of every installed package takes milliseconds, and Hydra queries dozens of times.
+        # Reading the metadata of all installed packages takes milliseconds, and Hydra queries names dozens of times.
         self._path: list[str] | None = None
         self._packages: dict[tuple[str, str], list[Entry]] = {}
         self._unreadable: list[tuple[str, str]] = []
@@ -180,15 +180,15 @@ class Registry:
             )
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: use letters, digits, '_' and '-'.")
+            raise RegistryError(f"invalid name for {with_article(kind)}: {name!r}. Use letters, digits, '_' and '-'.")
         if name.lower() in _MEANINGS:
-            raise RegistryError(f"{name!r} is not a name for {with_article(kind)}: it is a reserved word in configs.")
+            raise RegistryError(f"invalid name for {with_article(kind)}: {name!r} is a reserved word in configs.")
         caller = sys._getframe(1)
         file = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
         def decorate(component: T) -> T:
             if not callable(component) or not hasattr(component, "__qualname__"):
-                raise RegistryError(f"{kind}/{name} is {component!r}: register a class or a function that returns one.")
+                raise RegistryError(f"{kind}/{name} is {component!r}. Register a class or a function.")
             target = f"{component.__module__}:{component.__qualname__}"
             new = Entry(kind, name, target, file=file, component=component, code=caller.f_code)
             for old in self.decorated:
@@ -208,7 +208,7 @@ class Registry:
         return decorate
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of all components of ``kind``. Imports no component.
+        """Return the sorted names of all components of ``kind``, without importing components.
 
         If several packages have an entry point of the same name, each is listed only as ``name@distribution``.
 
@@ -219,9 +219,9 @@ class Registry:
         return sorted({entry.name for entry in self._entries() if entry.kind == kind})
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return every registered component, sorted by kind and name. Imports no component.
+        """Return every registered component, sorted by kind and name, without importing components.
 
-        A component with several entry points, or an entry point and a decorator, is one entry of the first package.
+        A component with several entry points, or with an entry point and a decorator, is listed for the first package.
         """
         distinct = {(entry.kind, entry.name, entry.target): entry for entry in reversed(self._entries())}
         return tuple(distinct[key] for key in sorted(distinct))
@@ -232,16 +232,16 @@ class Registry:
         return list(self._unreadable)
 
     def unlisted(self, name: str) -> str:
-        """Return lines on invalid entry points, beginning with those named ``name``; empty if there are none."""
+        """Return lines about at most three invalid entry points, those named ``name`` first, or an empty string."""
         found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])
         return "".join(f"\nstagereg skipped an entry point of {who}: {why}" for who, why in found[:3])
 
     def uninstalled(self, kind: str, name: str) -> str:
-        """Return a sentence if a component belongs to an extension that is not installed; otherwise empty."""
+        """Return a sentence if a component belongs to an extension that is not installed; otherwise ``""``."""
         return missing(self.built_in.get((kind, name), ""))
 
     def find(self, kind: str, name: str) -> Entry:
-        """Return the entry of one component. Imports nothing. ``name`` may be ``name@distribution``."""
+        """Return the entry of one component, without importing it. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
         bare, at, distribution = str(name).partition("@")
         found = self._named(kind, bare)
@@ -251,9 +251,9 @@ class Registry:
         if not found:
             known = self.names(kind)
             if why := self.uninstalled(kind, bare):
-                raise UnknownNameError(f"No {kind} named {name!r}. {why}\nThere is: {', '.join(known) or '-'}")
+                raise UnknownNameError(f"No {kind} named {name!r}. {why}\nAvailable: {', '.join(known) or '-'}")
             near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
-            raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
+            raise UnknownNameError(f"No {kind} named {name!r}.{near}\nAvailable: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
             raise RegistryError(
                 f"{len(qualified)} installed packages provide {kind}/{bare}. Write one of: {' or '.join(qualified)}"
@@ -300,7 +300,7 @@ class Registry:
             raise RegistryError(summarize_exception(cause, __file__, importlib.__file__)) from cause
 
     def refresh(self) -> None:
-        """Read the installed packages again. A change of ``sys.path`` does so automatically."""
+        """Read the entry points of all packages again; this also happens when ``sys.path`` has changed."""
         self._path = None
 
     def __reduce__(self) -> str:
@@ -337,7 +337,7 @@ class Registry:
                 entry = Entry(kind, name, target, distribution, version)
                 self._packages.setdefault((kind, name), []).append(entry)
                 continue
-            why = f"{name!r} is not a name: use letters, digits, '_' and '-'."
+            why = f"{name!r} is not a valid name: use letters, digits, '_' and '-'."
             why = why if kind in REQUIRED else f"there is no kind {kind!r}.{nearest(kind, REQUIRED)}"
             self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, but {why}"))
         return self._packages
@@ -374,7 +374,7 @@ def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
 
 
 def _is_alike(own: Entry, entry: Entry, packages: list[Entry]) -> bool:
-    """Return ``_is_same``, or False if another of ``packages`` has an entry point with the same path as ``own``."""
+    """Return the result of ``_is_same``, but False if another entry of ``packages`` has the path of ``own``."""
     elsewhere = own.target != entry.target and any(own.target == each.target for each in packages)
     return not elsewhere and _is_same(own, entry)
 
@@ -422,7 +422,7 @@ def _qualified(entry: Entry) -> str:
 def _require_kind(kind: str) -> None:
     if not isinstance(kind, str) or kind not in REQUIRED:
         raise UnknownNameError(
-            f"No kind {kind!r} of component.{nearest(str(kind), REQUIRED)}\nThere is: {', '.join(kinds())}"
+            f"No kind {kind!r} of component.{nearest(str(kind), REQUIRED)}\nAvailable: {', '.join(kinds())}"
         )
 
 

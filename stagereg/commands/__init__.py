@@ -1,1 +1,1 @@
-"""The subcommands of ``stagereg``. Each module has an ``add_to`` for the dispatcher in ``stagereg.cli``."""
+"""The subcommands of ``stagereg``. Each module has a function ``add_to`` for the dispatcher in ``stagereg.cli``."""

@@ -15,7 +15,7 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     more: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with the option ``--json`` and return its parser; ``more`` is added to its own ``--help``."""
+    """Add a command with the option ``--json`` and return its parser. Its ``--help`` ends with ``more``."""
     parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}".strip())
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -23,7 +23,7 @@ def add_command(
 
 
 def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
-    """Return a ``type`` for an option: ``read`` parses a number above 0 (or 0, with ``or_zero``)."""
+    """Return an argparse ``type`` that parses a number with ``read``: above 0, or at least 0 with ``or_zero``."""
 
     def checked(text: str) -> Any:
         try:

@@ -42,7 +42,7 @@ class Change:
 def limit(text: str) -> float:
     """Parse a limit such as ``worse:5%`` into a relative difference."""
     if (found := _LIMIT.fullmatch(text.strip())) is None:
-        raise ConfigError(f"{text!r} is not a limit: write worse:PERCENT%, for example worse:5%")
+        raise ConfigError(f"invalid limit {text!r}: write worse:PERCENT%, for example worse:5%")
     return float(found[1]) / 100
 
 
@@ -135,7 +135,7 @@ def _change(label: str, then: Document | None, current: Document | None, now: Do
 
 
 def _rows(document: Document, name: str) -> dict[_Key, Document]:
-    """Return the rows of a document by combination, without A/A rows. Raises: ``LookupError``, ``TypeError`` …"""
+    """Return the rows of a document by combination, without A/A rows. Raises: one of ``MALFORMED``."""
     if document["kind"] != "sweep":
         raise ConfigError(f"{name} is a single run, not a sweep: only sweeps can be compared. Name a sweep.")
     found: dict[_Key, Document] = {}

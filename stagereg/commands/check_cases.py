@@ -1,7 +1,7 @@
 """The part of ``stagereg check`` that runs in a child process: imports plugins and runs their contracts with pytest.
 
-Each test is a case with a section, a name and a promise. The child writes a case as a line of JSON before it runs and
-again with its verdict, so that the parent can identify the running case after a crash or a timeout.
+Each test is a case with a section, a name and a promise. The child writes a line of JSON before each case, and another
+line with the verdict, so that the parent can identify the running case after a crash or a timeout.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TARGET = "STAGEREG_CHECK_TARGET_{}"  # environment variable by kind; ranks of a
 
 def run(folder: str, target: str) -> str:
     """Test ``target``, a ``kind/name`` or module; write cases to ``folder/events``. Return an error, or ``""``."""
-    import torch  # imported first: not counted as the plugin's time
+    import torch  # imported first, so that it does not use the plugin's time limit
 
     torch.set_num_threads(1)
     cases = _Cases(Path(folder))
@@ -76,21 +76,21 @@ def run(folder: str, target: str) -> str:
 
 
 class ConfiguredStagerContract(StagerContract):
-    """The contract of a stager that announces no contract and is built from its defaults."""
+    """The contract of a stager whose package declares no contract. The stager is built from its defaults."""
 
     def make(self) -> Any:
         return _made("stager")
 
 
 class ConfiguredKeepContract(KeepContract):
-    """The contract of a retention rule that announces no contract."""
+    """The contract of a retention rule whose package declares no contract."""
 
     def make(self) -> Any:
         return _made("keep")
 
 
 class ConfiguredStorageContract(StorageContract):
-    """The contract of a storage that announces no contract."""
+    """The contract of a storage whose package declares no contract."""
 
     def make(self) -> Any:
         return _made("storage")
@@ -101,7 +101,7 @@ _CONFIGURED = {"stager": ConfiguredStagerContract, "keep": ConfiguredKeepContrac
 if has("tiers"):
 
     class ConfiguredTierContract(stagereg.testing.TierContract):
-        """The contract of a tier that announces no contract and is built from ``dir`` and the options of all tiers."""
+        """The contract of a tier whose package declares none. The tier is built from the options of all tiers."""
 
         def make(self, dir: str, **options: Any) -> Any:
             return _made("tier", dir=dir, **options)
@@ -141,7 +141,7 @@ class _Cases:
             verdict, seen = "kept", do()
         except StageregError as error:
             verdict, seen = "broken", str(error)
-        except BaseException as error:  # includes SystemExit, which would end a training
+        except BaseException as error:  # includes SystemExit, which would terminate training
             verdict, seen = "broken", summarize_exception(error, __file__)
         self.write(section, name, promise, verdict, seen if isinstance(seen, str) else "")
         return verdict == "kept"
@@ -186,7 +186,7 @@ class _Cases:
             self.attempt(section, "contract", promise, lambda: self._add(section, entry, contract))
         elif isinstance(found := _configured(entry), str):
             module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
-            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
+            where = f'declare it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind].__name__}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{found}; {write}")
         else:
@@ -227,11 +227,11 @@ class _Cases:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Write all collected cases as skipped; a case that runs replaces its line."""
         for item in session.items:
-            self.write(*self._case(item), "skipped", "not run: the process terminated before")
+            self.write(*self._case(item), "skipped", "not run: the process terminated first")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         case = self._case(item)
-        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # components of one kind differ
+        os.environ.update([self._targets[case[0]]] if case[0] in self._targets else [])  # one component at a time
         self.write(*case)
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -262,7 +262,7 @@ def _loaded(entry: Entry) -> str:
 
 
 def _announced(entry: Entry) -> str:
-    """Return the contract that a component's package announces, as ``"package.module:Name"``, or ``""``."""
+    """Return the contract that a component's package declares, as ``"package.module:Name"``, or ``""``."""
     for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
             return point.value
@@ -270,7 +270,7 @@ def _announced(entry: Entry) -> str:
 
 
 def _configured(entry: Entry) -> type[Contract] | str:
-    """Return a contract that builds the component from its config (an environment variable), or why that fails."""
+    """Return a contract that builds the component from its config, in an environment variable, or why that fails."""
     os.environ[_TARGET.format(entry.kind)] = json.dumps([entry.path, entry.target.partition(":")[0]])
     try:
         if found := _CONFIGURED.get(entry.kind):
@@ -287,7 +287,7 @@ def _configured(entry: Entry) -> type[Contract] | str:
                     return ConfiguredMemoryTierContract
             return ConfiguredTierContract
     except Exception as error:
-        options = "with no option but a folder" if entry.kind == "tier" else "without options"
+        options = "from the option dir alone" if entry.kind == "tier" else "without options"
         return f"the component cannot be built {options}: {summarize_exception(error, __file__)}"
     return "no generic contract can test this component"
 

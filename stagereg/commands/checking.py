@@ -30,7 +30,7 @@ from stagereg.errors import ConfigError, nearest
 CONTRACTS = "stagereg.contracts"  # entry point group of contracts, named like their plugins
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
 _START_S = 300.0  # seconds for a child process to start and to import torch; not the plugin's time
-_BESIDE = 20  # columns of the table besides `promise` and `seen`
+_OTHER_WIDTH = 20  # characters per line for the columns other than `promise` and `seen`
 _TARGET = (
     "an installed package with plugins, the folder of a package that is not installed, a module, a file (plugin.py), "
     "or kind/name of a component (stager/shared)"
@@ -69,7 +69,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _print(before: str, cases: list[Case]) -> None:
-    wide = (output.line_width() - _BESIDE) // 2
+    wide = (output.line_width() - _OTHER_WIDTH) // 2
     for title in dict.fromkeys(case["section"] for case in cases):
         mine = [case for case in cases if case["section"] == title]
         rows = [(case["verdict"], textwrap.fill(case["promise"], wide), case["seen"]) for case in mine]
@@ -130,7 +130,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
         return _project(folder)
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     raise ConfigError(
-        f"{target!r} is not an installed package, a module or a component.{nearest(target, known)}\nName {_TARGET}."
+        f"{target!r} is not an installed package, module or component.{nearest(target, known)}\nName {_TARGET}."
     )
 
 

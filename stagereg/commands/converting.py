@@ -27,7 +27,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "memory. A .safetensors file contains only the tensors and is written in slices."
     )
     parser = add_command(commands, "convert", help_, run, more)
-    parser.add_argument("checkpoint", help="path or URL of a checkpoint, or a checkpoint directory (newest valid one)")
+    help_ = "path or URL of a checkpoint, or of a checkpoint directory, whose newest valid checkpoint is converted"
+    parser.add_argument("checkpoint", help=help_)
     parser.add_argument("out", help="the file to write: OUT.pt, OUT.pth or OUT.safetensors")
     parser.add_argument("--only", metavar="NAME", help="write only this top-level entry of the state, such as model")
     parser.add_argument("--force", action="store_true", help="replace existing files")
@@ -77,7 +78,7 @@ def run(asked: argparse.Namespace) -> int:
         return 0
     more = f" and {len(written) - 1} other files" if len(written) > 1 else ""
     output.echo(f"Wrote {written[-1]}{more}: {which}, {nbytes:,} bytes")
-    output.echo(f"Written: {listed(names)}")
+    output.echo(f"Entries: {listed(names)}")
     if left_out:
         output.echo(f"Left out, because these values are not tensors: {listed(left_out)}")
     return 0

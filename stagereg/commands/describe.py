@@ -1,6 +1,6 @@
 """Describes a component from its signature and its docstring.
 
-``stagereg show`` prints the description of one component, ``docs/options.py`` of all. Each is imported for this.
+``stagereg show`` describes one component, ``docs/options.py`` all components. Describing a component imports it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from stagereg.registry import Entry
 class Field:
     """A key of a component's config, or an argument that the program passes to ``stagereg.instantiate``."""
 
-    name: str  # nested dataclasses: with dots, "optimizer.lr"
-    type: str  # readable; for an argument its annotation, or empty
+    name: str  # with dots for nested dataclasses, such as "optimizer.lr"
+    type: str  # in readable form; for an argument, its annotation or empty
     required: bool
     help: str  # one line from the docstring
     default: str = ""  # in YAML; empty if a value is required, and for an argument

@@ -53,8 +53,8 @@ def run(asked: argparse.Namespace) -> int:
         output.as_json({"findings": [one._asdict() for one in findings], "broken": broken, "warn": warned})
     else:
         rows = [(f.what, f.verdict, f.found if f.verdict == "ok" else f"{f.found}\n-> {f.do}") for f in findings]
-        output.table("", ("check", "verdict", "found"), rows, verdict="verdict")
-        output.echo(f"\n{broken} broken, {warned} with warnings." if broken or warned else "\nNothing is broken.")
+        output.table("", ("check", "verdict", "result"), rows, verdict="verdict")
+        output.echo(f"\n{broken} broken, {warned} with warnings." if broken or warned else "\nNo problems found.")
     return int(broken > 0)
 
 
@@ -75,7 +75,7 @@ def _versions() -> Iterator[Finding]:
         try:
             installed = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(need.name, "missing" if extra else "broken", "not installed", do)
+            yield Finding(need.name, "missing" if extra else "broken", "optional, " * bool(extra) + "not installed", do)
             continue
         fits = need.specifier.contains(installed, prereleases=True)
         found = installed if fits else f"{installed}, but stagereg requires {need.specifier}"
@@ -84,7 +84,7 @@ def _versions() -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     memory = size_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    yield Finding("machine", "ok", f"{machine.cores()} of {os.cpu_count()} cores for this process, {memory}")
+    yield Finding("machine", "ok", f"{machine.cores()} of {os.cpu_count()} cores for this process, {memory} of memory")
     how = f"compiled extension, {compiled.way}" if compiled.way else "memcpy of the C library: no compiled extension"
     do = "Install a C compiler, then run `pip install --force-reinstall --no-deps ./stagereg`."
     yield Finding("copying", "ok" if compiled.way else "missing", how, do)
@@ -93,7 +93,7 @@ def _limits() -> Iterator[Finding]:
     yield Finding("/dev/shm", "ok" if free >= 2**30 else "warn", f"{size_text(free)} free", do)
     # -1: unlimited
     locked, files = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
-    yield Finding("page-locked memory", "ok", "no limit" if locked < 0 else size_text(locked))
+    yield Finding("page-locked memory", "ok", "no limit" if locked < 0 else f"at most {size_text(locked)}")
     yield Finding(
         "open files", "warn" if 0 <= files < 1024 else "ok", f"at most {files}", "Run `ulimit -n 65536` first."
     )
@@ -101,7 +101,7 @@ def _limits() -> Iterator[Finding]:
 
 def _directory(where: Path) -> Finding:
     folder = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
-    found = f"{machine.file_system(folder)} {size_text(shutil.disk_usage(folder).free)} free"
+    found = ", ".join(filter(None, (machine.file_system(folder), f"{size_text(shutil.disk_usage(folder).free)} free")))
     verdict, what = ("ok", "") if os.access(folder, os.W_OK) else ("broken", "not writable, ")
     return Finding(str(folder), verdict, what + found, "Choose a writable directory with --dir.")
 
@@ -119,10 +119,10 @@ def torch_finding() -> tuple[str, str]:
 
     count = torch.accelerator.device_count()
     kind = str(torch.accelerator.current_accelerator())
-    found = f"{count} {kind}" if count else "no accelerator: training runs on the CPU"
+    found = f"{count} {kind}" if count else "none, so training runs on the CPU"
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
     verdict = "broken" if not gloo else "warn" if kind == "cuda" and not nccl else "ok"
-    return verdict, f"{found}; gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no'}"
+    return verdict, f"{found}; backends: {', '.join(['gloo'] * gloo + ['nccl'] * nccl) or 'neither gloo nor nccl'}"
 
 
 def _components(limit_s: float) -> Iterator[Finding]:

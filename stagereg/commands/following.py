@@ -1,8 +1,8 @@
 """``stagereg follow``: runs a command, for example an evaluation, once for each new checkpoint in a directory.
 
 The follower handles one checkpoint at a time: it takes a read lease, which prevents deletion, verifies the content of
-all files, and runs the command with the path. It then records the result in ``.follow-NAME/`` or in ``--state``; if it
-is killed before, it runs the command again. A lock there prevents a second follower of the same name.
+all files, runs the command with the path, and records the result in ``.follow-NAME/`` or in ``--state``. A follower
+that was killed before it recorded a result runs the command again. A lock prevents a second follower of the same name.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "follow",
         help="run a command, such as an evaluation, once for each new checkpoint",
         description="Verify each new complete checkpoint and run a command once for it: stagereg follow DIR -- python "
-        "evaluate.py {}. The checkpoint's path replaces {} and is in the environment variable STAGEREG_CHECKPOINT, the "
-        "step in STAGEREG_STEP.",
+        "evaluate.py {}. The checkpoint's path replaces {}, and is also in the environment variable "
+        "STAGEREG_CHECKPOINT; the step is in STAGEREG_STEP.",
     )
     add, limit = parser.add_argument, above_zero(seconds_of, or_zero=True)
     add("directory", help="checkpoint directory (checkpoint.dir): a path or a URL, which may not exist yet")
@@ -61,15 +61,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--until-step", type=int, metavar="N", help=help_)
     help_ = "exit if no new checkpoint arrives for this long; 0: handle the existing checkpoints and exit"
     add("--idle", type=limit, metavar="T", help=help_)
-    help_ = "exit if no first checkpoint arrives for this long; default: 1h with --idle, 0 with --idle 0, else no limit"
+    help_ = "exit if no first checkpoint arrives in this time; default: 1h with --idle, 0 with --idle 0, or no limit"
     add("--wait", type=limit, metavar="T", help=help_)
-    help_ = "run the command again for the checkpoints for which it failed before"
+    help_ = "run the command again for checkpoints for which it failed before"
     add("--failed", action="store_true", help=help_)
     parser.set_defaults(run=follow)
 
 
 def follow(asked: argparse.Namespace) -> int:
-    """Follow a directory; return 0, or 1 if a command failed, a checkpoint was corrupt, or none arrived in time.
+    """Follow a directory; return 1 if a command failed, a checkpoint was corrupt or none arrived in time, else 0.
 
     Returns 75 (start the follower again) after SIGTERM or SIGUSR1, and 130 after Ctrl-C.
     """
@@ -77,10 +77,10 @@ def follow(asked: argparse.Namespace) -> int:
         raise ConfigError(f"command not found: {asked.command[0]!r}")
     name = asked.name or _name_of(asked.command)
     if not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigError(f"--name={name!r} must be usable as a file name: only letters, digits and ._+-")
+        raise ConfigError(f"invalid --name={name!r}: use only letters, digits and the characters ._+-")
     store = open_store(asked.directory)
     follower = _Follower(asked, store, open_store(asked.state or f"{store.root}/.follow-{name}"), name)
-    # Signals that are ignored stay ignored: nohup and shell scripts with background jobs set them.
+    # Signals that are already ignored stay ignored: nohup, and shell scripts with background jobs, ignore some.
     taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, follower.receive) for number in taken}
     try:
@@ -100,11 +100,11 @@ class _Stop(Exception):
 class _Follower:
     def __init__(self, asked: argparse.Namespace, store: CheckpointStore, notes: CheckpointStore, name: str) -> None:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
-        self._done: dict[str, str] = {}  # result of the command, by checkpoint
-        self._furthest = -1  # greatest step handled
-        self._bad: dict[str, VerificationResult] = {}  # corrupt checkpoints; not recorded, so checked after a restart
-        self._waiting: set[str] = set()  # seen, not yet handled
-        self._said: dict[str, str] = {}  # messages logged about corrupt checkpoints
+        self._done: dict[str, str] = {}  # results of the command, by checkpoint
+        self._furthest = -1  # greatest handled step
+        self._bad: dict[str, VerificationResult] = {}  # corrupt checkpoints; not recorded, so a restart checks again
+        self._waiting: set[str] = set()  # checkpoints that were seen, but not yet handled
+        self._said: dict[str, str] = {}  # logged messages about corrupt checkpoints
         self._since = time.monotonic()  # time of the last new checkpoint
         self._begun = False  # whether this follower or an earlier process of it has seen a checkpoint
         self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # limit for the first checkpoint
@@ -125,7 +125,7 @@ class _Follower:
                     self._follow(hold)
         except _Stop:
             assert self._received is not None
-            _say(f"stopped by {self._received.name}; all completed checkpoints are recorded")
+            _say(f"stopped by {self._received.name}; the results so far are recorded")
             return _SIGNALS[self._received]
         failed = [_name(key) for key, how in self._done.items() if how == "failed"]
         if failed:

@@ -57,16 +57,16 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     for each in _read(found) if asked.verify else found.conditions:
         # Compares manifests, not paths: a directory may be reached through a symbolic link.
         is_latest = latest is not None and each.manifest == latest.manifest
-        good = "good" if asked.verify else "not verified"
+        passed = "valid" if asked.verify else "not verified"
         stays = [kept[each.name]] if each.name in kept else []
         stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
         lacks = each.manifest.lacks if each.manifest is not None else ""
         inexact = f"not exact: lacks {lacks}" if lacks else ""
         why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each), inexact)))
-        entries.append(_entry(each, good) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
+        entries.append(_entry(each, passed) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "exact", "storage"))
-        state = "leftover of a dead run" if owner is None else "being written"
+        state = "leftover of a killed run" if owner is None else "being written"
         step = step_within(path.rpartition("/")[2])
         entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False, "kept": ""})
     if asked.json:
@@ -78,7 +78,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, more, strict=True)]
     output.table(found.store.root, (*columns, ""), rows, verdict="state")
     if owner is not None:
-        output.echo(f"\nHeld by {owner}")
+        output.echo(f"\nLocked by {owner}")
     return 0
 
 
@@ -110,11 +110,11 @@ def verify(asked: argparse.Namespace) -> int:
     looked = _still_there(found.store, list(found.conditions) if asked.fast else _read(found))
     bad = sum(bool(each.damages) for each in looked)
     unchecked = sum(each.writer == TORCH and not each.damages for each in looked)
-    good = next((each.path for each in newest_first(looked) if not each.damages and each.writer != TORCH), None)
-    entries = [_entry(each, "good") for each in looked]
+    newest = next((each.path for each in newest_first(looked) if not each.damages and each.writer != TORCH), None)
+    entries = [_entry(each, "valid") for each in looked]
     if asked.json:
         how = "fast" if asked.fast else "full"
-        output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
+        output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": newest})
         return int(bad > 0)
     columns = ("step", "files", "size", "state")
     wrong = ["\n".join(f"{name}: {what}" for name, what in each.damages.items()) for each in looked]
@@ -128,7 +128,7 @@ def verify(asked: argparse.Namespace) -> int:
         output.echo(f"{unchecked} saved by plain torch, without checksums: all files exist, content not verified.")
     if bad and not found.one:
         which = "newest checkpoint with valid sizes" if asked.fast else "newest valid checkpoint"
-        output.echo("No checkpoint is valid." if good is None else f"The {which} is {good}")
+        output.echo("No checkpoint is valid." if newest is None else f"The {which} is {newest}")
     return int(bad > 0)
 
 
@@ -143,7 +143,7 @@ def _read(found: Located) -> list[VerificationResult]:
 
 
 def _still_there(store: CheckpointStore, looked: list[VerificationResult]) -> list[VerificationResult]:
-    """Return the results without checkpoints that a running training deleted while they were read."""
+    """Return the results, except for checkpoints that a training run deleted while they were read."""
     there = {each.name for each in conditions(store)}
     left = [e for e in looked if not e.damages or e.name in there or step_of(e.name) is None or e.writer]
     if not left:
@@ -151,9 +151,9 @@ def _still_there(store: CheckpointStore, looked: list[VerificationResult]) -> li
     return left
 
 
-def _entry(each: VerificationResult, good: str) -> dict[str, Any]:
+def _entry(each: VerificationResult, passed: str) -> dict[str, Any]:
     """Return the fields of a checkpoint; an inaccessible file makes the state "unclear", not "corrupt"."""
-    good = "no checksums" if each.writer == TORCH else good
+    passed = "no checksums" if each.writer == TORCH else passed
     bad = "corrupt" if any(not isinstance(what, InaccessibleFile) for what in each.damages.values()) else "unclear"
     manifest = each.manifest
     return {
@@ -166,7 +166,7 @@ def _entry(each: VerificationResult, good: str) -> dict[str, Any]:
         "lost": manifest and [int(rank) for rank in manifest.lost],
         "exact": manifest and not manifest.lacks,
         "storage": manifest and manifest.storage,
-        "state": bad if each.damages else good,
+        "state": bad if each.damages else passed,
         "damages": [{"file": name, "what": what} for name, what in each.damages.items()],
     }
 

@@ -1,6 +1,6 @@
 """``stagereg list`` lists all components; ``stagereg show`` describes one component.
 
-``list`` imports no component, ``show`` imports one. ``--plugins`` first imports modules that no package announces, like
+``list`` imports no component, ``show`` imports one. ``--plugins`` first imports modules that are not entry points, like
 ``plugins: [module]`` in a config.
 """
 

@@ -35,8 +35,8 @@ from stagereg.sweep.run import RankRecord, Run, Started
 from stagereg.sweep.selection import Source, compared
 
 _FIRST, _LAST = 7, 7
-"""Rows at the start and at the end of a long table that a terminal shows."""
-_FAILURES = 4  # most failures that the headline of a run lists; otherwise only the last
+"""Numbers of rows that a terminal shows from the start and the end of a long table."""
+_FAILURES = 4  # maximum number of failures that a run's headline lists; with more, it names only the last one
 _STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
 
 
@@ -47,7 +47,7 @@ _CODES = (
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    help_ = "report a run or a sweep: tables, and for a sweep also plots and an HTML report"
+    help_ = "print tables of a run or a sweep; for a sweep, also write plots and an HTML report"
     parser = add_command(commands, "report", help_, run, f"With --json, files are written only with --output. {_CODES}")
     parser.add_argument(
         "directories",
@@ -58,7 +58,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--metric", default="", help="metric that ranks a sweep; default: the metric of the sweep")
     better = "whether lower or higher values of the metric are better; default: as in the sweep"
     parser.add_argument("--direction", choices=("minimize", "maximize"), help=better)
-    where = "directory for the files of a sweep; default: the sweep's directory, with several sweeps no files"
+    where = "directory for the files of a sweep; default: the sweep's directory, or no files with several sweeps"
     parser.add_argument("--output", default="", metavar="DIR", help=where)
     what = "compare with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
     parser.add_argument("--baseline", default="", metavar="PATH", help=what)
@@ -127,7 +127,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
 def _written(
     asked: argparse.Namespace, directories: Sequence[Path], comparison: Comparison, target: Path
 ) -> Sequence[Path]:
-    """Write the files; repeat if a job ended meanwhile, since a finished sweep writes newer files there."""
+    """Write the files; repeat if a job ended meanwhile, because the sweep then writes newer files in the same place."""
     if not asked.output and (asked.json or len(directories) > 1):
         return ()
     while True:
@@ -184,7 +184,7 @@ def _show(judged: Sequence[Change], document: dict[str, Any]) -> None:
     for each in judged:
         change = "-" if each.change is None else f"{'+' if each.change > 0 else ''}{percent(each.change)}"
         rows.append((each.combination, text(each.before), text(each.now), change, text(each.chance), each.verdict))
-    heads = ("combination", "baseline", "now", "change", "chance", "verdict")
+    heads = ("combination", "baseline", "now", "change", "p-value", "verdict")
     name = document["metric"]
     output.echo()
     output.table(f"{name} compared with the baseline ({document['better']} is better)", heads, rows, verdict="verdict")
@@ -287,7 +287,7 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
         return
     if recorded.others:
         yield (
-            f"Left out: {counted(recorded.others, 'other run')} in this directory; the report is of the latest run. "
+            f"Left out: {counted(recorded.others, 'other run')} in this directory; the report is on the latest run. "
             "Give each run its own directory with hydra.run.dir=PATH."
         )
     records = [record for attempt in recorded.attempts for record in attempt.ranks]
@@ -301,13 +301,13 @@ def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
     if gone := recorded.world_size - len(there):
         first = itertools.islice((rank for rank in range(recorded.world_size) if rank not in there), 8)
         named = ", ".join(map(str, first)) + ", …" * (gone > 8)
-        yield f"No records of {counted(gone, 'rank')} ({named}): the metrics are those of the other ranks."
+        yield f"No records of {counted(gone, 'rank')} ({named}): the metrics cover only the other ranks."
 
 
 def _time_of(life: Goodput) -> Table:
     parts = [
         ("training", life.training, "steps trained for the first time"),
-        ("saves", life.saves, "stalls of the training loop by saves"),
+        ("saves", life.saves, "stalls of the training loop during saves"),
         ("repeated steps", life.again, "steps trained again after a failure or a rollback"),
         ("starts", life.starts, "from the beginning, or from a regular exit, to the first step"),
         *((f"restarts: {name}", s, f"until {PHASES.get(name, name)}") for name, s in life.restarts.items()),
@@ -321,7 +321,7 @@ def _time_of(life: Goodput) -> Table:
 def _starts(every: Sequence[Started]) -> Table:
     names = [name for name in PHASES if any(name in one.phases for one in every)]
     rows = tuple((one.number, *(one.phases.get(name) for name in names), one.seconds) for one in every)
-    note = "Each phase begins when the previous phase ends; the first, at the last step before a failure or at launch."
+    note = "Each phase begins when the previous one ends; the first, at launch or at the last step before a failure."
     return Table("Seconds of each start, by phase", ("restart", *names, "total"), rows, note)
 
 

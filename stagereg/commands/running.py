@@ -1,8 +1,8 @@
-"""``stagereg run``: torchrun that keeps the exit code of its ranks, for schedulers that requeue preempted jobs.
+"""``stagereg run``: runs torchrun but exits with the code of its ranks, for schedulers that requeue preempted jobs.
 
 Runs torchrun in this process, with three differences. The command exits with the code of the first rank that failed,
-such as 75. SIGTERM and SIGUSR1 are forwarded to the ranks, which exit without torchrun's limit of 30 seconds; before
-the ranks are started, the command exits with code 75. Ranks get the memory settings of ``stagereg.main``.
+such as 75. SIGTERM and SIGUSR1 are forwarded to the ranks, which exit without torchrun's limit of 30 seconds; if no
+rank is running yet, the command exits with code 75. Ranks get the memory settings of ``stagereg.main``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stagereg.base.output import warn
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.exits import KEEPS_CODE
 
-_HELP = "torchrun that keeps the exit code of the ranks, such as 75 of a preempted job"
+_HELP = "run torchrun, and exit with the code of the ranks, such as 75 after a preemption"
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # stay ignored if ignored at the start, as with nohup
 
@@ -34,7 +34,7 @@ def run(asked: argparse.Namespace) -> int:
     """Run the ranks of this machine; return 0, or the exit code of the first failed rank (128 + N for signal N).
 
     Raises:
-        LaunchError: The machines cannot connect, or the machine of the rendezvous terminated.
+        LaunchError: The machines cannot connect, or the machine of the rendezvous has failed.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -45,7 +45,7 @@ def run(asked: argparse.Namespace) -> int:
 
     os.environ[KEEPS_CODE] = str(os.getpid())
     parser = get_args_parser()
-    parser.prog, parser.description = "stagereg run", f"{_HELP}. Options are those of torchrun."
+    parser.prog, parser.description = "stagereg run", f"{_HELP}. The options are those of torchrun.".capitalize()
     arguments = parser.parse_args(asked.arguments)
     ending = [each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # never sent; torchrun rejects an empty list
@@ -62,7 +62,7 @@ def run(asked: argparse.Namespace) -> int:
         return RESUME_CODE if error.sigval in _FORWARDED else 128 + error.sigval
     except (DistNetworkError, RendezvousError) as error:
         raise LaunchError(
-            "the machines of this run cannot connect, or the machine of the rendezvous terminated: "
+            "the machines of this run cannot connect, or the machine of the rendezvous has failed: "
             f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass the same --master-addr and --master-port, or "
             "--rdzv-endpoint, on all machines, and check the output of the machine at that address"
         ) from error

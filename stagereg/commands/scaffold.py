@@ -73,7 +73,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "generate a plugin package, with types, documentation, contract and passing tests, or a training program"
     parser = add_command(commands, "new", help_, run)
     kinds = (*_MODULES, _PROGRAM)
-    parser.add_argument("kind", choices=kinds, help="kind of the plugin, or a program: %(choices)s", metavar="kind")
+    parser.add_argument("kind", choices=kinds, help="kind of plugin, or program: one of %(choices)s", metavar="kind")
     name = "name of the plugin, as in stager=NAME, or of the program; lower-case letters, digits and '_'"
     parser.add_argument("name", help=name)
     help_ = "directory in which the new folder is created; default: the current directory"
@@ -94,7 +94,7 @@ def run(asked: argparse.Namespace) -> int:
     else:
         steps = {
             f"{enter} && python -m pip install --editable '.[test]'": "register the plugin under its name",
-            "python -m pytest": "run the tests, which pass",
+            "python -m pytest": "run the tests",
             f"stagereg check {folder.name}": "test the contract and print a table",
         }
     if asked.json:
@@ -132,13 +132,13 @@ def make(kind: str, name: str, parent: Path) -> Path:
 def _problem(kind: str, name: str) -> str:
     """Return why a plugin's package or a program cannot have a name; empty if the name is valid."""
     if not re.fullmatch("[a-z]([a-z0-9_]{0,26}[a-z0-9])?", name) or "__" in name:
-        return "is invalid: use at most 28 lower-case letters, digits and single '_', first a letter, last not '_'"
+        return "is invalid: use at most 28 lower-case letters, digits and single '_', a letter first, '_' never last"
     if kind == _PROGRAM:
         return ""
     if name in registry.names(kind):
         return f"is already the name of {with_article(kind)}: {registry.find(kind, name).origin}"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in (*_RESERVED, *_MODULES, *_MODULES[kind]):
-        return "is reserved: it cannot name a Python package and a Hydra option"
+        return "is reserved: it cannot be both a Python package and a Hydra option"
     found = importlib.util.find_spec(name)
     return "is already a Python module" if found is not None and found.origin is not None else ""
 
@@ -161,7 +161,7 @@ def _files(kind: str, name: str) -> dict[str, str]:
     texts = {file: (example / file).read_text(encoding="utf-8") for file in sources}
     described = f'description = "The {kind} {name} for stagereg."'
     project = re.sub('^description = ".*"', described, texts["pyproject.toml"], flags=re.M)
-    # Only the entry points whose modules are copied stay.
+    # Keep only the entry points whose modules are copied.
     others = "".join(f"(?!{module}:)" for module in _MODULES[kind])
     texts["pyproject.toml"] = re.sub(rf'^"\w+\.\w+" = "lean_export\.{others}.*\n', "", project, flags=re.M)
     old, camel = _NAMES[kind]

@@ -188,7 +188,7 @@ def _unknown_option(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     options = sorted(error.options or ())
     if why := registry.REGISTRY.uninstalled(group, name):
-        return f"No {group} named {name!r}. {why}\nThere is: {', '.join(options) or '-'}"
+        return f"No {group} named {name!r}. {why}\nAvailable: {', '.join(options) or '-'}"
     if not options or not name:
         return ""
     others = [kind for kind in registry.kinds() if kind != group and name in registry.names(kind)]
@@ -196,5 +196,5 @@ def _unknown_option(error: MissingConfigException) -> str:
     hint = where or nearest(name, options)
     if group in registry.kinds():
         unlisted = registry.REGISTRY.unlisted(name)
-        return f"No {group} named {name!r}.{hint}\nThere is: {', '.join(options)}{unlisted}\n{NAMED}"
-    return f"there is no {group}={name}.{hint} There is: {', '.join(options)}"
+        return f"No {group} named {name!r}.{hint}\nAvailable: {', '.join(options)}{unlisted}\n{NAMED}"
+    return f"there is no {group}={name}.{hint} Available: {', '.join(options)}"

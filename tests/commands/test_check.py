@@ -171,7 +171,7 @@ def test_a_hung_process_is_named_with_its_case(tmp_path: Path, check: Check, mon
     assert found["test_rests"] == ("skipped", "not today")
     stuck = rf"still running after 10 s: stuck in test_harms \(.*harmful.py:{line}\)"
     assert re.fullmatch(stuck, found["test_harms"][1])
-    assert found["test_after"] == ("skipped", "not run: the process terminated before")
+    assert found["test_after"] == ("skipped", "not run: the process terminated first")
     assert result["counts"] == {"kept": 4, "broken": 4, "skipped": 3}
     assert not result["kept"]
     assert await_gone(*map(int, (tmp_path / "pids").read_text().split()))
@@ -405,7 +405,7 @@ def test_what_a_target_means_is_known_without_importing_it(install: Install) -> 
         pytest.param("empty.py", "registers no plugin and has no contract", marks=pytest.mark.slow),
         ("pined_cached", "Did you mean 'pinned_cached'?"),
         ("stagr/x", "Did you mean 'stager'?"),
-        ("a b", "is not an installed package, a module or a component"),
+        ("a b", "is not an installed package, module or component"),
         (".", "or install the package (`pip install -e .`) and use its name."),
         ("hydra_core", "Name an installed package with plugins"),
     ],

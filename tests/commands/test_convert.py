@@ -426,7 +426,7 @@ def test_a_directory_of_plain_torch_is_converted(tmp_path: Path, command: Comman
     assert bits(found["model"]) == bits(dict(state["model"]))
     ones, others = found["values"]["list"]
     assert (found["values"]["lr"], ones.tolist(), others) == (0.1, [1, 1], {"a": (1, "b")})
-    assert "Written: model\n" in command("convert", plain, out, "--only", "model", "--force").out
+    assert "Entries: model\n" in command("convert", plain, out, "--only", "model", "--force").out
     assert bits(torch.load(out, weights_only=True)) == bits(found["model"])
     shown = command("convert", plain, tmp_path / "x.safetensors")
     assert load_file(tmp_path / "x.safetensors").keys() > {f"model.{name}" for name in found["model"]}

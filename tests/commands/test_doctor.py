@@ -110,10 +110,10 @@ def test_the_table_has_remedies_and_counts(install: Install, command: Command, w
 @pytest.mark.parametrize(
     ("accelerator", "backends", "verdict", "found"),
     [
-        ("", "gloo", "ok", "no accelerator: training runs on the CPU; gloo yes, nccl no"),
-        ("", "", "broken", "gloo no"),
-        ("cuda", "gloo", "warn", "1 cuda; gloo yes, nccl no"),
-        ("cuda", "gloo nccl", "ok", "1 cuda; gloo yes, nccl yes"),
+        ("", "gloo", "ok", "none, so training runs on the CPU; backends: gloo"),
+        ("", "", "broken", "backends: neither gloo nor nccl"),
+        ("cuda", "gloo", "warn", "1 cuda; backends: gloo"),
+        ("cuda", "gloo nccl", "ok", "1 cuda; backends: gloo, nccl"),
     ],
 )
 def test_what_torch_finds_is_judged(
@@ -144,11 +144,11 @@ def test_what_does_not_fit_is_reported_with_its_remedy(tmp_path: Path, monkeypat
     found = {one.what: one[1:] for one in findings}
     assert found["torch"] == ("broken", "2.4.0, but stagereg requires >=2.11", "pip install 'torch>=2.11'")
     assert found["omegaconf"] == ("broken", "not installed", "pip install 'omegaconf>=2.3'")
-    assert found["safetensors"] == ("missing", "not installed", "pip install './stagereg[safetensors]'")
+    assert found["safetensors"] == ("missing", "optional, not installed", "pip install './stagereg[safetensors]'")
     assert (found["hydra-core"][0], found["matplotlib"][0]) == ("ok", "ok")
     assert found["/dev/shm"][:2] == ("warn", "64 MiB free")
     assert found["open files"][:2] == ("warn", "at most 256")
-    assert found["page-locked memory"][:2] == ("ok", "256 B")
+    assert found["page-locked memory"][:2] == ("ok", "at most 256 B")
     assert found[str(tmp_path)][0] == "broken"
     assert found[str(tmp_path)][1].startswith("not writable, ")
 

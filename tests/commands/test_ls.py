@@ -79,7 +79,7 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None
     assert seen[3][3:] == [size, "B", "2", "dcp", "not", "verified", "latest"]
     assert seen[4] == ["200", "-", "-", "-", "-", "corrupt", "manifest.json:", "missing"]
     assert seen[5][7:] == ["corrupt", "a:", "truncated:", "0", "of", "120", "bytes"]
-    assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
+    assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "killed", "run"]
 
 
 def test_a_shell_gets_what_is_verified_and_what_is_not(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_shell_gets_what_is_verified_and_what_is_not(tmp_path: Path) -> None:
     newest, *_, oldest = listed(tmp_path, "--verify")
     assert newest[0] == "corrupt"
     assert newest[1].startswith("latest; a: CRC-32 mismatch")
-    assert oldest == ["good"]
+    assert oldest == ["valid"]
     (path_of(tmp_path, 200) / "a").unlink()
     assert listed(tmp_path) == [["corrupt", "a: missing"], ["not verified"]]
 
@@ -107,7 +107,7 @@ def test_the_holder_is_named_and_an_unfinished_save_is_theirs(tmp_path: Path, co
         seen = command("ls", tmp_path, "--json").json
         assert seen["held_by"]["pid"] == os.getpid()
         assert [each["state"] for each in seen["checkpoints"]] == ["not verified", "being written"]
-        assert f"Held by process {os.getpid()} on " in command("ls", tmp_path).out
+        assert f"Locked by process {os.getpid()} on " in command("ls", tmp_path).out
         with pytest.raises(Exception, match="in use"):  # looking has not taken the lock away
             StoreLock(tmp_path, patience=0)
 
@@ -241,8 +241,8 @@ def test_each_malformed_manifest_costs_its_checkpoint_and_not_the_listing(tmp_pa
     (tmp_path / f"step-{'9' * 200}").mkdir()
     for name in ("ls", "verify"):
         found = command(name, tmp_path, "--json", code=int(name == "verify")).json["checkpoints"]
-        good = [each["step"] for each in found if each["state"] in ("good", "not verified")]
-        assert good == [900]
+        valid = [each["step"] for each in found if each["state"] in ("valid", "not verified")]
+        assert valid == [900]
         assert [each["state"] for each in found].count("corrupt") == len(BAD) + 1
         text = command(name, tmp_path, code=int(name == "verify")).out
         assert not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text)

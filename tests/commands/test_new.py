@@ -134,7 +134,7 @@ def test_a_name_that_cannot_be_had_is_refused_with_the_reason(tmp_path: Path, co
         "is invalid: use at most 28 lower-case letters": ("9x", "a.b", "mine_", "Mine", "a" * 29),
         taken: ("overlapped",),
     }
-    reasons |= {"cannot name": ("null", "class", "join", "stager_contract"), "is already a Python module": ("json",)}
+    reasons |= {"cannot be both": ("null", "class", "join", "stager_contract"), "is already a Python module": ("json",)}
     for reason, names in reasons.items():
         for name in names:
             assert reason in command("new", "stager", name, "--dir", tmp_path, code=2).err

@@ -134,7 +134,7 @@ def test_other_runs_in_the_directory_are_left_out_and_counted(here: Path, report
         write_events(rank_file(here / "run", 0), [{**event, "run": f"r{number}.0"} for event in run.events(0)])
     seen = report("run").out
     assert "run: Completed 40 steps on 1 rank" in seen
-    assert "Left out: 2 other runs in this directory; the report is of the latest run." in seen
+    assert "Left out: 2 other runs in this directory; the report is on the latest run." in seen
     assert "other run" in report("run", "--json").json["warnings"][0]
 
 

@@ -73,7 +73,7 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, command
     save(tmp_path, 100, 200, 300)
     nbytes = str(sum(map(len, contents(100).values())))
     seen = command("verify", tmp_path).out
-    assert ["100", "3", nbytes, "B", "good"] in [line.split() for line in seen.splitlines()]
+    assert ["100", "3", nbytes, "B", "valid"] in [line.split() for line in seen.splitlines()]
     assert "Read the content of every file: 3 checkpoints, all valid." in seen
     (path_of(tmp_path, 300) / "b").unlink()
     seen = command("verify", tmp_path, code=1).out

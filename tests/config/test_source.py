@@ -104,7 +104,7 @@ def test_a_misspelt_option_gets_the_nearest_or_hydras_list(app: App) -> None:
     app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")  # near a name of the registry
     search = f"hydra.searchpath=[{app.folder}/more]"
     near, far, other = app.run_each(("stager=pinned_cahced",), ("stager=zzz",), ("stager=theirs2", search))
-    listed = f"There is: {', '.join(STAGERS)}\n"
+    listed = f"Available: {', '.join(STAGERS)}\n"
     assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}{NAMED}" in app.refusal(near)
     for line in ("Could not find 'stager/zzz'", "\tmine\n", "\tpinned_cached\n"):
         assert line in app.refusal(far)

@@ -88,7 +88,7 @@ NO_NAME = "a config group takes the name of an option. For no option, write ~GRO
         ),
         (
             "+join_hook=auto",
-            "No join_hook named 'auto'. auto is a joinable: +joinable@join.joinables.NAME=auto.\nThere is: ",
+            "No join_hook named 'auto'. auto is a joinable: +joinable@join.joinables.NAME=auto.\nAvailable: ",
         ),
         ("throw=true", "the config takes no 'throw'. Write join.throw=true. It takes: "),
         ("resume=never", "the config takes no 'resume'. Write checkpoint.resume=never. It takes: "),
@@ -107,8 +107,8 @@ NO_NAME = "a config group takes the name of an option. For no option, write ~GRO
             "To add it, write "
             "+data@other=even",
         ),
-        ("stager=half", "No stager named 'half'.\nThere is: blocking, "),
-        ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"),
+        ("stager=half", "No stager named 'half'.\nAvailable: blocking, "),
+        ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? Available: even, uneven"),
         (
             "stager=null",
             "checkpoints need a stager and a storage; to train without checkpoints, write checkpoint.enable=false",

@@ -112,7 +112,7 @@ def list_steps(asked: argparse.Namespace) -> int | None:
         output.table(f"{run.path}: on this machine", columns, rows, verdict="state")
         output.echo(f"\n{_judgement(run)}")
         if run.held_by is not None:
-            output.echo(f"Held by {run.held_by}")
+            output.echo(f"Locked by {run.held_by}")
     return 0
 
 
@@ -187,7 +187,7 @@ def _cells(step: _Step, columns: Sequence[str], run: _Run, good: str = "") -> li
     if good and not step.damages:
         texts["state"] = good
     elif step.state == "unfinished":
-        texts["state"] = "leftover of a dead run" if run.held_by is None else "being written"
+        texts["state"] = "leftover of a killed run" if run.held_by is None else "being written"
     return [texts[name] for name in columns]
 
 

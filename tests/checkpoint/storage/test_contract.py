@@ -314,7 +314,7 @@ def test_a_storage_keeps_its_name_when_another_package_claims_it(recwarn: pytest
 
 def test_an_unknown_storage_is_reported_with_the_list() -> None:
     assert name_of(FaultyStorage(saves=())) == "dcp", "it wraps that one"
-    with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*There is: dcp, "):
+    with pytest.raises(CheckpointError, match=r"(?s)storage 'gone', which cannot be built.*Available: dcp, "):
         named("gone", DcpStorage())
 
 

@@ -71,7 +71,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 def rows(printed: str) -> dict[str, str]:
     """The end of each row of a table, from its state on, by its step."""
     lines = itertools.takewhile(bool, (" ".join(line.split()) for line in printed.splitlines()[3:]))
-    state = re.compile("good|no checksums|not verified|corrupt")
+    state = re.compile("valid|no checksums|not verified|corrupt")
     return {line.split()[0]: line[found.start() :] for line in lines if (found := state.search(line))}
 
 
@@ -83,7 +83,7 @@ def test_each_writer_s_checkpoint_is_called_what_it_is(tmp_path: Path, command: 
         printed = command("verify", asked)
         assert "corrupt" not in printed
     printed = command("verify", tmp_path)
-    assert rows(printed) == {"30": "no checksums", "20": "good", "10": "good"}
+    assert rows(printed) == {"30": "no checksums", "20": "valid", "10": "valid"}
     assert "Read the content of every file: 2 checkpoints, all valid." in printed
     assert "1 saved by plain torch, without checksums" in printed
 
@@ -140,7 +140,7 @@ def test_directories_of_any_name_are_listed_and_one_of_them_is_to_be_named(tmp_p
     save(tmp_path, "torch", 3, "epoch-3")
     save(tmp_path, "ours", 4, "best")
     printed = command("verify", tmp_path)
-    assert [printed.count(each) for each in ("no checksums", "good", "all valid")] == [1, 1, 1]
+    assert [printed.count(each) for each in ("no checksums", "valid\n", "all valid")] == [1, 1, 1]
     message = f"No checkpoint in {tmp_path} is named step-N. Give one of the directories there: best, epoch-3"
     with pytest.raises(CheckpointError) as refused:
         stagereg.open_checkpoint(tmp_path)

@@ -143,8 +143,8 @@ def test_several_runs_and_their_holders_are_told_apart(tmp_path: Path, command: 
         first, second = command("ls", tmp_path, "--json").json["runs"]
     assert (first["run"], first["held_by"]["pid"], second["held_by"]) == (RUN, os.getpid(), None)
     assert rows(seen)["30"].endswith("being written")
-    assert "Held by process" in seen.partition(OTHER)[0]
-    assert rows(command("ls", tmp_path).out)["30"].endswith("leftover of a dead run")
+    assert "Locked by process" in seen.partition(OTHER)[0]
+    assert rows(command("ls", tmp_path).out)["30"].endswith("leftover of a killed run")
 
 
 def test_a_store_and_other_folders_are_no_tier(tmp_path: Path, command: Command) -> None:
