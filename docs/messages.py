@@ -55,7 +55,7 @@ _REMEDIES = {
     "[Checkpoints](resume.md#renamed-new-and-missing-entries)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
     "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "
-    "[When a rank fails](join-recipes.md#when-a-rank-fails)",
+    "[When a rank fails](join-recipes.md#when-a-rank-fails-in-a-join)",
     "PluginError": "Correct the module that `plugins:` in the config names. [Plugins](plugins.md)",
     "RankFailure": "The message has the traceback of each rank that failed, and the stacks of those that hung.",
     "RanksFailedError": "The message has each cause once, with its rank. Start the same command again to go on.",
@@ -67,7 +67,7 @@ _REMEDIES = {
     "TargetNotAllowedError": "Register the class, or name it in `allow=` of `stagereg.instantiate`. "
     "[Security](../SECURITY.md)",
     "UnevenInputsError": "`join.throw=true` asked for it; without it ranks that run out of data wait. "
-    "[Throw](join-recipes.md#throw-on-uneven-inputs)",
+    "[Throw](join-recipes.md#raise-an-error-on-uneven-inputs)",
     "UnknownNameError": "The message lists the names there are, and the nearest one.",
     "UnstageableTypeError": "Take the value out of the state, or make it a number, text or tensor. The message says "
     "where it is.",
