@@ -1,8 +1,8 @@
-"""Checkpoints: stage, write in the background, commit atomically, retain the newest, restore.
+"""Checkpoints: staging, background writes, atomic commits, retention and restores.
 
-The modules here are the objects that a program holds: :mod:`.checkpointer`, with its :mod:`.options`, :mod:`.hold` and
-:mod:`.together`. Below are seven subpackages in layers; subpackages of one layer do not import each other: ``format``,
-the parts of a checkpoint; ``store``, where checkpoints are stored, and ``state``, the program's objects in a
-checkpoint; ``storage``, the bytes of their files, and ``ranks``, the exchanges between ranks; then ``save`` and
-``load``.
+Programs use :mod:`.checkpointer`, with its :mod:`.options`, its directory lock (:mod:`.hold`) and its coordination of
+the ranks (:mod:`.together`). Seven subpackages in four layers follow, the lowest first; subpackages of one layer do not
+import each other. ``format`` has the parts of a checkpoint. ``store`` accesses checkpoint directories, and ``state``
+the program's objects. ``storage`` reads and writes files, and ``ranks`` has the exchanges between ranks. ``save`` and
+``load`` are the top layer.
 """

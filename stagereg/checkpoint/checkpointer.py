@@ -1,6 +1,6 @@
 """The checkpointer: stages in the training loop, writes and commits in the background, restores at the start.
 
-docs/architecture.md follows one save and one restore through the modules below.
+docs/architecture.md describes one save and one restore, module by module.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ Own = TypeVar("Own", bound="Checkpointer")
 
 
 class Checkpointer:
-    """The core of :class:`stagereg.Checkpointer`, which builds the core with extensions. Constructing is collective.
+    """The base class of :class:`stagereg.Checkpointer`, which adds the extensions. Constructing is collective.
 
-    Arguments that are not listed here are those of :class:`stagereg.Checkpointer`.
+    :class:`stagereg.Checkpointer` documents the arguments that are not listed here.
 
     Args:
-        every: ``maybe_save`` saves at the multiples of this number, at least 1; or at the steps of a schedule.
-        save_last: whether a ``with`` block that ends without an exception saves the last step that
-            :meth:`maybe_save` or :meth:`should_save` was called with, unless that step is saved.
-        extensions: accompany this checkpointer, in one order on all ranks.
-        sharding: decides which rank writes replicated tensors; ``None``: the lowest rank, without a comparison.
-        notes: a directory for the lock and for records; checkpoints then go to the targets of extensions alone, and
-            ``dir`` is their directory in messages.
-        compared: more options that must be the same on all ranks, by name.
+        every: ``maybe_save`` saves at the multiples of this number of steps, at least 1, or at the steps of a schedule.
+        save_last: whether a ``with`` block that ends without an exception saves the last step passed to
+            :meth:`maybe_save` or :meth:`should_save`, if that step is not saved yet.
+        extensions: the extensions of this checkpointer, in the same order on all ranks.
+        sharding: decides which rank writes replicated tensors; ``None``: the lowest rank, and values are not compared.
+        notes: a directory for only the lock and records. Checkpoints then go only to the targets of extensions, and
+            messages use ``dir`` as the name of their directory.
+        compared: further options that must be the same on all ranks, by name.
 
     Raises:
         ConfigError: an option is invalid, the ranks differ in an option or in their extensions, or ``dir`` is a
             different directory on some machine.
-        CheckpointError: on all ranks: another job of the sweep has used ``dir``; or an extension raises the error.
+        CheckpointError: another job of the sweep has used ``dir`` (raised on all ranks), or an extension raised it.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Checkpointer:
         self.stats = CheckpointStats()
         self.restored: Path | str | None = None
         self._seen: int | None = None  # the step of the last call of maybe_save or should_save
-        self._resumed: int | None = None  # the step that ``resume`` has restored
-        self._how: str | None = None  # ``resume``, once :meth:`restore` is called
+        self._resumed: int | None = None  # the step that the option ``resume`` restored
+        self._how: str | None = None  # the option ``resume`` after a call of restore()
         self._closed, self._pid = False, os.getpid()
         self._extensions = Extensions(extensions)
         self._ranks = RankGroup(process_group, failure.timeout)
@@ -127,7 +127,7 @@ class Checkpointer:
             self._begin(process_group, sharding)
 
     def _begin(self, process_group: dist.ProcessGroup | None, sharding: ReplicaSharding | None) -> None:
-        """Create the saver and the exchanges on all ranks: one group for each kind of exchange, so that none mix."""
+        """Create the saver, and a process group for each kind of exchange between the ranks. Collective."""
         called, target, timeout, names = self._extensions, self._target, self._failure.timeout, ParameterNames()
         every = target.schedule.every if type(target.schedule) is Schedule else None
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
@@ -154,17 +154,17 @@ class Checkpointer:
             followers.add(self._together)
 
     def lock(self) -> None:
-        """Lock ``dir`` now, instead of at the first call that asks for a save. Collective. Raises as :meth:`save`."""
+        """Lock ``dir`` before the first call of a save method does. Collective. Raises the errors of :meth:`save`."""
         expect_usable(self._closed, self._pid)
         if self._enabled:
             self._hold.acquire_on_all()
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
-        """Save at the end of a step if :meth:`should_save` returns True; return whether it did. Raises as :meth:`save`.
+        """Save after a step if :meth:`should_save` returns True; return its result. Raises the errors of :meth:`save`.
 
-        The checkpoint is complete once it is written and its copy is confirmed; a kill before that loses it. The next
-        optimizer step or call confirms the copy. A loop that evaluates or idles has no such step or call: there the
-        confirmation takes 0.5 s, or as long as the copy has taken.
+        A checkpoint is lost if the process is killed before the files are written and the staged copy is confirmed.
+        The next optimizer step, or the next call of this object, confirms the copy. Without these, for example during
+        an evaluation, the confirmation takes 0.5 s, or as long as the copy took.
         """
         self.remember(state, step)
         if self.should_save(step):
@@ -176,10 +176,11 @@ class Checkpointer:
         return False
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save, or to exit, after ``step``; all ranks that call with one step get the same answer.
+        """Return whether to call :meth:`save` after ``step``; the result is the same on all ranks.
 
-        For programs that call :meth:`save` themselves, once a step instead of :meth:`maybe_save`. True at positive
-        multiples of ``every``, at the steps of an ``"auto"`` schedule, and after one rank got SIGTERM or SIGUSR1.
+        For programs that call :meth:`save` themselves: call this method once per step instead of :meth:`maybe_save`.
+        True at positive multiples of ``every``, at the steps of an ``"auto"`` schedule, and before an exit because a
+        rank received SIGTERM or SIGUSR1.
         """
         first_step.take_step()
         self._seen = checked_step(step)
@@ -191,27 +192,27 @@ class Checkpointer:
         return self._saver.due(step, everywhere=self._extensions.due(step) > Due.NO)
 
     def goes_everywhere(self, step: int) -> bool:
-        """Return whether a save of ``step`` goes to ``dir`` and the tier, not to the tier alone."""
+        """Return True if a save of ``step`` goes to ``dir`` and the tier, False if it goes to the tier only."""
         return not self._enabled or self._saver.goes_everywhere(step)
 
     def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
         """Stage ``state``, then write and commit it in the background.
 
-        Returns when the stager allows the state to change again. One save may be written while the next one waits; a
-        third call first waits for the oldest save to end. A checkpoint of the same step is replaced.
+        Returns as soon as the program may change the state again. One save may be written while the next one waits; a
+        third call first waits until the oldest save has ended. An existing checkpoint of the same step is replaced.
 
         Args:
             step: the training step, not negative; the same on all ranks.
-            state: the objects and values to save, see the class.
-            everywhere: save in ``dir`` also if :meth:`should_save` returned True for the tier alone.
+            state: the objects and values to save; see :class:`stagereg.Checkpointer`.
+            everywhere: save to ``dir`` even if :meth:`should_save` returned True only for the tier.
 
         Raises:
-            CheckpointError: an earlier save failed, or this rank could not stage the state; or, on rank 0, another run
-                saves in ``dir``, or ``dir`` is not writable. The other ranks then raise at their next call. Complete
-                checkpoints are not touched.
+            CheckpointError: an earlier save failed; this rank could not stage the state; or, on rank 0, another run
+                saves to ``dir`` or ``dir`` is not writable. In the last case the other ranks raise at their next call.
+                Complete checkpoints are not touched.
             Preempted: (a ``SystemExit`` with code 75) the ranks agreed to exit after this step because one of them
-                got SIGTERM or SIGUSR1; the step is saved and committed.
-            Stopped: (a ``SystemExit`` with code 128 + signal) likewise, but the step could not be saved.
+                received SIGTERM or SIGUSR1; the step is saved and committed.
+            Stopped: (a ``SystemExit`` with code 128 + signal) the same, but the step could not be saved.
         """
         expect_usable(self._closed, self._pid)
         if self._enabled:
@@ -226,15 +227,15 @@ class Checkpointer:
         self._saver.save(step, targets, follows)
 
     def listen(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener(step)`` on this rank for each complete checkpoint from now on, before :meth:`wait` returns.
+        """Register a function that this rank calls after each completed checkpoint, before :meth:`wait` returns.
 
-        Runs on the background thread and must not use the process group. Its exceptions are logged.
+        ``listener(step)`` runs on the background thread and must not use the process group. Its exceptions are logged.
         """
         if self._enabled:
             self._background.last.listen(listener)
 
     def wait(self) -> None:
-        """Wait until every save has ended or exceeded ``timeout``; does not wait until older checkpoints are deleted.
+        """Wait until every save has ended or exceeded ``timeout``, but not until older checkpoints are deleted.
 
         Raises:
             CheckpointError: a save failed, and no call has raised that failure yet.
@@ -251,22 +252,22 @@ class Checkpointer:
     def restore(self, state: MutableMapping[str, Any], source: str | os.PathLike[str] | None = None) -> int | None:
         """Load the checkpoint that ``resume`` chooses into the objects and values of ``state``. Collective.
 
-        Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
-        values are replaced in ``state``. The random number generators of each rank are set as well. ``"auto"`` logs
-        which checkpoints it skips, why, and how many steps the run repeats.
+        Objects load their state with ``load_state_dict``; plain tensors and containers change in place, other plain
+        values are replaced in ``state``. The random number generators of each rank are restored as well. ``"auto"``
+        logs the skipped checkpoints with the reasons, and how many steps the run repeats.
 
         Args:
-            state: the same names as were saved, or some of them. In checkpoints of other programs, modules and
-                optimizers are found by the names of their parameters.
+            state: the objects and values by their saved names; saved names may be omitted. In checkpoints of other
+                programs, modules and optimizers are found by the names of their parameters.
             source: the checkpoint to load instead of ``resume``: the path of one checkpoint, or a directory whose
-                newest valid checkpoint is loaded. The directory is only read, also while another run writes there.
+                newest valid checkpoint is loaded. The directory is only read, so another run may write there.
 
         Returns:
             The step of the checkpoint, or ``None`` if there was no checkpoint to load.
 
         Raises:
-            CheckpointError: on all ranks: the checkpoint of ``resume`` is missing or corrupt; none of the checkpoints
-                is valid; one cannot be accessed; it lacks an entry of ``state``; or an object refuses its entry.
+            CheckpointError: on all ranks: the checkpoint that ``resume`` names is missing or corrupt; no checkpoint is
+                valid; a checkpoint cannot be accessed, or lacks an entry of ``state``; or an object rejects its entry.
         """
         expect_usable(self._closed, self._pid)
         if not self._enabled:
@@ -289,15 +290,15 @@ class Checkpointer:
         self._store.retention.spared.clear()
         self._hold.continues = True
         choosing.log_begin(restored, asked, self.dir, source)
-        if restored is None or step is None:  # now, instead of at the first save
+        if restored is None or step is None:  # detect an unsupported state before the first save
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
-        trains = self._hold.acquired or is_program(restored.manifest.command)  # otherwise it may be an evaluation
+        trains = self._hold.acquired or is_program(restored.manifest.command)  # False in an evaluation
         self._resumed = step if source is None and trains else None
         if self._resumed is not None and self.resume in choosing.RESUME:
             record.emit("resumed", step=step, dir=str(self.dir))
-        self._saver.reached = -1  # a run that begins with another run's checkpoint counts from the start
+        self._saver.reached = -1  # a run that starts from another run's checkpoint may begin at step 0
         self._background.restored(step, restored.path)
         return step
 
@@ -307,9 +308,9 @@ class Checkpointer:
             self._hold.acquire_to_restore()
 
     def close(self) -> None:
-        """Wait for every save, at most ``timeout``, end the thread and close the stager. Idempotent.
+        """Wait for every save, at most ``timeout``, end the background threads and close the stager. Idempotent.
 
-        Raises: ``CheckpointError`` if a save failed and no call has raised that failure yet; all is closed anyway.
+        Raises: ``CheckpointError`` if a save failed and no call has raised that failure, after everything is closed.
         """
         if self._closed:
             return
@@ -328,7 +329,7 @@ class Checkpointer:
                 each.abandon()
         self._extensions.notify(CheckpointExtension.close, ended)
         self._background.close()
-        if ended:  # otherwise a thread hangs, and no other run may write before this process ends
+        if ended:  # a hanging save keeps the lock: no other run may write before this process ends
             self._hold.release()
         try:
             self._stager.close()
@@ -366,7 +367,7 @@ class Checkpointer:
             log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
 
     def _end(self) -> None:
-        """End the block together with all ranks; no rank has raised an exception."""
+        """End a ``with`` block without an exception: wait for all ranks, and save the last step. Collective."""
         if self._save_last:
             self._together.end(self._seen)
         self._extensions.notify(CheckpointExtension.ended)
@@ -377,12 +378,12 @@ class Checkpointer:
 
     @property
     def latest(self) -> Path | str | None:
-        """The directory of the last committed checkpoint, a URL if ``dir`` is a URL; ``None`` before the first."""
+        """The path of the newest committed checkpoint, a URL if ``dir`` is a URL; ``None`` without a checkpoint."""
         return path_or_url(found.path) if self._enabled and (found := self._store.latest()) else None
 
     @property
     def every(self) -> int:
-        """The number of steps between checkpoints; with ``"auto"`` the current number."""
+        """The number of steps between checkpoints; with ``every="auto"``, the current number."""
         return self._target.schedule.every if self._enabled else 0
 
     @property
@@ -391,6 +392,7 @@ class Checkpointer:
         return self._saver.stored if self._enabled and self._saver.retake.pending is None else None
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Remember the state to save if this rank leaves a loop or other ranks fail; ``step``, if given, ends now."""
+        """Remember ``state`` for a save after this rank leaves its loop or another rank fails, and the ended
+        ``step``."""
         if self._enabled:
             self._saver.remember(checked_state(state), step)

@@ -1,4 +1,4 @@
-"""Calls the extensions of one checkpointer in order; :mod:`.extension` defines whose errors reach the program."""
+"""Calls the extensions of one checkpointer in order; :mod:`.extension` lists the methods whose errors are raised."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 class Extensions(SaveObserver):
-    """The extensions of one checkpointer. Thread-safe as far as the extensions are.
+    """The extensions of one checkpointer. Thread-safe if the extensions are thread-safe.
 
-    Each method of an observer calls all extensions; only :meth:`capturing` returns a function for another thread.
+    Each method of :class:`.SaveObserver` calls all extensions. The function that :meth:`capturing` returns runs on
+    another thread.
     """
 
     def __init__(self, extensions: Sequence[CheckpointExtension]) -> None:
         self.all = tuple(extensions)
-        self._failed: set[tuple[str, str]] = set()  # methods of extensions whose error was logged
-        self._answered: tuple[int, Due] | None = None  # the last answer of :meth:`due`, with its step
+        self._failed: set[tuple[str, str]] = set()  # names of extensions and methods with a logged error
+        self._answered: tuple[int, Due] | None = None  # the last step and result of :meth:`due`
 
     def options(self) -> dict[str, Any]:
         """Return the values that must be the same on all ranks: the options of extensions, and their names in order."""
@@ -42,12 +43,12 @@ class Extensions(SaveObserver):
         return [target for each in self.all for target in each.targets(setup)]
 
     def start(self, setup: Setup, saves: Saves) -> None:
-        """Start all extensions. Collective. Raises: any error, on the ranks on which an extension raises it."""
+        """Start all extensions. Collective. Raises: any error of an extension, only on the rank where it occurs."""
         for each in self.all:
             each.start(setup, saves)
 
     def due(self, step: int) -> Due:
-        """Return the largest answer of all extensions; calls each of them. Once a step. Raises: any error."""
+        """Call :meth:`due` of all extensions, once per step; return the largest result. Raises: any error."""
         answer = max([each.due(step) for each in self.all], default=Due.NO)
         self._answered = step, answer
         return answer
@@ -59,13 +60,13 @@ class Extensions(SaveObserver):
         return answer is Due.LEAVE
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Exit after the last step: by the first extension that raises ``SystemExit``, otherwise here. Collective."""
+        """Exit after the last step: let extensions raise ``SystemExit``, in order, or raise it here. Collective."""
         for each in self.all:
             each.exit(step, failure, resume)
         raise SystemExit(RESUME_CODE if failure is None else 1) from failure
 
     def is_urged(self) -> bool:
-        """Whether this rank has a reason to exit. Any thread."""
+        """Return whether an extension on this rank requests the exit of all ranks. Any thread."""
         return any(self._results(CheckpointExtension.urges))
 
     def given(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +93,7 @@ class Extensions(SaveObserver):
         return inspect
 
     def manifest_fields(self, step: int) -> dict[str, Any]:
-        """Return the manifest fields of all extensions for a step, except fields that a manifest cannot have."""
+        """Return the manifest fields that all extensions provide for a step. Invalid fields are logged and omitted."""
         found: dict[str, Any] = {}
         for each in self.all:
             with self._logs(each, CheckpointExtension.manifest_fields.__name__):
@@ -100,26 +101,26 @@ class Extensions(SaveObserver):
                 alone = Manifest(step, world_size=1, serial=0, files={}, storage="dcp", command="", **fields)
                 Manifest.loads(alone.dumps())
                 if both := sorted(found.keys() & fields.keys()):
-                    raise ValueError(f"an earlier extension also gives {', '.join(both)}")
+                    raise ValueError(f"an earlier extension already provides {', '.join(both)}")
                 found |= fields
         return found
 
     def committed(self, where: str, target: SaveTarget, step: int) -> None:
-        """Report a save that is complete in a target, ``"store"`` or ``"tier"``; on its thread."""
+        """Report a completed save; ``where`` is ``"store"`` or ``"tier"``. On the thread of the target."""
         self.notify(CheckpointExtension.committed, step, where, target.committed)
 
     def locked(self) -> None:
-        """Report that the run has taken the lock of the checkpoint directory. On rank 0."""
+        """Report to all extensions that the run has locked the checkpoint directory. On rank 0."""
         self.notify(CheckpointExtension.locked)
 
     def outlook(self) -> str:
-        """Return the sentences of all extensions about the next start."""
+        """Return the sentences of all extensions about the next start of the run."""
         return " ".join(filter(None, self._results(CheckpointExtension.outlook)))
 
     def notify(
         self, method: Callable[Concatenate[CheckpointExtension, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call a method of all extensions. An exception of one is logged, and the others are called nevertheless."""
+        """Call a method of all extensions. Exceptions are logged, and the remaining extensions are still called."""
         self._results(method, *args, **kwargs)
 
     def _results(
@@ -133,19 +134,19 @@ class Extensions(SaveObserver):
 
     @contextmanager
     def _logs(self, extension: CheckpointExtension, method: str) -> Iterator[None]:
-        """Log the exceptions of the block: the first one as an error, so that no step repeats it."""
+        """Log the exceptions of a method: the first one at level ERROR, later ones at level DEBUG."""
         try:
             yield
         except Exception as error:
             key = extension.name, method
             level = logging.DEBUG if key in self._failed else logging.ERROR
             self._failed.add(key)
-            text = "stagereg: %s of the extension %s has failed, and will be called again as usual: %s"
+            text = "stagereg: %s() of the extension %s failed, but will be called again as usual: %s"
             _log.log(level, text, method, extension.name, reason(error), exc_info=error)
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
-    """Return a function that calls a bound method without keeping its object; ``otherwise`` once that is collected."""
+    """Return a function that calls a bound method, or returns ``otherwise`` once its object is garbage collected."""
     found = weakref.WeakMethod(method)
 
     def call() -> T:

@@ -1,4 +1,4 @@
-"""The end of a checkpointer: log how the next run resumes, and refuse later calls."""
+"""The end of a checkpointer: log how the next run can resume, and reject later calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NO_STEP = (
 def describe_end(
     background: SaveThreads, dir: Path | str, finished: bool, resume: str | None, skipped: str = ""
 ) -> str:
-    """Return which checkpoint the next run can resume from, and how.
+    """Return a text with the newest checkpoint and the way to resume from it.
 
-    ``resume`` is the option of the run that ends, ``None`` if the run has not called ``restore()``. ``skipped`` names
-    the checkpoints that the next start skips, if there are any.
+    ``resume`` is the option of the ending run, or ``None`` if the run did not call ``restore()``. ``skipped`` is a text
+    about the checkpoints that the next start skips, if there are any.
     """
     newest = background.describe_newest()
     if skipped:
@@ -46,7 +46,7 @@ def describe_end(
 
 
 def expect_usable(closed: bool, pid: int) -> None:
-    """Raise ``ClosedError`` if the checkpointer is closed, ``CheckpointError`` if it is another process's."""
+    """Raise ``ClosedError`` if the checkpointer is closed, ``CheckpointError`` if another process constructed it."""
     if closed:
         raise ClosedError("This checkpointer is closed. Construct another one.")
     if os.getpid() != pid:
@@ -66,8 +66,8 @@ def log_end(
 ) -> None:
     """Log how to resume, on a rank that has the lock.
 
-    ``stayed`` is the step that the run resumed from, and its path, if the run has taken no further step. The other
-    arguments are those of :func:`describe_end`.
+    ``stayed`` is the step and the path that the run resumed from, if it took no further step. For the other arguments
+    see :func:`describe_end`.
     """
     if finished and stayed is not None:
         _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
@@ -77,9 +77,9 @@ def log_end(
 
 
 def warn_of_unclosed(dir: Path | str, saver: Saver, hold: DirectoryLock, pid: int) -> None:
-    """Log that the program has dropped a checkpointer that saves, or has ended, without ``close()``."""
+    """Warn if a checkpointer that saves was garbage collected, or the program ended, without ``close()``."""
     own = hold.acquired and os.getpid() == pid  # a forked child does not own the lock
-    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # an uncaught exception is the reason
+    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # silent after an uncaught exception
         _log.warning(
             "stagereg: The Checkpointer of %s was not closed: its last step is saved only if it was due for a save. "
             "Use `with Checkpointer(...) as checkpointer:` around the loop, or call close() at the end.",

@@ -1,10 +1,9 @@
-"""The protocols by which extensions plug into a checkpointer.
+"""The protocols between a checkpointer and its extensions.
 
-The core calls what is written here, and knows nothing else of extensions. All extensions of a checkpointer are called
-in one order, the same on all ranks (:mod:`.dispatch`). What an extension raises in :meth:`CheckpointExtension.targets`,
-``start``, ``due``, ``exit`` or a method of :class:`RestoreExtension` reaches the program. What an extension raises in
-another method is logged, and fails neither a save nor training. No method has a time limit: one that hangs holds its
-thread.
+The core of the checkpointer uses extensions only by these protocols. It calls all of them in one order, which is the
+same on all ranks (:mod:`.dispatch`). Exceptions of :meth:`CheckpointExtension.targets`, ``start``, ``due`` and
+``exit``, and of all methods of :class:`RestoreExtension`, are raised in the program. Exceptions of other methods are
+logged, and fail neither a save nor training. No method has a time limit: a method that hangs blocks its thread.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Due(enum.IntEnum):
-    """What is to happen after a step. Of several answers the largest one counts."""
+    """The action after a step. Of the results of several extensions, the largest one counts."""
 
     NO = 0
     SAVE = 1
@@ -41,29 +40,29 @@ class Due(enum.IntEnum):
 
 
 class Saves(Protocol):
-    """The saves of a checkpointer, as its extensions see them."""
+    """The interface of an extension to the saves of its checkpointer."""
 
     stats: CheckpointStats
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint in the directory that this run knows to be good. Any thread."""
+        """The step of the newest checkpoint in the directory that this run knows to be valid. Any thread."""
 
     def note_newest(self, step: int | None) -> None:
-        """Note that ``step`` is the newest good checkpoint in the directory, ``None`` for no checkpoint. Any thread."""
+        """Record the step of the newest valid checkpoint in the directory; ``None`` for none. Any thread."""
 
     @property
     def targets(self) -> Sequence[SaveTarget]:
-        """Where saves go, the checkpoint directory last."""
+        """The targets of saves. The checkpoint directory is the last one."""
 
     def describe_newest(self) -> str:
-        """Return a sentence on the newest checkpoint. Any thread."""
+        """Return a sentence about the newest checkpoint. Any thread."""
 
     def finish(self) -> bool:
-        """Wait until all saves have ended, and old checkpoints are deleted; False if a save hangs."""
+        """Wait until all saves have ended and old checkpoints are deleted; return False if a save hangs."""
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the directory have ended, well or not; False if they have not at ``until``."""
+        """Wait until all saves to the directory have ended or failed; return False if some have not at ``until``."""
 
     def raise_failure(self) -> None:
         """Raise the first failure that no call has raised yet. Training thread."""
@@ -71,41 +70,41 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a checkpointer, before it can save."""
+    """The parts and options of a checkpointer that its extensions receive before the first save."""
 
     ranks: RankGroup  # the ranks that save together, for exchanges on the training thread
-    process_group: dist.ProcessGroup | None  # the option, in which an extension makes groups of its own
-    training: dist.ProcessGroup | None  # the process group that trains, ``None`` for a rank that is alone
-    store: CheckpointStore  # the checkpoint directory; without one, a directory of notes
-    stores: bool  # whether checkpoints go to that directory
-    storage: Storage  # writes their files
-    names: ParameterNames  # of the parameters in the state, as the saves see them
-    every: int | None  # the number whose multiples are saved, ``None`` for another schedule
+    process_group: dist.ProcessGroup | None  # the option ``process_group``; extensions create their groups in it
+    training: dist.ProcessGroup | None  # the process group that trains; ``None`` for a single process
+    store: CheckpointStore  # the checkpoint directory; without one, the directory of the lock and records
+    stores: bool  # whether checkpoints are saved to that directory
+    storage: Storage  # the storage that writes the checkpoint files
+    names: ParameterNames  # the names of the parameters in the state, as saves use them
+    every: int | None  # the number of steps between saves; ``None`` for a schedule without a fixed number
     dir: Path | str  # the directory, for messages
-    token: str  # names this run; the same on all ranks
-    resume: str  # the option
-    timeout: datetime.timedelta  # of a save
+    token: str  # the unique name of this run; the same on all ranks
+    resume: str  # the option ``resume``
+    timeout: datetime.timedelta  # the timeout of a save
     lock: Callable[[], object]  # locks the directory; collective
-    is_urged: Callable[[], bool]  # whether an extension of this rank has a reason to leave (``urges``)
+    is_urged: Callable[[], bool]  # whether an extension of this rank requests an exit (``urges``)
 
 
 class Rejection(NamedTuple):
-    """Why a restore skips a candidate whose files may all be good."""
+    """The reason why a restore skips a candidate; its files may be valid."""
 
-    word: str  # completes "the checkpoint is ...", such as ``"quarantined"``
+    word: str  # the word that completes "the checkpoint is ...", such as ``"quarantined"``
     about: str  # the subject of the reason, such as the name of a corrupt file
     why: str  # the reason
-    hint: str = ""  # what to do, for the warning that the candidate is skipped
-    advice: str = ""  # what to do, for the error if every candidate is skipped
+    hint: str = ""  # the advice in the warning that the candidate is skipped
+    advice: str = ""  # the advice in the error that all candidates are skipped
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A checkpoint that a restore may try."""
 
-    found: VerificationResult  # the directory and its manifest, and which files are corrupt
+    found: VerificationResult  # the directory, its manifest and its corrupt files
     source: str  # the name of the source that reads the checkpoint
-    rejections: tuple[Rejection, ...] = ()  # why it is skipped; the first one names the candidate in messages
+    rejections: tuple[Rejection, ...] = ()  # reasons to skip it; messages use the ``word`` of the first one
 
     @property
     def path(self) -> str:
@@ -127,39 +126,38 @@ class Candidate:
 
     @property
     def word(self) -> str:
-        """Completes "the checkpoint is ..." for a candidate that is skipped."""
+        """The word that completes "the checkpoint is ..." for a skipped candidate."""
         return self.rejections[0].word if self.rejections else "corrupt"
 
     def lines(self) -> list[str]:
-        """Return why the candidate is skipped, one line a reason."""
+        """Return the reasons why the candidate is skipped, one per line."""
         return [*self.found.lines(), *(f"{each.about}: {each.why}" for each in self.rejections)]
 
     def __str__(self) -> str:
-        """The reasons on one line."""
         return "; ".join(self.lines())
 
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """One call of :meth:`.Checkpointer.restore`. Fields that are not explained are as in :class:`stagereg.Restore`."""
+    """The arguments of one restore. :class:`stagereg.Restore` documents the fields without a comment."""
 
     store: CheckpointStore  # the directory of checkpoints
     resume: str  # ``"auto"``, ``"latest"`` or the path of a checkpoint
-    own: bool  # whether the option ``resume`` chooses the checkpoint, and not the argument ``source``
+    own: bool  # whether the option ``resume`` chooses the checkpoint; otherwise the argument ``source``
     verify: str
     read: str
     cast: bool
     exact: bool
     rename: Mapping[str, str]
     allow_missing: Sequence[str]
-    state: MutableMapping[str, Any]  # the argument of ``restore``
-    names: ParameterNames  # of the parameters of ``state``
-    storage: Storage  # the checkpointer's
+    state: MutableMapping[str, Any]  # the objects and values to restore
+    names: ParameterNames  # the names of the parameters in ``state``
+    storage: Storage  # the storage of the checkpointer
     ranks: RankGroup  # the ranks that restore
 
     @property
     def where(self) -> str:
-        """The directory or the path that is restored from."""
+        """The checkpoint directory, or the path of the checkpoint, that is restored."""
         return self.resume if self.is_path else self.store.root
 
     @property
@@ -169,17 +167,17 @@ class RestoreRequest:
 
     @property
     def failing(self) -> str:
-        """How the message of an error begins."""
+        """The beginning of error messages."""
         return f"Nothing was restored from {self.where}"
 
 
 class CheckpointSource:
-    """Where one restore finds checkpoints: the checkpoint directory, a local tier, directories of plain torch.
+    """A place with checkpoints for one restore: the checkpoint directory, a local tier, or directories of plain torch.
 
-    All methods run on the training thread. What a method raises reaches the program, on all ranks.
+    All methods run on the training thread. Their exceptions are raised in the program, on all ranks.
 
     Attributes:
-        name: in :attr:`Candidate.source`; unique.
+        name: the unique name of the source, for :attr:`Candidate.source`.
         shares_reads: whether one rank may read the files for the other ranks.
         root: the directory that messages name, if it is not the checkpoint directory.
     """
@@ -189,51 +187,48 @@ class CheckpointSource:
     root = ""
 
     def claims(self, path: str) -> bool:
-        """Whether ``path`` is a checkpoint that this source alone reads. The same on all ranks; not collective."""
+        """Return whether only this source reads the checkpoint ``path``; the same on all ranks. Not collective."""
         return False
 
     def survey(self) -> bool:
-        """Look for checkpoints; return whether there are some, if that is known before they are listed. Collective."""
+        """Search for checkpoints before they are listed; return True if some are known to exist. Collective."""
         return False
 
     def insert(self, listed: list[Candidate], resume: str) -> list[Candidate]:
-        """Return ``listed``, in which the newest is first, with the candidates of this source. On rank 0.
+        """Return ``listed``, sorted newest first, with the candidates of this source inserted. On rank 0.
 
-        ``resume`` is the one of the request, or ``"auto"`` for ``"latest"`` if another source has checkpoints.
+        ``resume`` is the request's, but ``"auto"`` instead of ``"latest"`` if :meth:`survey` of a source returned True.
         """
         raise NotImplementedError
 
     def lease(self, candidate: Candidate) -> AbstractContextManager[None]:
-        """Return what keeps a candidate from being deleted. On rank 0."""
+        """Return a context manager that prevents the deletion of a candidate. On rank 0."""
         return nullcontext()
 
     def check(self, candidate: Candidate, rank: int, size: int) -> dict[str, Found]:
-        """Read the share of one of ``size`` ranks of all files, and return what was found. On each rank.
+        """Read and check the files that belong to ``rank`` of ``size`` ranks; return the results by name. On each rank.
 
-        A source that checks bytes as it reads them returns nothing.
+        Empty if the source checks the bytes while it loads them.
         """
         return {}
 
     def is_complete(self, candidate: Candidate) -> bool:
-        """Whether this rank sees all files of a candidate. On each rank; not collective."""
+        """Return whether this rank sees all files of a candidate. On each rank; not collective."""
         return True
 
     def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
-        """Return the files of a candidate, opened; ``index`` is the content of the index, if it is read already.
-
-        On each rank; not collective.
-        """
+        """Open the files of a candidate; ``index`` is the content of its index, if known. Each rank; not collective."""
         raise NotImplementedError
 
     def corrupt(self, candidate: Candidate) -> None:
-        """A candidate is corrupt. On all ranks; not collective."""
+        """Called after a candidate was found to be corrupt. On all ranks; not collective."""
 
     def restored(self, candidate: Candidate, files: CheckpointFiles) -> None:
-        """All ranks have restored a candidate from these files, which are still open. Collective."""
+        """Called after all ranks have restored a candidate, before ``files`` are closed. Collective."""
 
 
 class SharedReader(Protocol):
-    """Reads each byte of a checkpoint on one rank, which passes the byte on to the ranks that need it."""
+    """Reads each byte of a checkpoint on one rank, which sends it to the ranks that need it."""
 
     def index(self, checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
         """Return the content of the index. Collective. Raises: ``CheckpointError``, on all ranks."""
@@ -242,146 +237,144 @@ class SharedReader(Protocol):
     def begin(
         self, checkpoint: Checkpoint, files: CheckpointFiles, transfer: Transfer, ranks: RankGroup, check: bool
     ) -> Callable[[], Mapping[str, str]]:
-        """Begin to read, and change no object yet; return what reads all, and then returns the corrupt files.
+        """Prepare a read without changing objects; return a function that reads, and then returns the corrupt files.
 
-        With ``check`` all files are read and compared with the manifest. Both are collective. Raises:
-        ``CheckpointError``, on all ranks.
+        With ``check``, it reads all files and compares them with the manifest. Both functions are collective. Both
+        raise ``CheckpointError`` on all ranks.
         """
         ...
 
 
 class RestoreExtension:
-    """Accompanies restores, on all ranks. Each method does nothing here, and runs on the training thread.
+    """An extension of restores, on all ranks. Each method does nothing by default, and runs on the training thread.
 
-    What a method raises reaches the program.
+    Exceptions of the methods are raised in the program.
     """
 
     shared_reader: SharedReader | None = None
 
     def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
-        """Return what a restore reads beside the checkpoint directory: the same on all ranks. Not collective."""
+        """Return sources in addition to the checkpoint directory; the same on all ranks. Not collective."""
         return ()
 
     def candidates(self, request: RestoreRequest, listed: list[Candidate]) -> list[Candidate]:
-        """Return the candidates, with more rejections or in another order: the same on all ranks. Collective."""
+        """Return the candidates, with rejections added or in another order; the same on all ranks. Collective."""
         return listed
 
     def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
-        """A candidate is about to be read. On all ranks; not collective."""
+        """Called before a candidate is read. On all ranks; not collective."""
 
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
-        """A restore has ended; ``None``: there was nothing to restore. On all ranks; not collective."""
+        """Called at the end of a restore; ``None`` if there was no checkpoint. On all ranks; not collective."""
 
     def refused(self, error: CheckpointError) -> None:
-        """A restore has failed. On all ranks; not collective."""
+        """Called after a restore has failed. On all ranks; not collective."""
 
 
 class SaveObserver:
-    """Observes what one rank saves. Each method does nothing here.
+    """An observer of the saves of one rank. Each method does nothing by default.
 
-    All methods are called on the training thread, and must neither wait nor be collective. What one raises is logged.
+    All methods are called on the training thread, and must not wait or be collective. Their exceptions are logged.
     """
 
     def given(self, state: Mapping[str, Any]) -> None:
-        """The program has given a state, which is kept for saves; objects in containers are entries of their own."""
+        """Called after the program has passed a state to save. Objects in its containers are separate entries."""
 
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
-        """A step has ended, with the state that was given for it, ``None`` if that was given earlier."""
+        """Called at the end of a step; ``state`` is the state passed for it, or ``None`` if it was passed earlier."""
 
     def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
-        """The program saves ``step`` in ``targets``; ``state`` is its own dict, ``None`` if it never gave one."""
+        """Called when a save to ``targets`` begins; ``state`` is the program's dict, or ``None`` if it passed none."""
 
     def capturing(
         self, state: Mapping[str, Any], captured: Mapping[str, Any]
     ) -> Callable[[dict[str, Any]], object] | None:
-        """Entries of a state are ``captured``, and about to be staged.
+        """Called before the ``captured`` entries of a state are staged.
 
-        Return what is to be called with the staged copy, on the thread of the save.
+        Return a function that the thread of the save calls with the staged copy, or ``None``.
         """
         return None
 
 
 EXTENSIONS = "extensions"
-"""What ranks compare the names of their extensions as."""
+"""The name of the option in which ranks compare the names of their extensions."""
 _NONE: Mapping[str, Any] = {}
 
 
 class CheckpointExtension(SaveObserver, RestoreExtension):
-    """Accompanies one checkpointer on all ranks. Each method does nothing here. See the module for errors.
+    """An extension of one checkpointer, on all ranks. Each method does nothing by default. See the module for errors.
 
-    A checkpointer that the program has dropped is to be collected at once, so an extension keeps no reference to it.
+    An extension must not keep a reference to its checkpointer, so that an unused checkpointer is freed immediately.
 
     Attributes:
-        name: in messages; ranks have the same extensions if they have the same names in one order.
-        options: what has to be the same on all ranks, by the name of the option below ``checkpoint``.
+        name: the name for messages. The extensions must have the same names in the same order on all ranks.
+        options: values that must be the same on all ranks, by the name of the option below ``checkpoint``.
     """
 
     name = ""
     options = _NONE
 
     def targets(self, setup: Setup) -> Sequence[SaveTarget]:
-        """Return where saves go besides the checkpoint directory. Collective; training thread, before :meth:`start`."""
+        """Return targets in addition to the checkpoint directory. Collective; training thread, before :meth:`start`."""
         return ()
 
     def start(self, setup: Setup, saves: Saves) -> None:
-        """The checkpointer is constructed; ``saves`` is as long-lived as it. Collective; training thread."""
+        """Called after the checkpointer is constructed; ``saves`` lives as long. Collective; training thread."""
 
     def locked(self) -> None:
-        """The run has the lock of the checkpoint directory from now on. On rank 0, training thread."""
+        """Called after this run has taken the directory lock. On rank 0; training thread."""
 
     def due(self, step: int) -> Due:
-        """Return what to do after ``step``: the same on all ranks. Training thread, once a step."""
+        """Return the action after ``step``; the same on all ranks. Training thread, once per step."""
         return Due.NO
 
     def urges(self) -> bool:
-        """Whether this rank has a reason to leave, on which the ranks may not have agreed yet. Any thread."""
+        """Return whether this rank requests an exit, on which the ranks may not have agreed yet. Any thread."""
         return False
 
     def leaving(self) -> None:
-        """All ranks are about to save their last step, and then to exit. Training thread."""
+        """Called before all ranks save their last step and exit. Training thread."""
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Raise ``SystemExit`` if the ranks leave by the answer of this extension.
+        """Raise ``SystemExit`` if this extension has requested the exit of the ranks. Collective; training thread.
 
-        ``step`` is saved, unless there is a ``failure``. ``resume`` is the option, ``None`` if the run has not called
-        ``restore()``. Collective; training thread.
+        ``step`` is saved, unless there is a ``failure``. ``resume`` is ``None`` if the run did not call ``restore()``.
         """
 
     def follow(self, over: bool) -> None:
-        """Take part in exchanges that ranks in the loop of a join have begun, on a rank that has left it.
+        """Take part in the exchanges of ranks in a join's loop, on a rank that has left the loop. Training thread.
 
-        ``over``: no rank is in the loop any more; called on all ranks. Training thread.
+        ``over`` is True if no rank is in the loop any more; the method is then called on all ranks.
         """
 
     def idle(self) -> None:
-        """Take part in exchanges that this rank has missed. About once a second, on the thread of saves."""
+        """Take part in exchanges that this rank has missed. Called about once per second, on the thread of saves."""
 
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
-        """Return fields of the manifest of a checkpoint, as JSON. On rank 0; the thread of the save.
+        """Return additional manifest fields of a checkpoint, as JSON values. On rank 0, on the thread of the save.
 
-        Fields that a manifest cannot have are logged as an error is, and left out.
+        Invalid fields are logged like an exception, and omitted.
         """
         return {}
 
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
-        """A save is complete in the target ``where``, the checkpoint directory, ``"store"``, or ``"tier"``.
+        """Called after a save to the checkpoint directory (``"store"``) or to a tier (``"tier"``) is complete.
 
-        ``checkpoint`` is the new one in the checkpoint directory, on rank 0. On each rank; a thread of saves, which
-        waits.
+        ``checkpoint`` is the new checkpoint in the directory, on rank 0 only. On each rank, on the target's thread.
         """
 
     def ending(self, error: BaseException | None) -> None:
-        """The ``with`` block of the checkpointer ends, in ``error`` or well. On this rank; training thread."""
+        """Called at the end of the ``with`` block; ``error`` is its exception, if any. Each rank; training thread."""
 
     def ended(self) -> None:
-        """The blocks of all ranks end well; their last step is still to be saved. Training thread."""
+        """Called if all ranks' blocks ended without an exception, before the last save. Training thread."""
 
     def completed(self) -> None:
-        """The blocks of all ranks have ended well, and the last step is saved. Collective; training thread."""
+        """Called if all ranks' blocks ended without an exception, after the last save. Collective; training thread."""
 
     def outlook(self) -> str:
-        """Return what the next start does that a user may not expect, as a sentence; else nothing. On rank 0."""
+        """Return a sentence about unexpected behavior of the next start, or an empty text. On rank 0."""
         return ""
 
     def close(self, in_time: bool) -> None:
-        """The checkpointer is closed; ``in_time`` unless a save hangs. Training thread; idempotent."""
+        """Called when the checkpointer closes; ``in_time`` is False if a save hangs. Training thread. Idempotent."""

@@ -1,13 +1,13 @@
-"""The lock of a run on its checkpoint directory: rank 0 holds the lock, and no other run writes there meanwhile.
+"""The lock of a run on its checkpoint directory. While rank 0 holds the lock, no other run writes there.
 
-A program that never saves is a reader, and a constructor cannot know that. So constructing takes no lock. Rank 0 takes
-the lock when the program first asks for a save (``maybe_save``, ``should_save``, ``save``), or at ``restore`` if the
-same command saved the newest checkpoint: the same program with the same arguments (:func:`.command_key`). A crash
-between ``restore`` and the first ``maybe_save`` is counted then, and a second run is refused before it trains. An
-evaluation can run next to training and start before it. With a tier, whose folder is locked, constructing takes both.
+The constructor takes no lock, because a program that never saves is only a reader. Rank 0 takes the lock at the first
+call of ``maybe_save``, ``should_save`` or ``save``. It takes the lock in ``restore`` if the same command, that is, the
+same program with the same arguments (:func:`.command_key`), saved the newest checkpoint. So a crash between ``restore``
+and the first ``maybe_save`` is counted, and a second run is refused before it trains. An evaluation can run next to
+training, and may start first. With a tier, the constructor locks the tier's folder and the directory.
 
-At the start the ranks check that they see one directory, and not a different directory with the same path on each
-machine: rank 0 writes a reader's lease, which no run deletes meanwhile.
+The constructor also checks that all machines see one shared directory, not different directories with the same path:
+rank 0 writes a reader's lease, which other runs do not delete, and the other ranks look for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
 
 SCRATCH = "stagereg-scratch-"
-"""Prefix of a folder that receives no checkpoints, so that each machine may have its own folder of that path."""
+"""Prefix of the names of folders that receive no checkpoints, and so need not be shared between machines."""
 
 _PATIENCE_S = 5.0  # seconds for a network file system to show a file that another machine has created
 _POLL_INTERVAL_S = 0.05
@@ -48,13 +48,13 @@ _log = logging.getLogger(__name__)
 
 
 class DirectoryLock:
-    """The lock of one run, on one rank; only rank 0 acquires the lock.
+    """The directory lock of one run. Each rank has this object, but only rank 0 acquires the lock.
 
     Args:
-        acquired: called on rank 0 once the lock is acquired.
+        acquired: called on rank 0 after the lock is acquired.
 
     Attributes:
-        continues: whether the run has restored, so that it owns the checkpoints of earlier runs.
+        continues: whether the run has called ``restore``, so that earlier checkpoints in the directory belong to it.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class DirectoryLock:
         acquired: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
-        self._process = os.getpid()  # a forked child takes no lock
+        self._process = os.getpid()  # a forked child must not take the lock
         self._lock: StoreLock | None = None
         self._failing = ""  # prefix of error messages
         self._warned = False
-        self._known: int | None = None  # serial of the last committed checkpoint that the run has seen
+        self._known: int | None = None  # serial of the last commit that the run knows
         self.continues = False
         self._when_acquired = acquired
 
     @property
     def acquired(self) -> bool:
-        """Whether this process has taken the lock; it may have released the lock since."""
+        """Whether this process has taken the lock; stays True after the release."""
         return self._lock is not None
 
     def open(self, given: str | None) -> str:
-        """Make sure that all ranks see the directory, and return a token of this run. Collective.
+        """Check that all ranks see the same directory, and return a token that names this run. Collective.
 
-        ``given`` is the directory as the user wrote it, ``None`` if each machine has its own.
+        ``given`` is the directory as the user wrote it, or ``None`` if each machine has its own directory.
 
         Raises:
             CheckpointError: another job of the sweep has used the directory.
-            ConfigError: some rank does not see the file that rank 0 writes.
+            ConfigError: a rank does not see the file that rank 0 wrote.
         """
         root = self._store.root
         named = root if given is None else option("checkpoint.dir", given)
@@ -99,9 +99,9 @@ class DirectoryLock:
         return token
 
     def acquire_to_save(self) -> None:
-        """Take the lock on rank 0, unless the rank has it; delete the leftovers of dead runs.
+        """Take the lock on rank 0, unless it is held already; delete the unfinished saves of killed runs.
 
-        Warns of checkpoints that a run without a restore will delete.
+        Warns of an earlier run's checkpoints if this run will delete them, because it did not call ``restore``.
 
         Raises: ``CheckpointError`` if another run holds the lock, or the directory is not writable or not responding.
         """
@@ -114,7 +114,7 @@ class DirectoryLock:
             _warn_of_earlier_run(self._store)
 
     def acquire_on_all(self) -> None:
-        """Take the lock as :meth:`acquire_to_save`, without a warning; all ranks raise together. Collective."""
+        """Take the lock like :meth:`acquire_to_save`, without the warning. All ranks raise together. Collective."""
         self._ranks.run_on_all(self._failing, self._acquire)
 
     def acquire_to_restore(self) -> None:
@@ -133,12 +133,12 @@ class DirectoryLock:
             self._lock.release()
 
     def _open(self, looks: bool) -> tuple[str, str]:
-        """Return a token, and the path of a lease that the other ranks must see; an empty path if none was written."""
+        """On rank 0, return a token, and the path of a lease that other ranks must see (empty without a lease)."""
         if self._ranks.rank > 0:
             return "", ""
         with within(self._seconds):
             expect_own_job(self._store, self._resume)
-            if not self._store.backend.remote:  # to list an empty prefix, s3fs lists the parent
+            if not self._store.backend.remote:  # s3fs would list the parent of an empty prefix
                 self._known = self._store.last_serial()
         token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
         if not looks:
@@ -151,13 +151,13 @@ class DirectoryLock:
         return token, probe
 
     def _expect_one_directory(self, named: str, probe: str) -> None:
-        """Raise ``ConfigError`` on all ranks if some rank does not find the file of rank 0. Collective."""
+        """Raise ``ConfigError`` on all ranks if a rank does not see the file that rank 0 wrote. Collective."""
         store = self._store
         probe = f"{store.root}/{os.path.basename(probe)}"
         try:
             look = partial(_look, probe)
             seen = self._ranks.run_on_all(f"The ranks could not compare their view of {store.root}", look)
-            blind: dict[str, list[int]] = {}  # the ranks of each machine that has another directory
+            blind: dict[str, list[int]] = {}  # ranks that do not see the file, by machine
             for rank, (machine, sees) in enumerate(seen):
                 if not sees:
                     blind.setdefault(machine, []).append(rank)
@@ -189,12 +189,12 @@ class DirectoryLock:
 
 
 def _warn_of_earlier_run(store: CheckpointStore) -> None:
-    """Warn of the checkpoints that a run will delete if it saves and has restored nothing."""
+    """Warn of an earlier run's checkpoints that this run will delete, because it did not call ``restore``."""
     if store.retention.spared:
         _log.warning(
-            "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: each is "
-            "deleted once this run has passed its step. To resume from them, call restore(state) before the loop. To "
-            "keep them, give this run another directory, %s. To start from scratch on purpose, add %s.",
+            "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: this run "
+            "deletes each of them after reaching its step. To resume from them, call restore(state) before the loop. "
+            "To retain them, give this run another directory, %s. To start from scratch on purpose, add %s.",
             store.root,
             ", ".join(sorted(os.path.basename(each) for each in store.retention.spared)[-2:]),
             option("checkpoint.dir", "PATH"),
@@ -203,7 +203,7 @@ def _warn_of_earlier_run(store: CheckpointStore) -> None:
 
 
 def _look(path: str) -> tuple[str, bool]:
-    """Return the name of this machine, and whether a file made on another machine is visible within some seconds."""
+    """Return the name of this machine, and whether a file of another machine becomes visible within some seconds."""
     ends = time.monotonic() + _PATIENCE_S
     while True:
         for folder in [*Path(path).parents][::-1]:  # opening a folder makes NFS refresh its entries

@@ -1,4 +1,4 @@
-"""The options of a checkpointer, in groups, checked before anything is made. Each function raises ``ConfigError``."""
+"""The options of a checkpointer, in groups, and their checks. Each function raises ``ConfigError``."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ class Restore:
     """How :meth:`.Checkpointer.restore` chooses and reads a checkpoint.
 
     Args:
-        verify: the check before anything is loaded: ``"full"`` reads the content of every file, ``"fast"`` only the
-            manifest and the sizes.
-        read: ``"each"``: every rank reads the data that it needs, after the ranks of a machine have checked the files
-            together. ``"once"``: one rank reads and checks every byte, and passes it on to the ranks that need it, so
+        verify: the check before loading: ``"full"`` reads the content of every file, ``"fast"`` only the manifest and
+            the file sizes.
+        read: ``"each"``: every rank reads the data that it needs, after the ranks of each machine have checked the
+            files together. ``"once"``: one rank reads and checks each byte, and sends it to the ranks that need it, so
             objects may have changed before corruption is found. ``"auto"``: ``"once"`` for URLs and network file
             systems if there are several ranks, otherwise ``"each"``.
-        max_crashes: how many times runs may crash between the restore of a checkpoint and the next complete one; then
-            ``resume="auto"`` skips that checkpoint. A crash is a process that a signal or a lack of memory has ended,
-            or the same exception again in runs that a launcher or a scheduler restarted. Counted for the directory and
-            for the tier; five times as many crashes in a row stop all attempts. ``None`` counts none.
-        cast: whether floating-point tensors are converted to the dtypes of the objects, as ``copy_`` does: for a
-            stager that makes smaller copies. Otherwise modules refuse tensors that were saved with another dtype.
+        max_crashes: the number of crashes between the restore of a checkpoint and the next complete checkpoint, after
+            which ``resume="auto"`` skips the restored checkpoint. A crash is a process that was killed by a signal or
+            for lack of memory, or the same exception again after a restart by a launcher or a scheduler. Crashes are
+            counted for the directory and for the tier. After five times as many crashes in a row, no checkpoint is
+            tried any more. ``None`` disables the count.
+        cast: whether to convert floating-point tensors to the dtypes of the objects, as ``copy_`` does, for a stager
+            that saves smaller dtypes. Without it, modules reject tensors that were saved with another dtype.
         exact: whether ``resume="auto"`` skips emergency saves, which lack values of a failed rank, such as its random
-            numbers. The run then repeats the steps since the newest exact checkpoint. Other values of ``resume`` refuse
-            such a checkpoint. ``False`` resumes from an emergency save, and seeds the random numbers of the failed rank
-            from the checkpoint, its step and the rank.
-        rename: saved names, each with its name in the program: ``{"a": "inp"}`` restores ``inp.weight`` from
-            ``a.weight``, and its optimizer state. A dotted name stands for all names below it. It is the name of an
-            entry, or of a parameter or layer in any module; ``{"model.a": "model.inp"}`` is for one module alone. It
-            applies while a checkpoint has nothing under the new name, so it may stay in a command.
-        allow_missing: names of entries, parameters and layers that stay as the program made them if a checkpoint has
-            nothing for them: ``["scheduler", "c.*"]``. ``*`` stands for any text. A parameter has no optimizer state
-            then. Without it, they are an error, and so is the state of another kind of optimizer.
+            numbers. The run then repeats the steps since the newest exact checkpoint. Other values of ``resume`` reject
+            such a checkpoint. With ``False`` a run resumes from an emergency save, and seeds the failed rank's random
+            numbers from the checkpoint, its step and the rank.
+        rename: saved names, each with its new name in the program: ``{"a": "inp"}`` restores ``inp.weight`` from
+            ``a.weight``, and its optimizer state. A name applies to an entry, or to a parameter or layer in any module,
+            and to all names below it; ``{"model.a": "model.inp"}`` applies to one module only. A checkpoint that
+            already has the new name is not affected, so the option may stay in a command.
+        allow_missing: names of entries, parameters and layers that keep the program's values if a checkpoint does not
+            have them: ``["scheduler", "c.*"]``. ``*`` matches any text. Such parameters start without optimizer state.
+            Names that are not listed are an error if they are missing, and so is the state of another kind of
+            optimizer.
 
     Raises:
         ConfigError: a value is invalid.
@@ -82,17 +84,17 @@ class Restore:
             if f"{new}.".startswith(f"{other}.") or f"{other}.".startswith(f"{new}."):
                 raise ConfigError(
                     f"{option('checkpoint.restore.rename')}: {new!r} is a new name, and {other!r} an old one, so a run "
-                    "that resumes again could not find out which of them a checkpoint has. Rename one of them, let the "
-                    "run save, and rename the other one in the next run."
+                    "that resumes again cannot determine which of them a checkpoint has. Rename one of them, let the "
+                    "run save a checkpoint, and rename the other one in the next run."
                 )
         object.__setattr__(self, "rename", renames)
 
 
 def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield old and new names of a mapping; a command line may have nested its dotted names."""
+    """Yield the old and new names of a mapping; dotted names from a command line may be nested mappings."""
     if not isinstance(given, Mapping):
         name = option("checkpoint.restore.rename")
-        raise ConfigError(f"{name} must be a mapping of saved names to names here, not {given!r}.")
+        raise ConfigError(f"{name} must be a mapping from saved names to new names, not {given!r}.")
     for old, new in given.items():
         name = f"{before}{old}"
         if isinstance(new, Mapping):
@@ -100,7 +102,7 @@ def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
         elif isinstance(new, str) and new and name:
             yield name, new
         else:
-            raise ConfigError(f"{option('checkpoint.restore.rename')}: {name!r} must have a name, not {new!r}.")
+            raise ConfigError(f"{option('checkpoint.restore.rename')}: the new name of {name!r} cannot be {new!r}.")
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,13 @@ class Failure:
     """Timeouts, and the reaction to failed saves.
 
     Args:
-        on_error: the effect of a failed save: ``"raise"`` at the next call, or ``"warn"`` in the log at once, after
-            which training continues; then the process exits with code 1 if its last save has failed.
-        timeout: of one save, from the end of the previous save to the commit. A save that takes longer has failed, and
-            no other save begins until it ends; if ``stage`` has not returned by then, the process exits. Also how long
-            the start waits for storage that does not respond.
-        mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together. It counts
-            as one failure in that time, in addition to the failures in the record of the run.
+        on_error: the effect of a failed save: ``"raise"`` an error at the next call, or ``"warn"`` in the log and
+            continue training. With ``"warn"`` the process exits with code 1 if its last save has failed.
+        timeout: the limit for one save, from the end of the previous save to the commit. A save that takes longer has
+            failed, and no other save begins until it ends; if ``stage`` has not returned by then, the process exits. It
+            is also the limit for the start if the storage does not respond.
+        mtbf: for ``every="auto"``: the mean time between failures of the whole job, on all machines. It counts as one
+            failure in that time, in addition to the recorded failures of the run.
 
     Raises:
         ConfigError: a value is invalid.
@@ -134,14 +136,14 @@ _GROUPS: Mapping[str, Any] = {"restore": Restore, "failure": Failure}
 
 
 def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS) -> None:
-    """Check options of a checkpointer by name; options that are not known yet may be missing."""
+    """Check the options of a checkpointer that are known so far, by name."""
     groups = {**_GROUPS, **more_groups}
     for name, value in given.items():
         of_config = isinstance(value, Mapping) and not isinstance(value, dict)
         if (name in groups and of_config) or (name == "keep" and isinstance(value, Mapping)):
             raise ConfigError(
                 f"checkpoint.{name} is a mapping, not an object. Build the "
-                "checkpointer by stagereg.instantiate(cfg.checkpoint)"
+                "checkpointer with stagereg.instantiate(cfg.checkpoint)"
                 + (", or give stagereg.Keep(newest=...)." if name == "keep" else ".")
             )
         if name == "dir":
@@ -194,7 +196,7 @@ def expect_flag(name: str, given: object) -> None:
 
 
 def compared(**given: Any) -> dict[str, Any]:
-    """Return options as ranks compare them: a group of options as its fields."""
+    """Return options in the form that ranks compare: each group of options is replaced by its fields."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         value = value.name if isinstance(value, GuardedRule) else value
@@ -204,7 +206,7 @@ def compared(**given: Any) -> dict[str, Any]:
 
 
 def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same options; each rank gives its own. Collective."""
+    """Check that all ranks have the same options; ``own`` are this rank's. Collective."""
     ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
     for name in dict.fromkeys(name for each in ranks for name in each):  # includes options of extensions
         first, *_ = values = [each.get(name) for each in ranks]
@@ -213,12 +215,12 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
                 has = f"rank 0 has {first}, rank {rank} has {other}"
                 if name == EXTENSIONS:
                     raise ConfigError(
-                        f"The extensions of the checkpointer are not the same on all ranks: {has}. Construct it with "
-                        "the same ones in one order, and install the same stagereg on all machines."
+                        f"The extensions of the checkpointer are not the same on all ranks: {has}. Use the same "
+                        "extensions in the same order, and install the same version of stagereg on all machines."
                     )
                 how = (
-                    f"Give all ranks one path: {option('checkpoint.dir', 'PATH')}. A path with the time "
-                    "(${now:...}) is one path only under stagereg.main"
+                    f"Give all ranks the same path: {option('checkpoint.dir', 'PATH')}. A path with the time "
+                    "(${now:...}) is the same on all ranks only under stagereg.main"
                     if name == "dir"
                     else f"Give all ranks the same {option(f'checkpoint.{name}')}"
                 )
@@ -227,12 +229,12 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
 
 
 def component(kind: str, given: Any, usual: str) -> Any:
-    """Return a component of a kind: built from its name, the ``usual`` one for ``None``, or the given object."""
+    """Return the given component of a kind, or build it from its name; ``usual`` is the name for ``None``."""
     if given is None or isinstance(given, str):
         return build(kind, usual if given is None else given)
     try:
         if isinstance(given, type):
-            raise RegistryError("a class is not a component. Call it")
+            raise RegistryError("it is a class. Pass an instance of it")
         check(kind, type(given).__name__, given)
     except RegistryError as error:
         such = f"a {kind} or the name of one, such as {usual!r}"

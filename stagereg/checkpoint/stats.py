@@ -1,4 +1,4 @@
-"""The cost of checkpoints."""
+"""Statistics on the cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class CheckpointStats:
         stall_seconds: seconds that each call of ``save`` blocked the training loop, in order of the calls.
         write_seconds: seconds to write and commit each checkpoint in the background, in order of the commits.
         on_commit_calls: number of calls of all ``on_commit`` components; on rank 0.
-        on_commit_failures: number of those calls that raised, took too long, were skipped or lost the checkpoint.
+        on_commit_failures: number of those calls that raised an exception, timed out, were skipped, or ended after
+            their checkpoint was deleted.
     """
 
     saves: int = 0

@@ -1,7 +1,8 @@
-"""Coordination of a checkpointer's ranks outside of training: the operations of this rank, and its answers to others.
+"""Coordinates the operations of a checkpointer on all ranks: saves, restores, and the end of the run.
 
-A rank appends each operation to a common log first. A rank that has left its loop does the same operations; a rank that
-has missed an operation reports that, so that the others do not wait for it; at the end all ranks wait for each other.
+Before each operation, a rank appends the operation to a common log. A rank that has left its loop repeats the
+operations. A rank that has missed an operation reports that, so that the others do not wait for it. At the end all
+ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 
 SAVE, LEAVE, RESTORE = "save", "leave", "restore"
-"""Prefixes of log entries: save a step, in the targets of some numbers; save it and exit; restore."""
+"""First words of log entries: save a step to numbered targets; save a step and exit; restore."""
 
 
 class RankCoordinator:
-    """This rank's part of the coordination.
+    """Coordinates this rank with the other ranks.
 
-    ``follow`` is a method. After this rank has left its loop, ``follow(what, step, targets, True)`` saves as other
-    ranks do. The other arguments are those of the checkpointer.
+    ``follow(what, step, targets, follows)`` is a bound method that saves; ``follows`` is True if this rank has left its
+    loop, and repeats the save of other ranks. The other arguments are parts of the checkpointer.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class RankCoordinator:
         self._follow, self._left = weakref.WeakMethod(follow), False
 
     def post(self, what: str) -> None:
-        """Append the operation ``what``, which this rank begins now and all others must do. On the training thread."""
+        """Append the operation ``what``, which this rank begins and all ranks must perform. On the training thread."""
         self._requests.post(what)
 
     def save(self, step: int, everywhere: bool) -> None:
-        """Append a save of ``step`` (or the last one before the exit): in the due targets, or ``everywhere``."""
+        """Log and start a save of ``step``: to the due targets, or ``everywhere``; or the last save before the exit."""
         what, targets, request = SAVE, None, ""
         if not self._saver.leaving:
             if self._extensions.leaves_after(step):
@@ -65,7 +66,7 @@ class RankCoordinator:
             save(what, step, targets, False)
 
     def follow(self) -> None:
-        """Do the operations of ranks in a loop that this rank has left. Called by a join, between two steps."""
+        """Repeat the operations of ranks in a loop that this rank has left. A join calls this between two steps."""
         self._extensions.notify(CheckpointExtension.follow, False)
         while not self._left and (entry := self._requests.take_next()) is not None:
             what, step, targets = _read(entry)
@@ -75,11 +76,11 @@ class RankCoordinator:
                 follow(what, step, targets, True)
 
     def loop_ended(self) -> None:
-        """Record that no rank is in the loop of a join any more. Called by the join, on all ranks."""
+        """Report to the extensions that all ranks have left the loop of a join. The join calls this on all ranks."""
         self._extensions.notify(CheckpointExtension.follow, True)
 
     def answer(self, entry: str | None) -> None:
-        """Report to other ranks that this rank does not do their operation."""
+        """Report to other ranks that this rank does not take part in their operation."""
         what, step, targets = _read(entry or "")
         if what == RESTORE:
             with contextlib.suppress(CheckpointError):
@@ -88,12 +89,12 @@ class RankCoordinator:
             self._saver.miss_save(step, targets)
 
     def reject_pending(self) -> None:
-        """Answer the pending operations of other ranks, because this rank has reached its end."""
+        """Reject the pending operations of other ranks, because this rank has reached its end."""
         while (entry := self._requests.take_next()) is not None:
             self.answer(entry)
 
     def look_for_missed(self) -> None:
-        """Answer operations of other ranks that this rank has missed; on the background thread."""
+        """Reject operations of other ranks that this rank has missed. On the background thread."""
         self._saver.look_for_hang()
         self._extensions.notify(CheckpointExtension.idle)
         self.answer(self._requests.take_missed())
@@ -111,7 +112,7 @@ class RankCoordinator:
         """Stop all coordination with other ranks."""
         self._left = True
         self._ending.leave()
-        with contextlib.suppress(RuntimeError):  # the rendezvous store is gone
+        with contextlib.suppress(RuntimeError):  # if the rendezvous store is gone
             self.reject_pending()
 
     def _refuse_restore(self) -> None:
@@ -119,7 +120,7 @@ class RankCoordinator:
 
 
 def _read(entry: str) -> tuple[str, int, Sequence[int] | None]:
-    """Return the operation of a log entry, the step, and the numbers of the targets, ``None`` for all of them."""
+    """Return the operation of a log entry, the step, and the target numbers, or ``None`` for all targets."""
     what, *numbers = entry.split(" ")
     step, *targets = [*map(int, numbers)] or [-1]
     return what, step, targets or None

@@ -206,7 +206,7 @@ def test_a_group_of_options_checks_itself(group: type, values: dict[str, Any], m
         ({"every": "a number of steps"}, "every must be a whole number"),
         ({"every": "ten"}, "every must be one of auto, a number of steps, not 'ten'"),
         ({"stager": 3}, "stager must be a stager or the name of one, such as 'overlapped', not 3: builtins.int can"),
-        ({"storage": DcpStorage}, r"storage must be a storage or .*: a class is not a component\. Call it"),
+        ({"storage": DcpStorage}, r"storage must be a storage or .*: it is a class\. Pass an instance"),
         ({"evry": 2}, "^Checkpointer takes no 'evry'. Did you mean 'every'[?] It takes: dir, every, keep, "),
     ],
 )
@@ -317,8 +317,8 @@ def test_a_run_that_forgot_restore_deletes_no_later_step(tmp_path: Path, caplog:
     assert run(1, 30, restores=True) == []
     assert run(1, 15, restores=False) == [
         f"stagereg: restore() was not called, and {tmp_path} has checkpoints of an earlier run, among them "
-        "step-00000025, step-00000030: each is deleted once this run has passed its step. To resume from them, call "
-        'restore(state) before the loop. To keep them, give this run another directory, dir="PATH". To start '
+        "step-00000025, step-00000030: this run deletes each of them after reaching its step. To resume from them, "
+        'call restore(state) before the loop. To retain them, give this run another directory, dir="PATH". To start '
         'from scratch on purpose, add resume="never".'
     ]
     assert names(tmp_path) == ["kept.json", "latest", *(f"step-{step:08}" for step in (10, 15, 25, 30))]

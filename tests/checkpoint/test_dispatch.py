@@ -371,9 +371,7 @@ def test_an_error_of_anything_else_is_logged_and_harms_nothing(root: Path, metho
     assert called == ["bad", "b"] * (len(called) // 2)
     errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
     where = "capturing" if method == "inspect" else method
-    text = (
-        f"stagereg: {where} of the extension bad has failed, and will be called again as usual: ValueError: planted in"
-    )
+    text = f"stagereg: {where}() of the extension bad failed, but will be called again as usual: ValueError: planted in"
     assert [each.getMessage()[: len(text)] for each in errors] == [text]
     assert saved(root) == ([2, 4] if method == "leaving" else [2, 4, 5])
     state = {"x": 0}
@@ -389,7 +387,7 @@ def test_fields_that_no_manifest_can_have_fail_no_save(root: Path, fields: Any, 
             return fields
 
     train(root, [Wrong("wrong", []), *probes([])], until=4)
-    assert "manifest_fields of the extension wrong has failed" in caplog.text
+    assert "manifest_fields() of the extension wrong failed" in caplog.text
     assert json.loads((root / "step-00000004" / "manifest.json").read_text())["metrics"] == {"a": 4.0}
 
 
@@ -399,8 +397,8 @@ def test_a_field_that_two_extensions_give_keeps_the_first_value_and_is_reported(
             return {"metrics": {"a": -1.0}}
 
     train(root, [*probes([]), Also("also", [])], until=4)
-    assert "manifest_fields of the extension also has failed" in caplog.text
-    assert "an earlier extension also gives metrics" in caplog.text
+    assert "manifest_fields() of the extension also failed" in caplog.text
+    assert "an earlier extension already provides metrics" in caplog.text
     assert json.loads((root / "step-00000004" / "manifest.json").read_text())["metrics"] == {"a": 4.0}
 
 
@@ -421,7 +419,7 @@ def test_extensions_that_differ_between_ranks_are_refused_on_all(tmp_path: Path)
     has = ["rank 0 has ['a', 'b'], rank 1 has ['a']", "rank 0 has ['a', 'b'], rank 1 has ['b', 'a']"]
     begin = "The extensions of the checkpointer are not the same on all ranks: "
     for text, values in zip(first, [*has, "rank 0 has [], rank 1 has ['a']"], strict=True):
-        assert text.startswith(f"{begin}{values}. Construct it with the same ones in one order")
+        assert text.startswith(f"{begin}{values}. Use the same extensions in the same order")
 
 
 def follows(rank: int, size: int, root: str, fails: Sequence[str]) -> tuple[list[Call], list[str]]:
@@ -452,5 +450,5 @@ def test_a_rank_that_idles_or_has_left_a_loop_calls_all_extensions(tmp_path: Pat
         assert followed == [(name, *call) for call in told for name in ("bad", "b")]
         idled = [call for call in calls if call[2] == "idle"]
         assert idled[:2] == [("bad", "save", "idle"), ("b", "save", "idle")]
-        named = [text.split(" has failed")[0] for text in texts]
-        assert sorted(named) == [f"stagereg: {each} of the extension bad" for each in fails]
+        named = [text.split(" failed, but")[0] for text in texts]
+        assert sorted(named) == [f"stagereg: {each}() of the extension bad" for each in fails]

@@ -49,8 +49,8 @@ def test_options_that_differ_and_a_mean_as_loss_are_named(tmp_path: Any) -> None
     for of_dir, of_mode, warned in run_ranks(differing, 2, args=(str(tmp_path),), timeout_s=60):
         assert of_dir == (
             f"Checkpointer(dir=...) is not the same on all ranks: rank 0 has {tmp_path}/0, rank 1 has {tmp_path}/1. "
-            'Give all ranks one path: dir="PATH". A path with the time (${now:...}) is one path only under '
-            "stagereg.main."
+            'Give all ranks the same path: dir="PATH". A path with the time (${now:...}) is the same on all ranks only '
+            "under stagereg.main."
         )
         assert warned == (
             "stagereg: join.mean got a loss that is already a mean over 4 samples, but requires the sum of their "
