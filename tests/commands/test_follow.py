@@ -272,7 +272,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path, command: Command) -
         ((), "command"),
     ):
         assert said in command("follow", root, *arguments, code=2).err
-    assert "fsspec knows no nothing://" in command("follow", "nothing://bucket/x", "--", "true", code=2).err
+    assert "fsspec does not support nothing://" in command("follow", "nothing://bucket/x", "--", "true", code=2).err
     command("follow", tmp_path / "never", "--idle", "0", "--", "true")
     assert not (tmp_path / "never").exists()
     assert open_store(root).leftovers() == []

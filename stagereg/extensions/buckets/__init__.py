@@ -1,1 +1,1 @@
-"""Buckets: checkpoints in object stores, their leases, and reading each byte once for all ranks."""
+"""Buckets: checkpoints in object stores, leases as locks, and restores that read each byte once for all ranks."""

@@ -1,4 +1,4 @@
-"""The backend of a URL, for :func:`.backend_of`: whatever fsspec can open."""
+"""The backend for all URLs that fsspec supports, for :func:`.backend_of`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from stagereg.extensions.buckets.bucket import Bucket
 
 
 def backend(url: str) -> Backend | None:
-    """Return the backend of a URL. Touches no network. Raises: ``ConfigError``."""
+    """Return the backend of a URL, without network access. Raises ``ConfigError``."""
     return Bucket(url)

@@ -1,8 +1,8 @@
-"""A prefix of an object store: a checkpoint is committed by its manifest, the object that is written last.
+"""Checkpoints below a prefix of an object store. The manifest commits a checkpoint and is written last.
 
-A store cannot rename, so each directory keeps the token of its save, and ``latest`` is an object with such a name. A
-checkpoint that is deleted loses its manifest first. Only directories ``step-00000100.<token>`` below ``root`` are
-deleted.
+Object stores cannot rename, so each directory keeps the token of its save in its name, and the object ``latest``
+contains such a name. To delete a checkpoint, its manifest is deleted first. Only directories ``step-00000100.<token>``
+below ``root`` are deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoredFiles:
-    """The objects of a store; see :class:`.Files`."""
+    """The files in an object store (:class:`.Files`)."""
 
     remote = shared = True
     root: str
@@ -57,7 +57,7 @@ class StoredFiles:
 
 
 class Bucket(StoredFiles):
-    """A prefix of an object store, which must exist, by its URL; see :class:`.Backend` and :class:`.ObjectStore`."""
+    """A prefix in an existing bucket of an :class:`.ObjectStore`, as a :class:`.Backend`."""
 
     in_place = True
 
@@ -126,14 +126,14 @@ class Bucket(StoredFiles):
         self.write(f"{hidden}/{MANIFEST}", each.manifest.dumps().encode())
 
     def discard(self, path: str) -> None:
-        if path == self._committed:  # another rank may have died since, and those before it may be deleted
+        if path == self._committed:  # a committed checkpoint stays, since older checkpoints may be deleted already
             return
         try:
             with within(_BEST_EFFORT_S):
                 self._hide(path)
                 self.objects.delete_below(path)
         except OSError as error:
-            _log.warning("%s could not be deleted, which the next start will do: %s", path, error)
+            _log.warning("Could not delete %s, which the next start of the run deletes: %s", path, error)
 
     def tidy(self) -> Sequence[str]:
         try:
@@ -141,17 +141,17 @@ class Bucket(StoredFiles):
                 return self.objects.abort_uploads(self.root, lambda name: step_of(name.partition("/")[0]) is not None)
         except Exception as error:
             _log.warning(
-                "stagereg: parts of uploads that killed runs have left in %s are not cleared away, and are paid for; a "
-                "lifecycle rule of the bucket does it (AbortIncompleteMultipartUpload): %s",
+                "stagereg: could not abort incomplete multipart uploads of killed runs in %s, which use paid storage. "
+                "Add a lifecycle rule to the bucket (AbortIncompleteMultipartUpload). Error: %s",
                 self.root,
                 error,
             )
             return []
 
     def _hide(self, path: str) -> None:
-        """Make a checkpoint none: its manifest goes first."""
+        """Delete the manifest of a checkpoint, so that the directory is no longer a checkpoint."""
         folder, _, name = path.rpartition("/")
         if folder != self.root or step_of(name) is None:
-            raise CheckpointError(f"{path} is no checkpoint in {self.root}; nothing was deleted.")
+            raise CheckpointError(f"{path} is not a checkpoint in {self.root}. Nothing was deleted.")
         self.delete(f"{path}/{MANIFEST}")
         failpoint("hidden")

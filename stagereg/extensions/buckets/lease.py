@@ -1,11 +1,11 @@
-"""The lock of an object store: an object that its owner renews, and that others may replace once it does not.
+"""The lock of an object store: a lease, an object that its owner renews and that other runs replace after it expires.
 
-A store has no locks that die with a process. A conditional write makes the object ``.lock``, and a thread renews it
-every twenty seconds; after a minute without that it is free, and at once if its owner was a process of this machine
-that has ended. The store's clock gives its age; without one, the waiting run watches the object for a minute.
+Object stores have no locks that end with a process. A conditional write creates the object ``.lock``, and a thread
+renews it every 20 seconds. The lease expires after a minute without renewal, or when its owner, a process of this
+machine, exits. The store's clock measures its age; without such a clock, a waiting run polls the object for a minute.
 
-This is weaker than a lock: a run that is stopped for more than a minute may believe for one request that it still holds
-the lock. Of two writes at the same moment without a condition the second wins; the first run reads that afterwards.
+A lease is weaker than a lock: a run that was suspended for more than a minute may send one request before it detects
+that it has lost the lease. Of two concurrent unconditional writes, the second wins; the first run detects this later.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from stagereg.errors import CheckpointError
 from stagereg.extensions.buckets.object_store import ObjectStore
 from stagereg.extensions.buckets.retry import retrying
 
-_CLOCK = ".clock"  # an object that is written and deleted to learn what time it is in the store
-_SETTLE_S = 1.0  # after which an object that two wrote at the same moment is as it will stay
+_CLOCK = ".clock"  # a temporary object, written to read the store's clock
+_SETTLE_S = 1.0  # seconds after which concurrent writes of one object have taken effect
 
 _log = logging.getLogger(__name__)
 
 
 class StoreLease(StoreLock):
-    """The lock of the prefix ``root`` of an object store; a minute after the end of its owner it is free."""
+    """The lock of the prefix ``root`` in an object store. It expires at most a minute after its owner exits."""
 
     _look_s = 0.5
 
     def __init__(self, objects: ObjectStore, root: str) -> None:
         self._objects = objects
         self._lease = Lease(f"{root}/{LOCK}", objects.put, objects.delete, partial(_read, objects))
-        self._first: LeaseRecord | None = None  # what was there at the first look,
-        self._free_at = leases.LEASE_S  # and how many seconds of waiting it takes to be over
+        self._first: LeaseRecord | None = None  # the lease of another run that the first attempt has read
+        self._free_at = leases.LEASE_S  # seconds of waiting until that lease expires
         super().__init__(root, leases.LEASE_S)
         self._lease.keep("stagereg-lease", logging.WARNING)
 
@@ -49,7 +49,7 @@ class StoreLease(StoreLock):
         if self._first is None:
             self._first = there
             self._free_at = waited + leases.LEASE_S - self._objects.age(self._path, f"{self.root}/{_CLOCK}")
-            _log.info("stagereg: %s is held by %s, or was; this shows within a minute.", self.root, there.owner)
+            _log.info("stagereg: %s is or was locked by %s. Waiting at most a minute for it.", self.root, there.owner)
         if there.is_orphaned() or not there.token or (there == self._first and waited >= self._free_at):
             return self._replace()
         if there != self._first or (there.is_near() and waited > LOCK_TIMEOUT_S):
@@ -61,10 +61,10 @@ class StoreLease(StoreLock):
             made = retrying("writing", self._path, lambda: self._objects.create(self._path, self._lease.content()))
         except NotImplementedError:
             return _read(self._objects, self._path) is None and self._replace()
-        return made or self._is_ours()  # the answer to an earlier try was lost
+        return made or self._is_ours()  # an earlier attempt may have succeeded without a response
 
     def _replace(self) -> bool:
-        """Write the object; whether it is still ours after another one that did the same has had its time."""
+        """Write the object. Return whether it is still this run's after concurrent writes have taken effect."""
         self._objects.put(self._path, self._lease.content())
         time.sleep(_SETTLE_S)
         return self._is_ours()
@@ -75,7 +75,7 @@ class StoreLease(StoreLock):
     def _other(self) -> Owner:
         there = _read(self._objects, self._path)
         if there is None:
-            raise CheckpointError(f"{self._path} can neither be made nor read: look at the rights for that name.")
+            raise CheckpointError(f"{self._path} can be neither created nor read. Check the permissions for it.")
         return there.owner
 
     def _release(self) -> None:
@@ -83,7 +83,7 @@ class StoreLease(StoreLock):
 
 
 def leaseholder(objects: ObjectStore, root: str) -> Owner | None:
-    """Return who holds a prefix at this moment, or None; neither waits nor locks."""
+    """Return the current owner of a prefix's lock, ``None`` if it is not locked. Does not wait or lock."""
     note = _read(objects, f"{root}/{LOCK}")
     return None if note is None or note.is_over() else note.owner
 

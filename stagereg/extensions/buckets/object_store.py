@@ -1,7 +1,7 @@
-"""An object store through fsspec, with retries (:mod:`.retry`).
+"""Access object stores through fsspec, with retries (:mod:`.retry`).
 
-Objects are named by their URLs; a directory is the common beginning of names. Cached listings are not used, since other
-processes write too.
+An object is identified by its URL; a directory is a common prefix of URLs. Cached listings are not used, since other
+processes write to the store too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _BLOCKS_KEPT = 3
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(("az", "abfs", "abfss"), "azure"), "gs": "gcs", "gcs": "gcs"}
-# Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
+# Stores without directories. Creating a directory there would need permissions that writing an object does not need.
 _FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 
 
 class ObjectStore:
-    """The store that a URL is in. Thread-safe. fsspec takes credentials and endpoints from the environment.
+    """The object store of a URL. Thread-safe. fsspec reads credentials and endpoints from the environment.
 
     Raises:
-        ConfigError: fsspec cannot open it; it names no bucket, or has a password or a character of a pattern in it.
+        ConfigError: fsspec does not support the URL, or the URL has no bucket, a password or a wildcard character.
     """
 
     def __init__(self, url: str) -> None:
@@ -42,22 +42,22 @@ class ObjectStore:
 
     @cached_property
     def fs(self) -> Any:
-        """The file system of fsspec."""
+        """The fsspec file system."""
         from fsspec import url_to_fs
 
         return url_to_fs(self._url)[0]
 
     @property
     def _fresh(self) -> Any:
-        self.fs.invalidate_cache()  # of listings: other processes write too
+        self.fs.invalidate_cache()  # drops cached listings
         return self.fs
 
     def path(self, url: str) -> str:
-        """Return what fsspec calls ``url``, without its protocol."""
+        """Return the path of ``url`` in the fsspec file system, without the protocol."""
         return str(self.fs._strip_protocol(url))
 
     def listing(self, url: str) -> dict[str, int | None]:
-        """Return what is right below ``url``, which need not be there: sizes of objects, None of directories."""
+        """Return the size of each object directly below ``url`` (``None`` for a directory), by name."""
 
         def act() -> dict[str, int | None]:
             path = self.path(url)
@@ -67,15 +67,15 @@ class ObjectStore:
                 self._expect_bucket(path, url)
                 return {}
             found = {entry["name"].rstrip("/").removeprefix(path).lstrip("/"): entry for entry in entries}
-            found.pop("", None)  # ``url`` itself
+            found.pop("", None)  # the entry of ``url`` itself
             return {name: None if each["type"] == "directory" else int(each["size"]) for name, each in found.items()}
 
         return retrying("listing", url, act)
 
     def _expect_bucket(self, path: str, url: str) -> None:
-        """Raise if the bucket does not exist: a run with a mistyped URL would start from scratch."""
+        """Raise ``CheckpointError`` if the bucket does not exist, so that a mistyped URL does not start a new run."""
         bucket = path.partition("/")[0]
-        with contextlib.suppress(PermissionError):  # a key may be allowed to list the prefix only
+        with contextlib.suppress(PermissionError):  # the credentials may allow only listings of the prefix
             if self.protocol in _FLAT - {"memory"}:
                 try:
                     self.fs.info(bucket)
@@ -85,7 +85,7 @@ class ObjectStore:
                     ) from error
 
     def size(self, url: str) -> int | None:
-        """Return the size of an object, None if there is none. Asks for its name, so no late listing hides it."""
+        """Return the size of an object; ``None`` if it does not exist. Does not depend on (delayed) listings."""
 
         def act() -> int | None:
             try:
@@ -93,13 +93,13 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
-        return retrying("looking at", url, act)
+        return retrying("accessing", url, act)
 
     def age(self, url: str, probe: str) -> float:
-        """Return the age of an object in seconds, by the store's clock, for which ``probe`` is written; else 0."""
+        """Return an object's age in seconds, 0 if unknown. Writes and deletes ``probe`` to read the store's clock."""
         self.put(probe, b"now")
         try:
-            written, now = (retrying("looking at", each, partial(self._modified, each)) for each in (url, probe))
+            written, now = (retrying("accessing", each, partial(self._modified, each)) for each in (url, probe))
             return max(0.0, (now - written).total_seconds())
         except (FileNotFoundError, NotImplementedError, KeyError, TypeError):
             return 0.0
@@ -110,29 +110,29 @@ class ObjectStore:
         return self._fresh.modified(self.path(url))
 
     def get(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return the content of a small object, or of any the bytes from ``start`` to ``end``."""
+        """Return the bytes of an object from ``start`` to ``end``, by default all."""
         return retrying("reading", url, lambda: bytes(self.fs.cat_file(self.path(url), start=start, end=end)))
 
     def put(self, url: str, data: bytes) -> None:
-        """Write or replace an object, in one request where it is below some 100 MB."""
+        """Write or replace an object, in one request if it is smaller than about 100 MB."""
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Try once to write a new object; return whether. Raises: ``NotImplementedError`` if the store cannot."""
+        """Create an object in one try; return False if it exists. ``NotImplementedError``: no conditional writes."""
         try:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:
             return False
         except (TypeError, OSError) as error:
-            if http_error_of(error)[1] == _PRECONDITION_FAILED:  # some stores send a shorter answer than s3fs expects
+            if http_error_of(error)[1] == _PRECONDITION_FAILED:  # some stores send a shorter response than s3fs expects
                 return False
             if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            raise NotImplementedError(f"{self.protocol}:// has no conditional write") from error
+            raise NotImplementedError(f"{self.protocol}:// does not support conditional writes") from error
         return True
 
     def open(self, url: str) -> io.BufferedReader:
-        """Open an object for reading, at any offset; the last few blocks are cached."""
+        """Open an object for reading at any offset. Caches the last blocks."""
         from fsspec.caching import BlockCache
         from fsspec.spec import AbstractBufferedFile
 
@@ -147,7 +147,7 @@ class ObjectStore:
         return io.BufferedReader(file, _READ_BYTES)
 
     def delete(self, url: str) -> None:
-        """Delete one object, if it is there."""
+        """Delete an object if it exists."""
 
         def act() -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -165,8 +165,8 @@ class ObjectStore:
         retrying("deleting", url, act)
 
     def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> list[str]:
-        """Abort unfinished multipart uploads below ``url``, on S3 alone, whose names are ours; return their URLs."""
-        given_up: list[str] = []
+        """Abort multipart uploads below ``url`` (S3 only) whose keys ``is_ours`` accepts. Return their URLs."""
+        aborted: list[str] = []
 
         def act() -> None:
             bucket, key, _ = self.fs.split_path(self.path(url))
@@ -177,24 +177,24 @@ class ObjectStore:
                 for each in page.get("Uploads", []):
                     if is_ours(each["Key"].removeprefix(below)):
                         self.fs.abort_mpu(bucket, each["Key"], each["UploadId"])
-                        given_up.append(f"{self.protocol}://{bucket}/{each['Key']}")
+                        aborted.append(f"{self.protocol}://{bucket}/{each['Key']}")
                 marker = {name: page.get(f"Next{name}") for name in ("KeyMarker", "UploadIdMarker")}
 
         if self.protocol in _S3:
-            retrying("clearing uploads", url, act)
-        return given_up
+            retrying("aborting uploads below", url, act)
+        return aborted
 
     def make_directory(self, url: str) -> None:
-        """Make a directory, where the store has any."""
+        """Create a directory, if the store has directories."""
         if self.protocol not in _FLAT:
-            retrying("making", url, lambda: self.fs.makedirs(self.path(url), exist_ok=True))
+            retrying("creating", url, lambda: self.fs.makedirs(self.path(url), exist_ok=True))
 
 
 class Upload:
-    """A new object at ``url``: what :class:`.DiskFile` is in a directory.
+    """Writes a new object at ``url``, as :class:`.DiskFile` writes a file.
 
-    It goes up in parts of the size that fsspec has for that store, so that no more than a part lies in memory. It is
-    given up where the writing fails, since an upload that is merely closed would leave half a file under its name.
+    The object is uploaded in parts of fsspec's part size, so that at most one part is in memory. If a write fails, the
+    upload is aborted, since closing it would create a truncated object.
     """
 
     refused = False
@@ -203,7 +203,7 @@ class Upload:
         self._file: Any = store.fs.open(store.path(url), "wb")
 
     def write(self, data: memoryview) -> None:
-        # A large tensor whole would be a part of its own size, and as much memory once more.
+        # Written in pieces, since fsspec would copy a large tensor to one part of the same size.
         for begin in range(0, len(data), _PIECE_BYTES):
             self._file.write(data[begin : begin + _PIECE_BYTES])
             failpoint("writing")
@@ -216,7 +216,7 @@ class Upload:
             with contextlib.suppress(Exception):
                 self._file.discard()
             with contextlib.suppress(Exception):
-                self._file.closed = True  # or else it would send itself when it is let go of
+                self._file.closed = True  # otherwise the garbage collector would finish the upload
 
 
 def _check(url: str, protocol: str) -> None:
@@ -224,20 +224,20 @@ def _check(url: str, protocol: str) -> None:
 
     behind = url.partition("://")[2]
     if not behind.strip("/") or (behind.startswith("/") and protocol in _FLAT - {"memory"}):
-        raise ConfigError(f"{url} names no bucket. Write {protocol}://BUCKET/PATH.")
+        raise ConfigError(f"{url} has no bucket name. Write {protocol}://BUCKET/PATH.")
     user, _, below = behind.rpartition("@")
     if ":" in user.partition("/")[0]:
         raise ConfigError(
-            f"{protocol}://***@{below} has a password in it, which every message and log would show. Leave it out, and "
+            f"{protocol}://***@{below} has a password, which messages and logs would show. Remove the password, and "
             f"set FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
         )
     if set(behind) & set("*?[]"):
-        raise ConfigError(f"{url} would be a pattern for fsspec: checkpoints need a name without *, ? and brackets.")
+        raise ConfigError(f"{url} is a pattern for fsspec. Choose a URL without *, ? and brackets.")
     try:
         fsspec.get_filesystem_class(protocol or "nothing")
     except ValueError as error:
         known = "a path, s3://bucket/…, gs://bucket/…, abfs://container/…"
-        raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
+        raise ConfigError(f"{url}: fsspec does not support {protocol}://. Use {known}.") from error
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         what = f"pip install './stagereg[{extra}]'" if extra else str(error)

@@ -1,4 +1,4 @@
-"""Offers restores to read each byte once; see :mod:`.shared_read`."""
+"""Restores that read each byte of a checkpoint only once for all ranks (:mod:`.shared_read`)."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class ReadsOnce(RestoreExtension):
 
 
 EXTENSIONS: tuple[type[RestoreExtension], ...] = (ReadsOnce,)
-"""What every restore has of this extension."""
+"""The restore extensions of this package."""

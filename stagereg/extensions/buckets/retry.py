@@ -1,8 +1,8 @@
-"""Retries for requests that a network may lose.
+"""Retry requests to object stores after transient errors.
 
-A transient error is retried after waits that double from half a second to a minute, each shortened at random by up to
-half ("equal jitter", M. Brooker, AWS Architecture Blog, 2015). Other errors are raised at once. A series ends after the
-last trial, or at the deadline of :func:`.within`; it warns once. :func:`answered` is for a call that hangs.
+Waits double from half a second to a minute; each is shortened at random by up to half ("equal jitter", M. Brooker, AWS
+Architecture Blog, 2015). Other errors are raised immediately. Retries end after the last trial or at the deadline of
+:func:`.within`. The first retry logs a warning. :func:`answered` limits the time of a call that may hang.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from stagereg.base.deadline import until
 
 T = TypeVar("T")
 
-TRIALS = 10  # how often something is tried in all, some three minutes long
+TRIALS = 10  # trials of a request in total, within about three minutes
 
 FIRST_S = 0.5
 LONGEST_S = 60.0
 
-# Transient errors: HTTP statuses; S3's codes whose status does not show it; and parts of the names of exceptions, since
-# the clients of object stores have no common base for network errors.
+# Transient errors: HTTP statuses; S3 codes with other statuses; and parts of the names of exceptions, since the clients
+# of object stores have no common base class for network errors.
 _PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
 _PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
 _PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
 _PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
-# What does not, and the errors that packages raise without a number.
+# Permanent errors, and the errno of exceptions that packages raise without an errno.
 _FINAL = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 _FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 
 _READS = ("listing", "looking at", "reading")
 _REFUSED = (
-    "; the store refuses the credentials of this process: set or renew them, set the clock of this machine, or grant "
-    "the right to list and read"
+    "; the store refuses the credentials of this process: set or renew them, correct the clock of this machine, or "
+    "grant the permission to list and read"
 )
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return the result of ``act`` within ``seconds``, or raise ``TimeoutError``; ``give_back`` gets a late one."""
+    """Return the result of ``act``, or raise ``TimeoutError`` after ``seconds``. ``give_back`` gets a late result."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -62,7 +62,7 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
     threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
     try:
         if not wait([answer], min(seconds, threading.TIMEOUT_MAX)).done:
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
+            raise TimeoutError(errno.ETIMEDOUT, f"no response within {seconds:g} s", url)
         return answer.result()
     except BaseException:
         answer.add_done_callback(late)
@@ -70,9 +70,9 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
 
 
 def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
-    """Return the result of ``act``, which must be harmless to repeat, tried again as long as that may help.
+    """Return the result of ``act``, which must be idempotent, with retries after transient errors.
 
-    ``doing`` and ``url`` are for messages. Raises: ``OSError`` naming ``url``; errors of the program as they are.
+    ``doing`` and ``url`` are for messages. Raises ``OSError`` for errors of the store, and other errors unchanged.
     """
     trial = 1
     while True:
@@ -84,7 +84,7 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
             if trial == TRIALS or time.monotonic() + pause > until() or not passing:
                 a_stores = isinstance(error, OSError) or passing or http_error_of(error)[1] is not None
                 if not a_stores and not _is_denied(error):
-                    raise  # a mistake in a program
+                    raise  # a bug in the program
                 told = f"{doing}, tried {trial} times" if trial > 1 else doing
                 raise _as_os_error(error, told + _REFUSED * (doing in _READS and _is_denied(error)), url) from error
             if trial == 1:
@@ -94,7 +94,7 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another trial may go better than the one that ended with ``error``."""
+    """Return whether a retry after ``error`` may succeed."""
     code, status = http_error_of(error)
     if _is_denied(error):
         return False
@@ -106,7 +106,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def http_error_of(error: BaseException) -> tuple[str | None, int | None]:
-    """Return the store's code and the HTTP status of an error, as botocore, gcsfs, azure or aiohttp keep them."""
+    """Return the store's code and the HTTP status of an error of botocore, gcsfs, azure or aiohttp."""
     for each in (error, error.__cause__):
         response: Any = getattr(each, "response", None)
         if isinstance(response, dict):
@@ -119,15 +119,15 @@ def http_error_of(error: BaseException) -> tuple[str | None, int | None]:
 
 
 def _is_denied(error: BaseException) -> bool:
-    """Whether the store, or its package, takes the credentials for nothing, or for too little."""
+    """Return whether the store or its package rejects the credentials, or they lack a permission."""
     names = [kind.__name__ for kind in type(error).__mro__]
     by_name = any(part in name for part in ("Credential", "GoogleAuthError") for name in names)
-    by_gcsfs = type(error) is OSError and str(error).startswith("Forbidden: ")  # its 403 has no number
+    by_gcsfs = type(error) is OSError and str(error).startswith("Forbidden: ")  # status 403 in gcsfs
     return by_name or by_gcsfs or http_error_of(error)[1] in (401, 403)
 
 
 def _as_os_error(error: Exception, more: str, url: str) -> OSError:
-    """Return an error of the operating system in the place of one that a store or its package has raised."""
+    """Convert an error of a store or its package to an ``OSError``."""
     denied = _is_denied(error)
     number = error.errno if isinstance(error, OSError) else None
     known = (each for kind, each in _ERRNO.items() if isinstance(error, kind))

@@ -1,9 +1,9 @@
-"""Reads each byte of a checkpoint on one rank, and passes it on to the ranks that want it.
+"""Read each byte of a checkpoint on one rank, and send the byte to the ranks that need it.
 
-The files, in the order of their names, are one stream of bytes in pieces. Of n ranks rank r reads pieces r, r + n and
-so on, takes their checksums, and broadcasts them, or sends each rank its part if the ranks want half or less of the
-piece on average. A rank has two pieces in memory: the next one to read, and the one that it receives. All goes over the
-gloo group of the checkpointer.
+The files, sorted by name, form one stream of bytes, which is divided into pieces. Of n ranks, rank r reads pieces r,
+r + n, r + 2n and so on, and computes their checksums. It broadcasts a piece. If the ranks need at most half of a piece
+on average, it sends each rank only the bytes that the rank needs. A rank has two pieces in memory: its next piece, and
+the piece that it receives. All transfers use the gloo group of the checkpointer.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stagereg.kernel.memory import view_of
 _PIECE_BYTES = 48 << 20
 _LEAST_BYTES = 4 << 20
 _FETCH_BYTES = 8 << 20
-_FETCHES = 4  # at a time, so a rank has 128 MiB in memory at most: two pieces, and answers of a server to four requests
-_GAP_BYTES = 1 << 12  # what lies between two ranges of bytes that are wanted goes along, where it is no more than this
+_FETCHES = 4  # concurrent requests; a rank needs at most 128 MiB of memory: two pieces, and responses to four requests
+_GAP_BYTES = 1 << 12  # most bytes between two needed ranges that are sent as one range
 
 
 def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
-    """Return the content of the index, which rank 0 reads. Collective. Raises: ``CheckpointError`` on all ranks."""
+    """Read the index on rank 0; return it on all ranks. Collective. Raises ``CheckpointError`` on all ranks."""
     data = bytearray()
 
     def read() -> int:
@@ -43,7 +43,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
             data.extend(read_index(checkpoint))
         return len(data)
 
-    failing = "Its index could not be read"
+    failing = "The index of the checkpoint could not be read"
     length = ranks.round_trip(failing, read, lambda lengths: lengths[:1] * ranks.size, ranks.limit)
     data = data.ljust(length, b"\0")
     if ranks.size > 1 and data:
@@ -53,7 +53,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
 
 
 class _MarkedBytes(NamedTuple):
-    """Bytes of a file that a rank has read."""
+    """The digest of bytes of a file that a rank has read."""
 
     name: str
     offset: int
@@ -61,7 +61,7 @@ class _MarkedBytes(NamedTuple):
 
 
 class _Collected:
-    """The bytes of a whole that have arrived."""
+    """Collects the bytes of a :class:`.Whole`, which gets them when all have arrived."""
 
     def __init__(self, whole: Whole) -> None:
         self._whole, self._left = whole, whole.length
@@ -77,7 +77,7 @@ class _Collected:
 
 
 class _Want(NamedTuple):
-    """Bytes of the stream that this rank wants, and the address where they belong, or what collects them."""
+    """Bytes of the stream that this rank needs, and their target: a memory address or a :class:`_Collected`."""
 
     begin: int
     end: int
@@ -85,12 +85,13 @@ class _Want(NamedTuple):
 
 
 class SharedRead:
-    """One such reading. Collective: all ranks construct it, which changes no object yet, and call :meth:`run`.
+    """A shared read of one checkpoint. Collective: all ranks construct it and call :meth:`run`.
 
-    ``transfer`` is what this rank wants. With ``check`` all files are read and compared with the manifest.
+    The constructor changes no tensor. ``transfer`` has the bytes that this rank needs. ``check`` reads and verifies all
+    files, including files that no rank needs.
 
     Raises:
-        CheckpointError: on all ranks: one of them could not read its first piece.
+        CheckpointError: a rank could not read its first piece. Raised on all ranks.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class SharedRead:
         ranks.run_on_all(f"{checkpoint.path} could not be read", self._finish_first)
 
     def _wants_of(self, transfer: Transfer) -> dict[int, list[_Want]]:
-        """Return what this rank wants, by the number of the piece that it is in."""
+        """Return the bytes that this rank needs, by the number of the piece that has them."""
         begins = dict(zip(self._names, self._begins, strict=False))
         every = [
             _Want(begins[file] + offset, begins[file] + offset + length, address)
@@ -138,7 +139,7 @@ class SharedRead:
         return wants
 
     def _ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return which bytes of a piece this rank wants."""
+        """Return the ranges of a piece that this rank needs."""
         piece, found = self._pieces[number], []
         low = high = -1
         for want in self._wants[number]:
@@ -151,7 +152,7 @@ class SharedRead:
         return [*found, (low, high)][1:]
 
     def _agree_on_pieces(self) -> None:
-        """Find out how each piece is passed on, and what the other ranks want of those that this one reads."""
+        """Agree on how each piece is sent, and collect the ranges that other ranks need from this rank's pieces."""
         size, rank = self._ranks.size, self._ranks.rank
         ranges = {number: self._ranges(number) for number in self._wants}
         wanted = torch.zeros(len(self._pieces), dtype=torch.int64, device="cpu")
@@ -190,7 +191,7 @@ class SharedRead:
             self._failure = error
 
     def _extents(self, piece: range) -> Iterator[tuple[Readable, str, int, int, int]]:
-        """Yield file, name, offset, place in the piece and length of what is read at once."""
+        """Yield the requests for a piece: file, name, offset in the file, offset in the piece, and length."""
         at = piece.start
         while at < piece.stop:
             i = bisect_right(self._begins, at) - 1
@@ -200,7 +201,7 @@ class SharedRead:
             at += count
 
     def _finish(self) -> None:
-        """Wait until the piece is read."""
+        """Wait until the current piece of this rank is read."""
         for name, offset, fetch in self._fetches:
             try:
                 self._parts.append(_MarkedBytes(name, offset, fetch.result()))
@@ -213,13 +214,13 @@ class SharedRead:
         if self._failure is not None:
             raise self._failure
 
-    # -- passing on
+    # -- sending
 
     def run(self) -> dict[str, str]:
-        """Read everything wanted to its place, and return what is wrong with the files. Collective.
+        """Read all needed bytes to their targets, and return the errors of files by name. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if one could not read or take something; objects have changed in part.
+            CheckpointError: a rank could not read or copy some bytes. Raised on all ranks; some tensors have changed.
         """
         failing = f"{self._checkpoint.path} could not be read"
         with self._ranks.explaining(failing):
@@ -250,7 +251,7 @@ class SharedRead:
             self._place(number, self._received)
 
     def _place(self, number: int, data: torch.Tensor) -> None:
-        """Copy a piece to where it belongs. After a failure nothing is: the ranks go through the rest together."""
+        """Copy a piece to its targets. Does nothing after a failure, but the ranks still transfer all pieces."""
         piece, address = self._pieces[number], data.data_ptr()
         try:
             for begin, end, to in self._wants.pop(number, ()) if self._failure is None else ():
@@ -269,7 +270,7 @@ class SharedRead:
         return self._parts
 
     def _damages(self, ranks: list[list[_MarkedBytes]]) -> list[dict[str, str]]:
-        """Compare what the ranks have read with the manifest; on rank 0."""
+        """Compare the digests of all ranks with the manifest. Runs on rank 0."""
         found: dict[str, list[FileDigest]] = {name: [] for name in self._names}
         for part in sorted(part for parts in ranks for part in parts):
             found[part.name].append(part.mark)
@@ -284,12 +285,12 @@ def _fetch(file: Readable, offset: int, memory: memoryview) -> FileDigest:
 
 
 def _broadcast(ranks: RankGroup, data: torch.Tensor, source: int) -> None:
-    """Give ``data`` of rank ``source`` to all. Collective; inside :meth:`.RankGroup.explaining`."""
+    """Broadcast ``data`` from rank ``source``. Collective. Call inside :meth:`.RankGroup.explaining`."""
     ranks.wait(dist.broadcast(data, group=ranks.group, group_src=source, async_op=True), ranks.limit)
 
 
 def _exchange(ranks: RankGroup, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Give each rank the triples that this one has for it, and return those that each has for this. Collective."""
+    """Send each rank its list of triples; return the lists that all ranks have sent to this rank. Collective."""
     if ranks.size == 1:
         return [[*each] for each in numbers]
     counts = torch.tensor([3 * len(each) for each in numbers], dtype=torch.int64, device="cpu")

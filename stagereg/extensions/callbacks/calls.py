@@ -29,13 +29,13 @@ _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.05
 _DELETED = (
-    "was not called, since the checkpoint was already deleted: the component is too slow for this many checkpoints; "
-    "retain more checkpoints ({keep}), or save less often"
+    "was not called, since the checkpoint was already deleted: the component is slower than the saves. Retain more "
+    "checkpoints ({keep}), or save less often"
 )
 
 
 class CommitCalls(CheckpointExtension):
-    """The calls of all ``on_commit`` components of the option. Only rank 0 calls components."""
+    """Calls the ``on_commit`` components of a checkpointer. Only rank 0 calls components."""
 
     name = "callbacks"
 
@@ -51,7 +51,7 @@ class CommitCalls(CheckpointExtension):
             shutdown.wait_for(self)
 
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
-        """Call every component for a checkpoint, on its own thread. Returns at once."""
+        """Queue a call of each component for a checkpoint. Returns immediately."""
         if self._leaving and self._callers:
             _log.warning("stagereg: on_commit is not called for step %d: the run is preempted.", step)
             return
@@ -59,13 +59,13 @@ class CommitCalls(CheckpointExtension):
             caller.add(checkpoint)
 
     def leaving(self) -> None:
-        """Begin no more calls and wait for no call, since the run is preempted."""
+        """Start no more calls, and do not wait for running calls, since the run is preempted."""
         self._leaving = True
         for caller in self._callers:
-            caller.give_up("the run is preempted")
+            caller.abort("the run is preempted")
 
     def finish(self) -> bool:
-        """Wait for the last save and all calls, at most one timeout; False if a preempted run leaves a thread."""
+        """Wait for the last save and all calls, at most the timeout. False if a preempted run has a running call."""
         if os.getpid() != self._process or not self._callers:
             return True
         with contextlib.suppress(ReferenceError):  # the checkpointer was deleted with its saves
@@ -74,7 +74,7 @@ class CommitCalls(CheckpointExtension):
         while any(caller.busy for caller in self._callers):
             if time.monotonic() > until or self._setup.is_urged():
                 for caller in self._callers:
-                    caller.give_up("the run ends")
+                    caller.abort("the run ends")
             time.sleep(_POLL_INTERVAL_S)
         return not (self._leaving and any(caller.calling for caller in self._callers))
 
@@ -87,7 +87,7 @@ class CommitCalls(CheckpointExtension):
 class _Caller:
     def __init__(self, name: str, component: OnCommit, setup: Setup, saves: Saves) -> None:
         self.limit_s = setup.timeout.total_seconds()  # the timeout of a call
-        self._stopped = ""  # why no further call begins
+        self._stopped = ""  # reason why no further call starts
         self._name, self._component = name, component
         self._store, self._saves, self._stats = setup.store, saves, saves.stats
         self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class _Caller:
         self._thread = threading.Thread(target=self._work, name=f"stagereg-on-commit-{name}", daemon=True)
         self._thread.start()  # started here, since an exiting process cannot start threads
         self._call: threading.Thread | None = None
-        self._called_for = -1  # the step
+        self._called_for = -1  # step of the last call
 
     @property
     def busy(self) -> bool:
@@ -104,7 +104,7 @@ class _Caller:
 
     @property
     def calling(self) -> bool:
-        """Whether a call has not returned, even if it was aborted."""
+        """Whether a call is still running, including an aborted call."""
         return self._call is not None and self._call.is_alive()
 
     def add(self, checkpoint: Checkpoint | None) -> None:
@@ -113,8 +113,8 @@ class _Caller:
             self._added += 1
         self._queue.put(checkpoint)
 
-    def give_up(self, why: str) -> None:
-        """Begin no further call, and wait for no call."""
+    def abort(self, why: str) -> None:
+        """Start no further call, and do not wait for a running call."""
         if self.busy:
             self._fail(self._called_for, f"was aborted, since {why}: the call has not returned, or has not begun")
         self._stopped = why
@@ -125,7 +125,7 @@ class _Caller:
         while (checkpoint := self._queue.get()) is not None:
             try:
                 self._take(checkpoint)
-            except Exception as error:  # for example of the checkpoint storage
+            except Exception as error:  # for example an error of the checkpoint storage
                 self._fail(checkpoint.manifest.step, f"was not called: {error}")
             self._done += 1
 
@@ -142,7 +142,7 @@ class _Caller:
         try:
             self._call.start()
             self._call.join(self.limit_s)
-        except RuntimeError:  # while a process exits, Python 3.12 cannot start threads, and this call runs to its end
+        except RuntimeError:  # Python 3.12 cannot start threads while a process exits: call it here, without a timeout
             self._run(checkpoint, failures)
         failure = failures[0] if failures else None
         if isinstance(failure, str):  # the component was not called
@@ -152,7 +152,7 @@ class _Caller:
         record.emit("on_commit", step=step, name=self._name, start=began, seconds=record.now() - began)
         if self.calling:
             limit = f"{self.limit_s:g} s ({option('checkpoint.failure.timeout')})"
-            self._fail(step, f"has not returned for {limit}; until then, it is not called again")
+            self._fail(step, f"has not returned for {limit}, and is not called again before it returns")
         elif failure is not None:
             self._fail(step, f"failed: {summarize_exception(failure, __file__)}", failure)
         if path_of(self._store, checkpoint) is None:

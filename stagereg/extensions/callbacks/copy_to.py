@@ -1,7 +1,7 @@
 """``on_commit=copy_to``: copy each complete checkpoint to another checkpoint directory, a path or a URL.
 
 The bytes of each file are compared with the manifest during the copy, and again in the target. A partial copy is hidden
-like a running save, and a copy is committed like a save. A copy resumes after a killed copy: files with a matching
+like a running save, and a copy is committed like a save. The copy of a killed run is continued: files with a matching
 digest in the target are not copied again. If checkpoints are missing in the target, because a run was killed or the
 target was unreachable, the next call copies them too, the oldest first.
 """
@@ -64,7 +64,7 @@ class CopyTo:
             for one in reversed([one for one in missing if one.path in wanted]):
                 with source.readers.read_lease(one.path):
                     if source.look(one.path).manifest != one.manifest:
-                        continue  # deleted meanwhile
+                        continue  # the checkpoint was deleted meanwhile
                     try:
                         self._copy(one, source, target, copies[one.path])
                     except CheckpointError as error:  # later checkpoints may be valid
@@ -124,4 +124,4 @@ def _copy_file(source: str, target: str, mark: FileDigest) -> None:
 
 def _expect(mark: FileDigest, found: FileDigest, path: str) -> None:
     if found != mark:
-        raise CheckpointError(f"{path} does not match its manifest: expected {mark}, got {found}; it was not copied.")
+        raise CheckpointError(f"{path} does not match its manifest: expected {mark}, got {found}. It was not copied.")

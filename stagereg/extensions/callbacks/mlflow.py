@@ -35,7 +35,7 @@ class MlflowArtifact:
         last = None if self.run_id is not None else mlflow.last_active_run()
         run_id = self.run_id or (last and last.info.run_id)
         if run_id is None:
-            raise CheckpointError("there is no run of MLflow: call mlflow.start_run() before Checkpointer(...)")
+            raise CheckpointError("no MLflow run is active: call mlflow.start_run() before Checkpointer(...)")
         name, manifest = f"checkpoints/step-{checkpoint.step:08}", checkpoint.manifest
         client = mlflow.MlflowClient()
         if self.upload:

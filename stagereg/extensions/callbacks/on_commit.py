@@ -20,7 +20,7 @@ class CommittedCheckpoint:
 
     Attributes:
         step: the training step.
-        path: its directory, or in an object store its URL as text. Not deleted while a call for it runs.
+        path: the directory, or the URL as a ``str``. The checkpoint is not deleted while a call for it runs.
         manifest: the manifest, which lists its files with sizes and checksums.
         metrics: the values that rank 0 logged for that step (:func:`stagereg.log`) before the step was saved; values
             may be NaN or infinite.

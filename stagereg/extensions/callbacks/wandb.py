@@ -31,7 +31,7 @@ class WandbArtifact:
 
         run = wandb.run
         if run is None:
-            raise CheckpointError("there is no run of wandb: call wandb.init(...) on rank 0 before the first save")
+            raise CheckpointError("no wandb run is active: call wandb.init(...) on rank 0 before the first save")
         manifest = checkpoint.manifest
         about = {
             "step": checkpoint.step,
@@ -41,6 +41,6 @@ class WandbArtifact:
         }
         artifact = wandb.Artifact(self.name or f"checkpoint-{run.id}", self.type, metadata=about)
         path = str(checkpoint.path)
-        # Without wandb's checksums, for which it would read every file; the manifest has checksums.
+        # Without wandb's checksums: computing them would read every file, and the manifest has checksums.
         artifact.add_reference(path if "://" in path else f"file://{path}", checksum=False)
         run.log_artifact(artifact, aliases=["latest", f"step-{checkpoint.step}"])

@@ -198,7 +198,7 @@ def test_a_store_that_fails_once_is_asked_again(store: Store, lost: bool) -> Non
 def test_a_lease_that_can_neither_be_made_nor_read_is_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "LEASE_S", 0.05)
     store.create = lambda url, data: False  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match=r"\.lock can neither be made nor read"):
+    with pytest.raises(CheckpointError, match=r"\.lock can be neither created nor read"):
         store.lease()
 
 

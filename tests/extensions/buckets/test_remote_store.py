@@ -104,7 +104,7 @@ def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
     store.sweep()
     assert names(url) == [name for name in before if "step-00000002.bb" not in name]
     for path in ("", "/", "/..", "/notes", "/step-00000001.aa/x", "x/step-1"):
-        with pytest.raises(CheckpointError, match="nothing was deleted"):
+        with pytest.raises(CheckpointError, match="Nothing was deleted"):
             store.backend.discard(f"{url}{path}")
     assert names(url) == [name for name in before if "step-00000002.bb" not in name]
 
@@ -235,7 +235,7 @@ def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeyp
         return hold
 
     monkeypatch.setattr(Bucket, "lock", unresponsive)
-    with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
+    with pytest.raises(CheckpointError, match=r"no response within 0\.1 s"):
         Checkpointer(url, failure=Failure(timeout=datetime.timedelta(seconds=0.1))).lock()
     assert names(url) == []
     answer.set()  # the store responds again, and the late request is carried out

@@ -28,13 +28,13 @@ def test_urls_are_remote_and_not_changed() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nonsense://bucket/x", "fsspec knows no nonsense://"),
+        ("nonsense://bucket/x", "fsspec does not support nonsense://"),
         ("abfs://container/x", "needs a package that is not installed"),
-        ("simplecache::s3://bucket/x", "fsspec knows no simplecache::s3://"),
-        ("s3://", r"names no bucket. Write s3://BUCKET/PATH"),
-        ("s3:///runs", r"names no bucket. Write s3://BUCKET/PATH"),
-        ("://x", r"fsspec knows no ://"),
-        ("memory://runs/gpt[12]*", r"would be a pattern for fsspec.*without \*, \? and brackets"),
+        ("simplecache::s3://bucket/x", "fsspec does not support simplecache::s3://"),
+        ("s3://", r"has no bucket name. Write s3://BUCKET/PATH"),
+        ("s3:///runs", r"has no bucket name. Write s3://BUCKET/PATH"),
+        ("://x", r"fsspec does not support ://"),
+        ("memory://runs/gpt[12]*", r"is a pattern for fsspec.*without \*, \? and brackets"),
         ("ftp://user:secret@host/x", r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD"),
     ],
 )

@@ -222,7 +222,7 @@ def test_a_store_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_target_of_no_use_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="fsspec knows no nowhere://"):
+    with pytest.raises(ConfigError, match="fsspec does not support nowhere://"):
         CopyTo("nowhere://bucket/runs")
     with pytest.raises(ConfigError, match=r"newest.* must be a whole number of at least 1"):
         CopyTo("copies", keep=0)
