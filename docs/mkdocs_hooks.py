@@ -24,8 +24,9 @@ _SCRIPTS = {"scripts/mermaid.js": "package/dist/mermaid.min.js", "scripts/iframe
 _LINK = re.compile(r"(\]\()([^)#:\s]+)([^)\s]*\))")
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
-_BOOST = {"options.md": 2, "stagers.md": 2, "CHANGELOG.md": 0.3}
+_BOOST = {"options.md": 2, "stagers.md": 2, "troubleshooting.md": 2, "comparison.md": 0.5, "CHANGELOG.md": 0.3}
 """How much more a page counts in the search; programs count less than pages."""
+_BOOST_OF_FOLDER = {"examples": 0.3, "reference": 0.5}
 _NOT_SEARCHED = "messages.md"
 """The index of all messages: its hundreds of entries would hide the pages. reference/errors.md has the common ones."""
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
@@ -62,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead the links of a page to where its site has what they name."""
     source = page.file.src_uri
-    boost = _BOOST.get(source, 0.3 if source.startswith("examples/") else 1)
+    boost = _BOOST.get(source, _BOOST_OF_FOLDER.get(source.partition("/")[0], 1))
     page.meta["search"] = {"exclude": True} if source == _NOT_SEARCHED else {"boost": boost}
     here = posixpath.dirname(source if source in _BESIDE else f"docs/{source}")
 
