@@ -226,11 +226,13 @@ def test_every_option_that_a_page_names_is_the_checkpointers() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_the_links_of_a_page_have_targets(page: str) -> None:
+@pytest.mark.parametrize("page", sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")))
+def test_the_links_of_a_page_have_targets_on_the_site(page: str) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", Page(page).text):
-        target = DOCS / (link or page)
+        target = ((DOCS / page).parent / link).resolve() if link else DOCS / page
         assert target.exists(), link
+        shown = target.relative_to(DOCS.parent).parts
+        assert shown[0] in {"docs", "examples"} or (shown[0].endswith(".md") and len(shown) == 1), link
         heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
         assert not anchor or anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
 
