@@ -1,1 +1,1 @@
-"""The program's objects in a checkpoint: entries, with states of modules and optimizers by names of parameters."""
+"""Converts the program's objects to entries of a checkpoint, modules and optimizers by the names of parameters."""

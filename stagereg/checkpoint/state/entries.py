@@ -1,8 +1,8 @@
-"""The content of a checkpoint: the caller's objects as entries.
+"""Converts the objects in the caller's state to the entries of a checkpoint.
 
-An entry is a name and a state dict or plain value, of modules and optimizers by the names of parameters
-(:mod:`.module_state`, :mod:`.optimizer_state`). A replicated value is stored once; a value of one rank is an entry per
-rank, ``name.rank0``: values in :class:`PerRank`, and data loader states (:mod:`stagereg.data`). Entries under
+An entry is a name with a state dict or a plain value. Modules and optimizers are saved by the names of parameters
+(:mod:`.module_state`, :mod:`.optimizer_state`). A replicated value is stored once. Values in :class:`PerRank` and data
+loader states (:mod:`stagereg.data`) are stored as one entry per rank, such as ``name.rank0``. Entries under
 ``stagereg.`` hold the step, the world size and each rank's random number generators.
 """
 
@@ -28,12 +28,12 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, StageregError, reason
 
-RESERVED = "stagereg"  # prefix of the names of the project's entries, up to a dot
+RESERVED = "stagereg"  # first component of the names of the project's own entries
 T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """Holds a value of the state that each rank has for itself. Attributes: ``value``, as last given or restored."""
+    """A value that differs between ranks (:func:`per_rank`). Attributes: ``value``, as last given or restored."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -43,11 +43,11 @@ class PerRank(Generic[T]):
 
 
 def per_rank(value: T) -> PerRank[T]:
-    """Mark ``value`` as this rank's own: each rank saves its value, and as many ranks restore it.
+    """Mark ``value`` as this rank's own: each rank saves its value, and restores it at the same world size.
 
-    For values that differ between ranks under one name: a position in a file, a list of losses. Given to
-    :class:`.Checkpointer` as an entry of the state: ``{"model": model, "losses": per_rank(losses)}``. Data loaders and
-    samplers need no mark. With another world size, a marked loader stays as it is, and an unmarked one is an error.
+    Use it for values that differ between ranks, such as a position in a file or a list of losses: pass
+    ``{"model": model, "losses": per_rank(losses)}`` as the state. Data loaders and samplers need no mark. At another
+    world size, a restore leaves a marked loader unchanged, and raises an error for an unmarked loader.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A restored plain value is in
@@ -57,7 +57,7 @@ def per_rank(value: T) -> PerRank[T]:
 
 
 def rank_name(name: str, rank: int) -> str:
-    """Return the name of a rank's own value of the entry ``name``."""
+    """Return the name under which ``rank`` stores its own value of the entry ``name``."""
     return f"{name}.rank{rank}"
 
 
@@ -74,13 +74,13 @@ def capture(
     names: ParameterNames,
     generators: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the entries to save: references to live tensors, which a stager has yet to copy.
+    """Return the entries to save. They refer to live tensors, which a stager copies afterwards.
 
-    ``generators`` has the recorded states of :func:`.rng.note`, used instead of the current states.
+    ``generators``, a result of :func:`.rng.note`, is used instead of the current states of the generators.
 
     Raises:
-        CheckpointError: a name is not text, or is reserved; two parameters have one name; or a parameter is not
-            initialized.
+        CheckpointError: a name is not a string, or is reserved; two parameters have the same name; or a parameter is
+            not initialized.
     """
     entries: dict[str, Any] = {
         f"{RESERVED}.step": step,
@@ -90,7 +90,7 @@ def capture(
     for name, value in state.items():
         if not isinstance(name, str) or name.split(".")[0] == RESERVED:
             raise CheckpointError(
-                f"The state has an entry named {name!r}. Use text that does not begin with {RESERVED!r}."
+                f"The state has an entry named {name!r}. Use a string that does not begin with {RESERVED!r}."
             )
         own = isinstance(value, PerRank) or is_position(value)
         try:
@@ -98,7 +98,7 @@ def capture(
         except StageregError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{name!r} cannot be saved: its state_dict() fails: {reason(error)}") from error
+            raise CheckpointError(f"{name!r} cannot be saved: its state_dict() raised {reason(error)}") from error
         for key in filter(
             lambda key: is_lazy(found[key]), found if module_state.modules_of(value_of(state, name)) else ()
         ):
@@ -110,7 +110,7 @@ def capture(
 
 
 def value_of(state: Mapping[str, Any], name: str) -> Any:
-    """Return the value that the caller gave under a name, out of its :class:`PerRank`; a generator as an object."""
+    """Return the caller's value for a name, without :class:`PerRank`; a generator gets methods for its state."""
     value = state[name]
     value = value.value if isinstance(value, PerRank) else value
     return generator_state(value) or value
@@ -131,9 +131,9 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
 
 
 def buffers(state: Mapping[str, Any]) -> set[str]:
-    """Return the dotted names of the buffers of modules, in which replicas may drift apart.
+    """Return the dotted names of the buffers of modules, which may drift apart between replicas.
 
-    The names of buffers of inner modules are also returned without the name of the entry.
+    Names of buffers of inner modules are also returned without the name of the entry.
     """
     found = {
         (name, module_state.plain_name(module, buffer))
@@ -151,7 +151,7 @@ def written_in_forward(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def positions(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of data loader states, each rank's own."""
+    """Return the names of the data loader states, which each rank saves for itself."""
     return [name for name in state if is_position(value_of(state, name))]
 
 
@@ -160,18 +160,18 @@ def replicated(state: Mapping[str, Any]) -> list[str]:
 
 
 class TensorKind(NamedTuple):
-    """The properties that a saved tensor and the tensor that takes it must share."""
+    """The dtype and shape, which must match between a saved tensor and the tensor that it is restored into."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @classmethod
     def of(cls, x: Any) -> TensorKind:
-        """Return the kind of a tensor, or of a stored one."""
+        """Return the kind of a tensor or of a :class:`.Stored`."""
         return cls(x.dtype, shape_of(x))
 
     def fits(self, other: TensorKind, cast: bool) -> bool:
-        """Whether the kinds are equal, or with ``cast`` have one shape and are both floating point."""
+        """Whether the kinds are equal, or, with ``cast``, have the same shape and both floating-point dtypes."""
         floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
         return self.shape == other.shape and (self.dtype == other.dtype or floating)
 
@@ -180,8 +180,8 @@ class TensorKind(NamedTuple):
 
 
 def memory_of(x: Any) -> object:
-    """Return a value that is equal for tensors in the same memory; 0 for a tensor without memory."""
-    if isinstance(x, ShardedTensor):  # FSDP1 copies
+    """Return a key that is equal for tensors in the same memory; 0 for a tensor without memory."""
+    if isinstance(x, ShardedTensor):  # FSDP1 creates copies
         return id(x)
     x = local_part(x)
     if wraps(x):
@@ -193,7 +193,7 @@ def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
     """Return this rank's shards of a tensor.
 
     Raises:
-        CheckpointError: its placement is partial: each rank has a summand, so no rank has values to save.
+        CheckpointError: a placement is ``Partial``, so each rank has only a summand of the values.
     """
     if any(placement.is_partial() for placement in x.placements):
         raise CheckpointError(
@@ -206,4 +206,4 @@ def chunks_of(x: DTensor, name: str) -> list[ChunkStorageMetadata]:
 def local_part(x: Any) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return cast("torch.Tensor", x)
-    return x._local_tensor if wraps(x) else x.to_local()  # to_local() asks a subclass for a view
+    return x._local_tensor if wraps(x) else x.to_local()  # to_local() would create a view

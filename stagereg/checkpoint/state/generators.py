@@ -1,7 +1,7 @@
-"""Random number generators that a program made itself, as objects with ``state_dict`` and ``load_state_dict``.
+"""Gives random number generators of the program the methods ``state_dict`` and ``load_state_dict``.
 
-``torch.Generator``, ``random.Random``, NumPy's ``Generator`` and ``RandomState`` have a state, and no such methods.
-The state is saved as bytes or text, so each rank has its own if ranks differ.
+``torch.Generator``, ``random.Random``, NumPy's ``Generator`` and ``RandomState`` have a state, but not these methods.
+The state is saved as bytes or text, which are stored per rank if they differ between ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KIND, _STATE = "generator", "state"
 
 
 class GeneratorState:
-    """A generator of the program with the methods of an object that has a state."""
+    """A generator of the program with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -37,7 +37,7 @@ class GeneratorState:
         return f"numpy {type(getattr(generator, 'bit_generator', generator)).__name__}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the generator, drawing nothing from it."""
+        """Return the state of the generator. Draws no numbers from it."""
         generator, state = self._generator, None
         if isinstance(generator, torch.Generator):
             return {_KIND: self._kind, _STATE: bytes(generator.get_state().tolist())}
@@ -68,12 +68,12 @@ class GeneratorState:
             generator.set_state(rng.seeded_numpy(generator, seed).get_state(legacy=False))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Set the generator to a state. Raises: ``CheckpointError`` if a generator of another kind had it."""
+        """Set the generator to a state. Raises: ``CheckpointError`` if the state is of another kind of generator."""
         self.expect_loadable(saved)
         _set(self._generator, saved[_STATE])
 
     def expect_loadable(self, saved: Any) -> None:
-        """Raise ``CheckpointError`` if :meth:`load_state_dict` would; the generator is unchanged."""
+        """Raise ``CheckpointError`` if :meth:`load_state_dict` would raise it. Does not change the generator."""
         kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
         if kind is None:
             raise CheckpointError("it is not the state of a random number generator")
@@ -85,7 +85,7 @@ class GeneratorState:
         try:
             _set(copy.deepcopy(self._generator), saved[_STATE])
         except Exception as error:
-            raise CheckpointError(f"the generator refuses it: {error}") from error
+            raise CheckpointError(f"the generator does not accept the state: {error}") from error
 
 
 def generator_state(value: Any) -> GeneratorState | None:

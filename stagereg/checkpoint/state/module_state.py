@@ -1,10 +1,10 @@
 """The state of modules under the names that their parameters have without wrappers.
 
 ``DistributedDataParallel``, ``DataParallel``, ``torch.compile``, activation checkpointing and FSDP1 wrap modules, and
-add a prefix to the names below; :func:`plain_name` removes it, as ``get_model_state_dict`` of
-``torch.distributed.checkpoint.state_dict`` does. So a state that was saved with a wrapper is restored without one, and
-the other way round. Several modules under one name of the state, such as the pipeline stages of a rank, form one state
-dict: their names must be different.
+add a prefix to the names inside; :func:`plain_name` removes it, as ``get_model_state_dict`` of
+``torch.distributed.checkpoint.state_dict`` does. So a state saved with a wrapper can be restored without it, and vice
+versa. Several modules under one name of the state, such as the pipeline stages of a rank, form one state dict, so the
+names of their parameters must differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def modules_of(value: Any) -> list[torch.nn.Module]:
-    """Return the module or modules of ``value``, unwrapped; empty if it is something else."""
+    """Return the modules of ``value``, a module or a list of modules, without wrappers; empty for other values."""
     each = list(value) if isinstance(value, (list, tuple)) else [value]
     return [unwrapped(one) for one in each] if all(isinstance(one, torch.nn.Module) for one in each) else []
 
@@ -61,12 +61,12 @@ def plain_name(module: torch.nn.Module, name: str) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a saved name without the prefixes of wrappers, except ``module``, which may be a name."""
+    """Return a saved name without the prefixes of wrappers, except ``module``, which may be a submodule's name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str], dict[str, str]]:
-    """Return the name of each parameter, and for the other names of tied parameters the first name."""
+    """Return the first name of each parameter, and a dict from other names of tied parameters to their first names."""
     names: dict[torch.Tensor, str] = {}
     others: dict[str, str] = {}
     for module in modules:
@@ -78,12 +78,12 @@ def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a dotted name belongs to the result of ``get_extra_state``, which has no fixed kind."""
+    """Whether a dotted name belongs to the result of ``get_extra_state``, which may have any type."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def extra_states(modules: Iterable[torch.nn.Module]) -> set[str]:
-    """Return the dotted names of the values for ``set_extra_state`` of modules that define it."""
+    """Return the dotted names of the extra states of modules that define ``set_extra_state``."""
     return {plain_name(module, key) for module in modules for key in _extra_keys(module)}
 
 
@@ -96,10 +96,10 @@ def _extra_keys(module: torch.nn.Module) -> list[str]:
 
 
 def unfilled(x: torch.Tensor) -> str:
-    """Return why ``copy_`` cannot fill a tensor; empty if it can."""
+    """Return the reason why ``copy_`` cannot fill a tensor; empty if it can."""
     local = x.to_local() if isinstance(x, DTensor) else x
     if is_lazy(local) or type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return ""  # it takes its shape from the checkpoint, or has its own copy_
+        return ""  # a lazy tensor takes its shape from the checkpoint; a subclass has its own copy_
     if local.is_meta:
         return "is on the meta device, which has no memory. Allocate memory first, for example by to_empty()"
     if local.layout is not torch.strided:
@@ -112,7 +112,7 @@ def unfilled(x: torch.Tensor) -> str:
 
 
 def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether FSDP1 keeps parameters of some module, whose state only torch can merge."""
+    """Whether FSDP1 has flattened parameters of some module; only torch can merge their state."""
     return any(isinstance(each, FullyShardedDataParallel) for each in _every(modules))
 
 
@@ -124,10 +124,10 @@ def _every(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 
 
 def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return the merged state dict of the modules: references to live tensors. Collective with FSDP1 alone.
+    """Return the merged state dict of the modules, which refers to live tensors. Collective only with FSDP1.
 
     Raises:
-        CheckpointError: two modules have one name.
+        CheckpointError: two modules have a parameter or buffer of the same name.
     """
     states = [_state(module) for module in modules]
     if len(states) == 1:
@@ -136,7 +136,7 @@ def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     for state in states:
         if twice := sorted(whole.keys() & state.keys()):
             raise CheckpointError(
-                f"Two of its modules have a parameter or buffer {twice[0]!r}. Put the modules into a dict under "
+                f"Two of its modules have a parameter or buffer named {twice[0]!r}. Put the modules into a dict under "
                 "different names, or give the parameters different names."
             )
         whole.update(state)
@@ -158,15 +158,15 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     plain: OrderedDict[str, Any] = OrderedDict(zip(names, state.values(), strict=True))
     if len(plain) < len(state):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise CheckpointError(f"Two values of the module are named {twice!r} without the prefixes of wrappers.")
+        raise CheckpointError(f"Without the prefixes of wrappers, two values of the module are named {twice!r}.")
     _set_versions(plain, {plain_name(module, path): each for path, each in _versions(state).items()})
     return plain
 
 
 def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
-    """Load the result of :func:`state_of`; ``missing`` names stay as they are. Raises: the errors of the modules."""
+    """Load the result of :func:`state_of`, except ``missing`` names. Raises: the errors of ``load_state_dict``."""
     versions, left = _versions(loaded), dict(loaded)
-    new = {name.rpartition(".")[0] for name in missing}  # modules
+    new = {name.rpartition(".")[0] for name in missing}  # names of modules with missing values
     for module in modules:
         if has_flat_parameters([module]):
             current = get_model_state_dict(module) if missing else {}
@@ -174,9 +174,9 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing:
             continue
         live = module.state_dict()
         plain = [(key, plain_name(module, key)) for key in dict.fromkeys([*live, *_extra_keys(module)])]
-        left |= {name: live[key] for key, name in plain if name in missing}  # any module takes its own value
+        left |= {name: live[key] for key, name in plain if name in missing}  # each module keeps its value
         own = OrderedDict((key, left.pop(name)) for key, name in plain if name in left)
-        if module is modules[-1]:  # the last one refuses or handles the names that no module has
+        if module is modules[-1]:  # the last module rejects or handles the names that no module has
             own.update(left)
         paths = {path: plain_name(module, path) for path in _versions(live)}
         own_versions = {path: each for path, each in _versions(live).items() if paths[path] in new}
@@ -185,7 +185,7 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing:
 
 
 def _versions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of modules in a state dict, by their names."""
+    """Return the metadata of modules in a state dict, by the names of the modules."""
     return getattr(state, "_metadata", None) or {}
 
 

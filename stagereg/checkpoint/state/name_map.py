@@ -1,11 +1,10 @@
-"""The saved name that each entry and parameter is restored from, and the names that may be missing in a checkpoint.
+"""Maps saved names to the names of entries and parameters, and selects the names that may be missing in a checkpoint.
 
-A dotted name stands for itself and all names below it. The name of a parameter may begin with the name of its entry:
-``a`` is ``a`` in every module of the state, ``model.a`` is ``a`` of the entry ``model`` alone. A new name that is an
-entry of the state means that entry.
+A dotted name includes all names that begin with it and a dot. ``a`` means ``a`` in every module of the state;
+``model.a`` means ``a`` in the entry ``model`` only. A new name that is also an entry of the state means that entry.
 
-The options may stay in a command that is run again: the next checkpoint has the new names. So a rename applies only
-while a checkpoint has nothing under the new name.
+The options may stay in a command that runs again, although the next checkpoint has the new names: a rename applies only
+if a checkpoint has nothing under the new name.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fnmatch import fnmatchcase
 from stagereg.base.option_text import option
 from stagereg.errors import CheckpointError, few_of, kind_of, nearest
 
-_MOST, _TRIED = 3, 20  # renames and patterns that a message proposes, and layers that are tried for them
+_MOST, _TRIED = 3, 20  # most renames and patterns in a message; most layers that are tried to find them
 _OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod": "torch.compile"}
 
 
@@ -26,7 +25,7 @@ class NameMap:
     """The options ``rename`` and ``allow_missing`` for the restore of one checkpoint.
 
     Attributes:
-        missing: by entry, the parameters that are missing and may be missing.
+        missing: by entry, the missing parameters that the options allow to be missing.
         unused: the names of ``allow_missing`` that match nothing on this rank.
     """
 
@@ -34,14 +33,14 @@ class NameMap:
         self._pairs = dict(rename)
         self._patterns = allow_missing
         self._entries: dict[str, str] = {}  # the saved name of each entry that is renamed
-        self._moves: dict[str, list[tuple[str, str]]] = {}  # renames that apply, by entry of modules
+        self._moves: dict[str, list[tuple[str, str]]] = {}  # renames that apply, by module entry
         self._state: Collection[str] = ()  # entries of the state
         self._here: Collection[str] = ()  # entries and their parameters
         self.missing: dict[str, list[str]] = {}
         self.unused: list[str] = []
 
     def rename_entries(self, saved: Collection[str], here: Collection[str]) -> dict[str, str]:
-        """Return the saved names of entries by the names ``here``, in the state. Raises: ``CheckpointError``."""
+        """Return the saved name of each entry by its name ``here``, in the state. Raises: ``CheckpointError``."""
         self._state = here
         pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
         moves = _active(pairs, saved)
@@ -50,12 +49,12 @@ class NameMap:
         return found
 
     def moves(self, entry: str, saved: Collection[str]) -> list[tuple[str, str]]:
-        """Return the renames that apply to the parameters of an entry of modules."""
+        """Return the renames that apply to the parameters of a module entry."""
         found = self._moves[entry] = self._of_entry(entry, saved)
         return found
 
     def possible(self, entry: str, names: Iterable[str]) -> set[str]:
-        """Return all names under which the ``names`` of an entry of modules may have been saved."""
+        """Return all names under which the parameters ``names`` of a module entry may have been saved."""
         pairs = [each for pair in self._pairs.items() for each in self._readings(entry, *pair)]
         found = {*names}
         for old, new in pairs:
@@ -66,9 +65,9 @@ class NameMap:
         """Return the names under which a parameter of an optimizer may have been saved, the likeliest first.
 
         Args:
-            entry: of the module that has the parameter; empty if no module has it.
-            name: of the parameter in that module.
-            here: its name in the optimizer, which has the entry before it if two modules have the same names.
+            entry: the entry of the module that has the parameter; empty if no module has it.
+            name: the name of the parameter in that module.
+            here: the name in the optimizer, which begins with the entry if two modules have the same names.
             saved: the names in the saved optimizer.
         """
         if not entry:
@@ -80,27 +79,27 @@ class NameMap:
         return [*(olds if here == name else ()), *(f"{before}.{each}" for each in olds)]
 
     def may_miss(self, *names: str) -> bool:
-        """Whether one of the names of an entry or parameter is among those that may be missing."""
+        """Whether an entry or parameter with the given ``names`` may be missing."""
         return any(fnmatchcase(name, pattern) for pattern in self._patterns for name in names)
 
     def all_missing(self) -> list[str]:
-        """Return the parameters that are missing and may be missing, with their entries."""
+        """Return the missing parameters that may be missing, as ``entry.parameter``."""
         return [f"{entry}.{name}" for entry, own in self.missing.items() for name in own]
 
     def look(self, names: Collection[str]) -> None:
-        """Find the names of ``allow_missing`` that are not in ``names``, the entries and parameters here."""
+        """Set ``unused``; ``names`` are the entries and parameters of the state."""
         self.unused = [each for each in self._patterns if not any(fnmatchcase(name, each) for name in names)]
         self._here = names
 
     def no_such(self) -> str:
-        """Return the message about the ``unused`` names."""
+        """Return a message about the first of the ``unused`` names."""
         names = {".".join(name.split(".")[:end]) for name in self._here for end in range(1, name.count(".") + 2)}
         close = nearest(self.unused[0].removesuffix(".*"), sorted(names))
         given = option("checkpoint.restore.allow_missing")
         return f"{given} has {self.unused[0]!r}, which matches nothing in the state.{close}"
 
     def explain(self, error: Exception) -> Exception:
-        """Return an error that also names the ``unused`` names: one may have a typo."""
+        """Return the error, extended by the first of the ``unused`` names, which may have a typo."""
         if not self.unused or not isinstance(error, CheckpointError):
             return error
         return kind_of([error])(f"{str(error).rstrip('.')}. {self.no_such()}")
@@ -113,7 +112,7 @@ class NameMap:
         return found
 
     def _readings(self, entry: str, old: str, new: str) -> list[tuple[str, str]]:
-        """Return the possible meanings of a rename in an entry: names that begin with the entry come first."""
+        """Return the possible meanings of a rename in an entry, first with the name of the entry as a prefix."""
         inner = _below(old, entry), _below(new, entry)
         if inner[0] is None:
             inner = _below(old, self._entries.get(entry, entry)), inner[1]
@@ -122,7 +121,7 @@ class NameMap:
 
 
 def _below(name: str, prefix: str) -> str | None:
-    """Return the rest of a name after a dotted prefix; ``None`` if the name has another prefix."""
+    """Return the rest of a name after a dotted prefix; ``None`` if the name does not begin with it."""
     if not prefix or name == prefix:
         return name[len(prefix) :]
     return name[len(prefix) + 1 :] if name.startswith(f"{prefix}.") else None
@@ -133,7 +132,7 @@ def _join(*parts: str) -> str:
 
 
 def moved(name: str, moves: Sequence[tuple[str, str]]) -> str:
-    """Return the new name, by the rename with the longest old name that ``name`` begins with."""
+    """Apply to ``name`` the rename with the longest matching old name, and return the result."""
     fits = [(old, _join(new, rest)) for old, new in moves if (rest := _below(name, old)) is not None]
     return max(fits, key=lambda each: len(each[0]))[1] if fits else name
 
@@ -150,17 +149,17 @@ def _active(pairs: Sequence[tuple[str, str]], saved: Collection[str]) -> list[tu
 
 
 def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
-    """Return saved names by the names here. Raises ``CheckpointError`` if two would have one name."""
+    """Return each saved name by its new name. Raises: ``CheckpointError`` if two would have the same new name."""
     found: dict[str, str] = {}
     for name in saved:
         here = moved(name, moves) if moves else name
         if (other := found.setdefault(here, name)) != name:
             by = option("checkpoint.restore.rename")
-            raise CheckpointError(f"by {by} its {other!r} and {name!r} would both be {here!r}")
+            raise CheckpointError(f"with {by}, its {other!r} and {name!r} would both be named {here!r}")
     return found
 
 
-# -- what a message proposes
+# -- proposals in a message
 
 
 def advice(
@@ -173,10 +172,10 @@ def advice(
     """Return the options that would restore a module with missing names; empty if none is likely.
 
     Args:
-        entry: of the module.
-        missing: the names that were not saved.
-        rest: the saved names that are not here.
-        present: the names that were saved and exist here.
+        entry: the entry of the module.
+        missing: the names of the module that were not saved.
+        rest: the saved names that the module does not have.
+        present: the saved names that the module has.
         alike: returns whether a missing name and a saved name have the same shape and dtype.
     """
     left, renames, new = set(rest), {}, []
@@ -210,7 +209,7 @@ def advice(
 
 
 def _groups(missing: Sequence[str], present: Collection[str]) -> dict[str, list[str]]:
-    """Return missing names by their shortest prefix that is no prefix of a present name."""
+    """Group missing names by their shortest prefix that is not a prefix of a present name."""
     taken = {".".join(name.split(".")[:end]) for name in present for end in range(1, name.count(".") + 2)}
     groups: dict[str, list[str]] = {}
     for name in missing:

@@ -1,8 +1,8 @@
-"""Objects in containers: a state whose dicts, lists and tuples hold modules, optimizers, schedulers or other objects.
+"""Flattens a state whose dicts, lists and tuples hold modules, optimizers, schedulers or other objects.
 
 ``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a view
-with an entry for each object, and for each plain value next to one; a restore writes through the view into the
-containers of the program. Several modules, or several optimizers, in one list stay one entry (:mod:`.module_state`). A
+with an entry for each object, and for each plain value in a container with objects; a restore writes through the view
+into the containers of the program. A list of only modules, or only optimizers, is one entry (:mod:`.module_state`). A
 container without objects is a plain value.
 """
 
@@ -27,15 +27,15 @@ from stagereg.errors import CheckpointError
 
 _PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size})
 _SPREAD = (dict, list, tuple)
-_OTHERS = (Mapping, set, frozenset, deque)  # containers that are not spread
+_OTHERS = (Mapping, set, frozenset, deque)  # containers that are not flattened
 NOTHING = object()
 """Returned by :func:`find_inside` if there is no value."""
 _OPTIMIZER = {"state", "param_groups"}  # keys of the state dict of an optimizer
-_DEEPEST = 200  # nested containers; a checkpoint accepts no more
+_DEEPEST = 200  # most levels of nested containers that a checkpoint accepts
 
 
 class NestedState(MutableMapping[str, Any]):
-    """A view of a state with entries in containers; ``ways`` has the keys of the path to each entry."""
+    """A flat view of a state with containers; ``ways`` has the path of keys to each entry."""
 
     def __init__(self, state: MutableMapping[str, Any], ways: dict[str, tuple[Any, ...]]) -> None:
         self._state, self._ways = state, ways
@@ -43,25 +43,25 @@ class NestedState(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         try:
             return reduce(getitem, self._ways[name], self._state)
-        except (LookupError, TypeError):  # the program has changed the container since
+        except (LookupError, TypeError):  # the program has changed the container after the view was created
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         _put(self._state, self._ways.setdefault(name, (name,)), value)
 
     def way_of(self, name: str) -> tuple[Any, ...]:
-        """Return the keys of the path to an entry."""
+        """Return the path of keys to an entry."""
         return self._ways[name]
 
     def takes(self, name: str) -> bool:
-        """Whether a container of an object here could hold the entry ``name``, which the program does not have yet."""
+        """Whether a container in the state could hold the entry ``name``, which the program does not have."""
         return name not in self._ways and bool(self._containers_of(name))
 
     def add(self, name: str) -> None:
-        """Add an entry with the value ``None`` to its container, as a program would have made it.
+        """Add an entry with the value ``None`` to its container, with the dicts around it.
 
         Raises:
-            CheckpointError: the container does not take a key of text.
+            CheckpointError: the container is not a dict whose keys are strings.
         """
         before, rest = self._containers_of(name)[-1]
         holder: Any = reduce(getitem, before, self._state)
@@ -69,12 +69,12 @@ class NestedState(MutableMapping[str, Any]):
         for key in inner:
             holder = holder.setdefault(key, {}) if isinstance(holder, dict) else None
         if not isinstance(holder, dict) or not all(isinstance(key, str) for key in holder):
-            raise CheckpointError(f"{name!r} was saved, and its container here has no such item: add one before")
+            raise CheckpointError(f"{name!r} was saved, but its container here has no such item; add it before")
         holder[last] = None
         self._ways[name] = *before, *rest
 
     def _containers_of(self, name: str) -> list[tuple[tuple[Any, ...], list[str]]]:
-        """Return the paths to the containers of ``name``, outermost first, and the keys that follow."""
+        """Return the paths to the containers of ``name``, outermost first, each with the remaining keys."""
         found = {}
         for way in self._ways.values():
             for end in range(1, len(way)):
@@ -95,19 +95,19 @@ class NestedState(MutableMapping[str, Any]):
 
 
 class Spreader:
-    """Spreads the state of a program, step after step. Keeps references to the plain containers of the last step."""
+    """Flattens the state of a program in each step. Keeps references to the plain containers of the last step."""
 
     def __init__(self) -> None:
         self._plain: dict[int, Any] = {}
 
     def spread(self, state: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
-        """Return ``state`` with an entry for each object in it; ``state`` itself if no container holds one.
+        """Return a view of ``state`` with an entry for each object; ``state`` itself if no container holds an object.
 
-        Unless ``again``, a container that had no object in the last call is not searched: a program may have a large
-        container in each of its steps.
+        Unless ``again`` is set, containers without objects in the last call are not searched, because a search of large
+        containers in each step takes time.
 
         Raises:
-            CheckpointError: two entries would have one name; containers are nested too deeply.
+            CheckpointError: two entries would have the same name; containers are nested too deeply.
         """
         known, self._plain = ({} if again else self._plain), {}
         ways: dict[str, tuple[Any, ...]] = {}
@@ -118,7 +118,7 @@ class Spreader:
         self, holder: Any, way: tuple[Any, ...], before: str, ways: dict[str, tuple[Any, ...]], known: dict[int, Any]
     ) -> None:
         if len(way) > _DEEPEST:
-            raise CheckpointError(f"{before[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+            raise CheckpointError(f"{before[:200]!r} is nested more than {_DEEPEST} levels deep. Flatten it.")
         for key, value in list(_items(holder)):
             name = f"{before}{key}" if way else key
             if isinstance(value, _SPREAD) and self._is_spread(value, known):
@@ -143,7 +143,7 @@ def is_module_state(value: Any) -> bool:
 
 
 def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of each state dict of a module or an optimizer in dicts, and its kind."""
+    """Yield the dotted name of each state dict in nested dicts, and its kind, ``module`` or ``optimizer``."""
     if is_module_state(value):
         yield name, "module"
     elif isinstance(value, dict) and value.keys() >= _OPTIMIZER:
@@ -162,9 +162,9 @@ def expect_savable(state: Mapping[str, Any]) -> None:
 
 
 def expect_reachable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for an object inside of a plain value, which a restore would replace with a copy.
+    """Raise ``CheckpointError`` for an object inside a plain value, because a restore would replace it with a copy.
 
-    Likewise for a data loader or a sampler without a state.
+    A data loader or sampler without ``state_dict`` raises the error too.
     """
     for name in state:
         value = entries.value_of(state, name)
@@ -180,7 +180,7 @@ def code_of(state: Mapping[str, Any], name: str) -> str:
 
 
 def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each name that a dotted name begins with, longest first, and the keys that follow."""
+    """Yield each dotted prefix of a name, longest first, with the remaining keys."""
     keys = name.split(".")
     return ((".".join(keys[:end]), keys[end:]) for end in range(len(keys) - 1, 0, -1))
 
@@ -198,7 +198,7 @@ def find_inside(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _is_entry(value: Any) -> bool:
-    """Whether a value is saved by its own method instead of by its content."""
+    """Whether a value is saved by its own ``state_dict`` or as :class:`.PerRank` instead of by its content."""
     if type(value) in _PLAIN:
         return False
     is_one = isinstance(value, entries.PerRank) or is_object(value)
@@ -214,7 +214,7 @@ def _values(holder: Any) -> Any:
 
 
 def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
-    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # a million numbers take milliseconds
+    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # takes milliseconds for a million numbers
         return False
     for value in _values(holder):
         if _is_entry(value):
@@ -227,8 +227,8 @@ def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
 
 
 def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tuple[str, str] | None:
-    """Return the dotted name of an object in a value, and the name of its type."""
-    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # deeper values are refused elsewhere
+    """Return the dotted name of the first object inside a plain value, and the name of its type."""
+    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # other code rejects deeper values
         return None
     seen.add(id(value))
     if is_config(value):  # plain data, except for objects that OmegaConf allows by a flag
@@ -244,7 +244,7 @@ def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tu
 
 
 def _put(state: Any, way: tuple[Any, ...], value: Any) -> None:
-    """Set a value in its container; a tuple is replaced in the container that holds the tuple."""
+    """Set a value in its container; a tuple, which is immutable, is replaced by a new one in its own container."""
     *before, key = way
     holder = reduce(getitem, before, state)
     if not isinstance(holder, tuple):

@@ -1,8 +1,8 @@
-"""The forms of an optimizer's state: by the names of parameters, and as torch stores it.
+"""The two forms of an optimizer's state: torch's own form, and the form by the names of parameters.
 
-By name a group is identified by the name of its first parameter (docs/format.md). Parts that belong to no parameter
-(state under other keys, keys next to ``state`` and ``param_groups``, groups without parameters) are stored under the
-name of the first parameter of the optimizer.
+In the form by names, a group is identified by the name of its first parameter (docs/format.md). Values that belong to
+no parameter (state under other keys, keys next to ``state`` and ``param_groups``, groups without parameters) are stored
+under the name of the first parameter of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
-BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # of an optimizer; ``STATE`` in it is the state of no parameter
+BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # keys in ``OPTIMIZERS``, like ``STATE`` there
 _DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam
-_OF_THE_PARAMETERS = (PARAMS, "param_names")  # lists with one item per parameter; all other options are of the group
+_OF_THE_PARAMETERS = (PARAMS, "param_names")  # lists with one item per parameter; other options are of the group
 
 
 def is_by_name(saved: Any) -> bool:
-    """Whether an entry, or its structure, is the state of an optimizer by the names of parameters."""
+    """Whether an entry, or its structure, is an optimizer's state by the names of parameters."""
     return (
         isinstance(saved, dict)
         and isinstance(saved.get(STATE), Mapping)
@@ -37,7 +37,7 @@ def is_by_name(saved: Any) -> bool:
 
 
 def as_by_name(saved: Any) -> Mapping[str, Any] | None:
-    """Return the state of an optimizer, or its structure, by name, also if torch made it; ``None`` for other values."""
+    """Return an optimizer's state, or its structure, by name; converts torch's form. ``None`` for other values."""
     if is_by_name(saved):
         return cast("Mapping[str, Any]", saved)
     if not _is_torchs(saved):
@@ -50,7 +50,7 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
 def by_name(
     found: Mapping[str, Any], names: Mapping[Any, str], groups: Sequence[tuple[list[str], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Return torch's state of an optimizer by name; ``names`` has the names of its parameters by number."""
+    """Convert torch's form of an optimizer's state to the form by names; ``names`` has the name for each number."""
     state = {names[key]: each for key, each in found[STATE].items() if key in names and not _is_empty(each)}
     whole = {STATE: state, GROUPS: {own[0]: {**options, PARAMS: own} for own, options in groups if own}}
     part = {
@@ -73,7 +73,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _is_torchs(saved: Any) -> bool:
-    """Whether a value is torch's state of an optimizer, with numbers or names."""
+    """Whether a value is an optimizer's state in torch's form, with numbers or names of parameters."""
     if not (isinstance(saved, dict) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
         return False
     groups = saved[GROUPS]
@@ -88,15 +88,15 @@ def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
 
 
 def joined(each: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the states of several optimizers as one.
+    """Merge the states of several optimizers.
 
     Raises:
-        CheckpointError: two of them have a parameter in common, or one has a state dict of its own kind.
+        CheckpointError: two optimizers share a parameter, or one has a state dict in a custom form.
     """
     if len(each) == 1:
         return each[0]
     if not all(map(is_by_name, each)):
-        raise CheckpointError("of several optimizers one has a state dict of its own kind; save it under its own name")
+        raise CheckpointError("one of several optimizers has a custom form of state dict; save it under its own name")
     whole: dict[str, Any] = {}
     for key in (STATE, GROUPS, ALIASES, OPTIMIZERS):
         parts = [one[key] for one in each if key in one]
@@ -104,7 +104,7 @@ def joined(each: Sequence[Mapping[str, Any]]) -> Any:
         if key != ALIASES and len(found) < sum(map(len, parts)):
             [(twice, _)] = Counter(name for part in parts for name in part).most_common(1)
             have = repr(twice) if twice else "no parameters"
-            raise CheckpointError(f"two of the optimizers have {have}; save each under a name of its own")
+            raise CheckpointError(f"two of the optimizers have {have}; save each optimizer under its own name")
         if found or key in (STATE, GROUPS):
             whole[key] = found
     notes = [pair for one in each for pair in one.get(TENSORS, {}).items()]
@@ -116,7 +116,7 @@ def joined(each: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def is_numbered(found: Any, count: int) -> bool:
-    """Whether a value is torch's state of an optimizer with ``count`` parameters, by their numbers."""
+    """Whether a value is an optimizer's state in torch's form, with ``count`` parameters by their numbers."""
     if not _is_torchs(found):
         return False
     return [number for group in found[GROUPS] for number in group[PARAMS]] == [*range(count)]
@@ -127,10 +127,10 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``MissingEntryError`` if the options of groups show another kind of optimizer."""
+    """Raise ``MissingEntryError`` if the options of the saved groups are of another kind of optimizer."""
     there, here = _options_of(saved), _options_of(optimizer.param_groups)
     more, own = there.keys() - here.keys(), here.keys() - there.keys()
-    if not (more and own):  # extra options on one side only come from another version of torch
+    if not (more and own):  # if only one side has extra options, another version of torch has added them
         more = own = {_DECOUPLED} if {there.get(_DECOUPLED), here.get(_DECOUPLED)} == {True, False} else set()
     if more:
         kind = type(optimizer).__name__

@@ -1,13 +1,13 @@
-"""The state of optimizers by the names of parameters, so that any parallelism layout can restore it.
+"""Saves and restores optimizers by the names of parameters, so that any parallelism layout can restore their state.
 
-torch numbers the parameters of an optimizer from 0, and two pipeline stages both do so. Here each parameter has a name,
-and a group is identified by the name of its first parameter (docs/format.md), so the states of several ranks, for
-example of stages, ``FSDP2`` and ``ZeroRedundancyOptimizer``, are merged by name. The dotted names are those of torch's
-flattened optimizer state dicts (``StateDictOptions(flatten_optimizer_state_dict=True)``). ``aliases`` are the other
-names of tied parameters: in another layout one name may stand alone.
+torch numbers the parameters of each optimizer from 0, so the numbers of two pipeline stages collide. Here each
+parameter has a name, and the name of its first parameter identifies a group (docs/format.md). So the states of several
+ranks, for example with pipeline stages, ``FSDP2`` or ``ZeroRedundancyOptimizer``, are merged by name. The dotted names
+are as in torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``. ``aliases`` are the other names of tied
+parameters, which may not be tied in another layout.
 
-A parameter of no module in the state is identified by its number. Numbers, and names if the checkpoint has only
-numbers, are matched by position, as torch does.
+A parameter of no module in the state is identified by its number. If only the program or only the checkpoint has names,
+parameters are matched by position, as in torch.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _log = logging.getLogger(__name__)
 class Names(NamedTuple):
     """The names of the parameters of an optimizer."""
 
-    by_parameter: dict[torch.Tensor, str]  # the name of each, in the order of the groups
-    aliases: dict[str, str]  # further names of tied parameters, each with the first name
-    flat: torch.nn.Module | None  # the FSDP1 module with the parameters, whose state torch flattens
-    owners: dict[str, tuple[str, str]]  # by name: the entry of the module with the parameter, and its name there
+    by_parameter: dict[torch.Tensor, str]  # the name of each parameter, in the order of the groups
+    aliases: dict[str, str]  # other names of tied parameters, each with the first name
+    flat: torch.nn.Module | None  # the FSDP1 module that has flattened the parameters, if any
+    owners: dict[str, tuple[str, str]]  # for each name, the entry of the parameter's module, and its name in the module
 
 
 class ParameterNames:
-    """Finds the names of the parameters of optimizers in the modules of their state, once."""
+    """Finds and caches the names that the parameters of optimizers have in the modules of the state."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Optimizer, Names] = WeakKeyDictionary()
 
     def for_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Names:
-        """Return the names for ``state``.
+        """Return the names of the optimizer's parameters in ``state``.
 
         Raises:
-            CheckpointError: two parameters have one name.
+            CheckpointError: two parameters have the same name.
         """
         params, found = parameters_of(optimizer), self._found.get(optimizer)
         if (
@@ -108,15 +108,15 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
         known |= {f"{before}{alias}": f"{before}{first}" for alias, first in aliases.items()}
     [(most, count)] = Counter(names[param] for param in wanted).most_common(1) or [("", 0)]
     if count > 1:
-        raise CheckpointError(f"{count} parameters of the optimizer are called {most!r}; give them different names")
+        raise CheckpointError(f"{count} parameters of the optimizer are named {most!r}; give them different names")
     return Names({param: names[param] for param in params}, known, flat, owner_of)
 
 
 def optimizers_of(value: Any) -> list[Optimizer]:
-    """Return the optimizer or optimizers of ``value``; empty for other values.
+    """Return the optimizers of ``value``, an optimizer or a list of optimizers; empty for other values.
 
-    A container of optimizers, such as torchtitan's ``OptimizersContainer``, counts as its optimizers. An object without
-    groups, which has not called torch's constructor, is not an optimizer.
+    A container of optimizers, such as torchtitan's ``OptimizersContainer``, counts as a list. An object without
+    ``param_groups``, which has not called ``Optimizer.__init__``, is not an optimizer.
     """
     of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
     each = list(value) if of_many or isinstance(value, (list, tuple)) else [value]
@@ -124,7 +124,7 @@ def optimizers_of(value: Any) -> list[Optimizer]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return its parameters in the order of its groups; for ``ZeroRedundancyOptimizer`` the parameters of all ranks."""
+    """Return the parameters in the order of the groups; for ``ZeroRedundancyOptimizer`` the parameters of all ranks."""
     return [param for group in optimizer.param_groups for param in group[PARAMS]]
 
 
@@ -132,13 +132,13 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """Return the state by name: references to live tensors. Collective with FSDP1 alone.
+    """Return the state by name, which refers to live tensors. Collective only with FSDP1.
 
-    An optimizer whose ``state_dict`` differs from torch's own is saved as it is.
+    The state dict of an optimizer that does not use torch's form is returned unchanged.
 
     Raises:
-        CheckpointError: it has no state dict, for example a ``ZeroRedundancyOptimizer`` with ``overlap_with_ddp``; or
-            it has state that would not be restored.
+        CheckpointError: the optimizer has no state dict, for example a ``ZeroRedundancyOptimizer`` with
+            ``overlap_with_ddp``; or it has state that would not be restored.
     """
     if names.flat is not None:
         return _flat_state(optimizer, names.flat)
@@ -148,8 +148,8 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     if not is_numbered(found, len(params)):
         if is_by_name(found):
             raise CheckpointError(
-                f"its state_dict() has dicts as {STATE!r} and {GROUPS!r}, as checkpoints have them by the names of "
-                f"parameters, and would not come back; make {GROUPS!r} a list, or give the keys other names"
+                f"its state_dict() has dicts as {STATE!r} and {GROUPS!r}, like the checkpoint's own form, and would "
+                f"not be restored unchanged; make {GROUPS!r} a list, or give the keys other names"
             )
         return found
     groups = []
@@ -170,17 +170,17 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state with FSDP1, which torch merges: of parameters alone, and cast to their dtypes."""
+    """Return the state as torch merges it for FSDP1: only the state of parameters, cast to their dtypes."""
     beside = _beside(optimizer)
     states = [(str(i), param, optimizer.state.get(param, {})) for i, param in enumerate(parameters_of(optimizer))]
     given = {name: state for name, _, state in states}
     if optimizer_tensors.notes_of(given, {name: param for name, param, _ in states}, {}).get("dtypes"):
-        beside.append("state of another dtype than its parameter's")
+        beside.append("state whose dtype differs from its parameter's")
     if sum(not group[PARAMS] for group in optimizer.param_groups) > 1:
         beside.append("several groups without parameters")
     if beside:
         raise CheckpointError(
-            f"torch's FSDP1 would not bring back {listed(beside)} of {type(optimizer).__name__}; shard the model with "
+            f"torch's FSDP1 would not restore {listed(beside)} of {type(optimizer).__name__}; shard the model with "
             "fully_shard (FSDP2) instead"
         )
     whole: Any = get_optimizer_state_dict(module, optimizer)
@@ -191,7 +191,7 @@ def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]
 def _beside(optimizer: Optimizer) -> list[str]:
     """Describe the state of an optimizer that belongs to no parameter, for messages."""
     keys = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
-    return keys + ["what register_state_dict_post_hook adds"] * bool(optimizer._optimizer_state_dict_post_hooks)
+    return keys + ["keys from register_state_dict_post_hook"] * bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def _state_dict(optimizer: Optimizer) -> Any:
@@ -200,7 +200,7 @@ def _state_dict(optimizer: Optimizer) -> Any:
     keys: Iterable[Any] = optimizer.state
     if taken := [key for key in keys if not isinstance(key, torch.Tensor) and key in range(len(params))]:
         raise CheckpointError(
-            f"it has state under the key {taken[0]!r}, which torch takes for the number of a parameter; make it a text"
+            f"it has state under the key {taken[0]!r}, which torch takes for a parameter's number; make it a string"
         )
     try:
         return optimizer.state_dict()
@@ -210,31 +210,31 @@ def _state_dict(optimizer: Optimizer) -> Any:
         if not others:
             raise
         raise CheckpointError(
-            f"it has state of {len(others)} tensor{'s' * (len(others) > 1)} in none of its groups, the first of shape "
-            f"{[*others[0].shape]}. Where the program replaces a parameter, remove the state of the old one: "
+            f"it has state for {len(others)} tensor{'s' * (len(others) > 1)} in none of its param_groups, the first of "
+            f"shape {[*others[0].shape]}. When the program replaces a parameter, remove the state of the old one: "
             "optimizer.state.pop(old)"
         ) from error
 
 
 def is_of_own_kind(optimizer: Optimizer) -> bool:
-    """Whether its state dict differs from torch's own, and is restored as it is."""
+    """Whether the state dict of an optimizer does not use torch's form, so that it is restored unchanged."""
     inner = _inner(optimizer)
     return not is_numbered(_state_dict(inner), len(parameters_of(inner)))
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer with the state: for ZeRO the inner one, with the parameters of this rank."""
+    """Return the optimizer that has the state: for ZeRO the inner optimizer, with the parameters of this rank."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
         raise CheckpointError(
-            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; leave that out"
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; remove that option"
         )
     if own := _beside(optimizer):
         raise CheckpointError(
-            f"a ZeroRedundancyOptimizer has {listed(own)} itself, and the state of the optimizer inside alone is "
-            "saved; put that there, as optimizer.optim has it"
+            f"a ZeroRedundancyOptimizer has {listed(own)}, but only the state of its inner optimizer is saved; move "
+            "them to optimizer.optim"
         )
     return inner
 
@@ -249,17 +249,17 @@ def select(
     origins: Mapping[str, Sequence[str]],
     may_miss: Collection[str],
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return the part of a saved state, or of its structure, that this rank takes, and the saved names that it knows.
+    """Return this rank's part of a saved state, or of its structure, and the saved names of its parameters.
 
     Args:
         origins: the names under which a parameter may have been saved, the likeliest first.
-        may_miss: the parameters that keep their state of the program, if they were not saved.
+        may_miss: the parameters that keep their current state if they were not saved.
 
     Raises:
         MissingEntryError: the state is of another kind of optimizer, judged by its options; or it is one state for all
             parameters together, and some are missing.
-        CheckpointError: parameters are missing; one group here was saved in groups that differ; or a part that belongs
-            to no parameter does not match anything here.
+        CheckpointError: parameters are missing; a group was saved as several groups with different options; or a value
+            that belongs to no parameter does not match the optimizer.
     """
     notes = saved.get(TENSORS, {})
     optimizer_tensors.mark({key: saved[key] for key in (STATE, OPTIMIZERS) if key in saved}, notes)
@@ -269,11 +269,11 @@ def select(
     source = _sources([name for own in here for name in own], group_of, saved.get(ALIASES, {}), origins)
     absent = [name for name in source if source[name] not in group_of]
     if missing := absent if names.flat is not None else [name for name in absent if name not in may_miss]:
-        raise CheckpointError(f"it has nothing of {len(missing)} parameters of the optimizer: {listed(missing)}")
+        raise CheckpointError(f"it has no state for {len(missing)} parameters of the optimizer: {listed(missing)}")
     if absent and isinstance(optimizer, torch.optim.LBFGS):
         raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
-    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # other groups: other optimizers
+    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others: of other optimizers
     _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
@@ -284,8 +284,8 @@ def select(
             if not _alike(first, other):
                 differing = sorted(str(key) for key in first if not _alike(first[key], other.get(key)))
                 raise CheckpointError(
-                    f"{own[0]!r} and others are one group of parameters here, and were several with different "
-                    f"{', '.join(differing)}; make as many groups as there were"
+                    f"{own[0]!r} and others are in one parameter group here, but were saved in several with different "
+                    f"{', '.join(differing)}; create the same groups as in the saved run"
                 )
         if there:
             found[own[0]] = {**first, PARAMS: there}
@@ -305,7 +305,7 @@ def select(
 
 
 def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
-    """Return the parts that belong to no parameter, from the optimizers with some of the ``own`` parameters."""
+    """Return the values that belong to no parameter, from the saved optimizers with some of the ``own`` parameters."""
     every = saved.get(OPTIMIZERS, {})
     parts = [each for each in every.values() if own & set(each[PARAMS])] if own else [every.get("", {})]
     found: dict[str, dict[Any, Any]] = {}
@@ -314,47 +314,47 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
             known = found.setdefault(section, {})
             if key in known and not (known[key] is each or (not any(marks(each)) and known[key] == each)):
                 raise CheckpointError(
-                    f"several optimizers or ranks had {key!r}, which belongs to no parameter, each for itself; "
-                    "restore as many as there were"
+                    f"several optimizers or ranks have saved different values of {key!r}, which belongs to no "
+                    "parameter; restore with as many optimizers and ranks"
                 )
             known[key] = each
     count = len(names.by_parameter)
     wrong = [repr(key) for key in found.get(STATE, {}) if key in range(count)]
     wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
     if wrong:
-        raise CheckpointError(f"this optimizer cannot take {listed(wrong)}, which belongs to no parameter")
+        raise CheckpointError(f"this optimizer cannot restore {listed(wrong)}, which belongs to no parameter")
     if empty := _select_empty_groups(optimizer, [part[EMPTY_GROUPS] for part in parts if EMPTY_GROUPS in part]):
         found[EMPTY_GROUPS] = empty
     return copy.deepcopy(found)
 
 
 def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the options of the groups here that have no parameters, by their positions."""
+    """Return the saved options for the groups without parameters, by the positions of these groups."""
     here = [str(at) for at, group in enumerate(optimizer.param_groups) if not group[PARAMS]]
     there = [*saved[0].values()] if saved else []
     if any(not _alike(saved[0], other) for other in saved[1:]) or (there and here and len(there) != len(here)):
         raise CheckpointError(
-            f"it has {sum(map(len, saved))} groups without parameters, and {len(here)} are here, which do not match; "
-            "make the same groups"
+            f"it has {sum(map(len, saved))} groups without parameters, which do not match the {len(here)} here; "
+            "create the same groups"
         )
     if len(there) != len(here):
         _log.warning(
-            "%d groups without parameters were saved, and %d are here: their options are %s.",
+            "%d groups without parameters were saved, and the optimizer has %d. %s.",
             len(there),
             len(here),
-            "as the program made them" if here else "left out",
+            "Their options stay unchanged" if here else "The saved options are ignored",
         )
     return dict(zip(here, there, strict=True)) if len(there) == len(here) else {}
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
-    """Warn if groups with different options were saved as one; ``saved`` are the saved groups of each."""
+    """Warn if groups with different options were saved as one; ``saved`` has the saved groups of each group."""
     groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
             differing = sorted(str(key) for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
             _log.warning(
-                "%r and %r are in different groups of parameters here, and were in one: both get its %s.",
+                "%r and %r are in different parameter groups here, but were saved in one: both get its %s.",
                 here[i][0],
                 here[j][0],
                 ", ".join(differing),
@@ -369,7 +369,7 @@ def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
 
 
 def _keep_apart(structures: dict[str, Any]) -> None:
-    """Give each parameter its own leaves if two read the same saved value: each is read into its own memory."""
+    """Copy the leaves of parameters that read the same saved value, since each reads it into its own memory."""
     seen: set[int] = set()
     for name, structure in structures.items():
         leaves = {id(leaf) for leaf in marks(structure)}
@@ -381,7 +381,7 @@ def _keep_apart(structures: dict[str, Any]) -> None:
 def _sources(
     own: Sequence[str], saved: Mapping[str, Any], aliases: Mapping[str, str], origins: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return the saved name of each parameter; an empty one if it was not saved."""
+    """Return the saved name of each parameter; empty if it was not saved."""
     if all(map(str.isdecimal, own)) != all(map(str.isdecimal, saved)) and len(own) == len(saved):
         return dict(zip(own, saved, strict=True))
     found = {}
@@ -399,7 +399,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
-    """Load the result of :func:`select`, with its tensors. Raises: the errors of the optimizer."""
+    """Load the result of :func:`select`, with its tensors. Raises: the errors of ``load_state_dict``."""
     inner = _inner(optimizer)
     if not is_by_name(loaded):
         inner.load_state_dict(dict(loaded) if isinstance(loaded, Mapping) else loaded)
@@ -423,10 +423,10 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
         options.append({**now, **hyperparameters(found)})
     beside = part.get(BESIDE, {})
     if new := [repr(key) for key in current if key not in (STATE, GROUPS, *beside)]:
-        _log.warning("%s of the optimizer was not saved, and stays as the program made it.", listed(new))
+        _log.warning("%s of the optimizer was not saved, and keeps its current value.", listed(new))
     given = {**state, **part.get(STATE, {})}
     absent = [x for x, name in zip(params, order, strict=True) if name not in there and x in inner.state]
-    kept = {x: inner.state[x] for x in absent}  # some optimizers make the state of a parameter at the start
+    kept = {x: inner.state[x] for x in absent}  # some optimizers create the state of a parameter at the start
     inner.load_state_dict({**current, **beside, STATE: given, GROUPS: options})
     inner.state.update(kept)
     for (number, own), param in ((each, params[each[0]]) for each in state.items()):
@@ -439,7 +439,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
 
 
 def _counting(saved: Any) -> Any:
-    """Return the state of a parameter with torch's dtype of the step: in half precision it would stop at 256."""
+    """Return the state of a parameter with a float32 step counter: in bfloat16 it would stop counting at 256."""
     step = saved.get("step") if isinstance(saved, Mapping) else None
     if isinstance(step, torch.Tensor) and step.is_floating_point() and step.itemsize < torch.float32.itemsize:
         return {**saved, "step": step.float()}

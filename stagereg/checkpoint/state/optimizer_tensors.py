@@ -1,8 +1,8 @@
 """Notes on the tensors of an optimizer's state, for properties that neither bytes nor ``load_state_dict`` restore.
 
-torch casts the state of a parameter to the parameter's dtype when it loads it. A checkpoint has row-major bytes of
-tensors that several ranks have written, and does not distinguish a plain tensor from a replicated ``DTensor``. A save
-notes each tensor that a restore would otherwise change (docs/format.md); most optimizers have none.
+``load_state_dict`` casts the state of a parameter to the parameter's dtype. A checkpoint stores tensors that several
+ranks have written in row-major order, and does not distinguish a plain tensor from a replicated ``DTensor``. A save
+adds a note for each tensor that a restore would otherwise change (docs/format.md); most optimizers need no notes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
 _DTYPES, _STRIDES, _PLACED = "dtypes", "strides", "placed"
-_STEP = "step"  # torch casts it only to float32, if at all
+_STEP = "step"  # key of the step counter, which torch casts only to float32, if at all
 _NUMBERS = (int, float, bool, type(None))
 
 
@@ -28,9 +28,9 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
     """Return the notes on the state of an optimizer, by dotted paths in its entry; empty if none are needed.
 
     Args:
-        states: of the parameters, by their names.
+        states: the states of the parameters, by name.
         parameters: the parameters, by name.
-        whole: the rest of the entry, for which only strides are noted.
+        whole: the rest of the entry, which gets only notes on strides.
     """
     notes: dict[str, dict[str, Any]] = {_DTYPES: {}, _STRIDES: {}, _PLACED: {}}
     for name, state in states.items():
@@ -53,10 +53,10 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
 
 
 def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
-    """Return the state of a parameter that is a shard of a larger tensor, with its tensors as such shards too.
+    """Return the state of a parameter that declares shards, with tensors that declare the same shards.
 
-    A tensor of the parameter's shape is taken as a shard of the same layout, unless the tensor declares its own
-    (:mod:`~stagereg.checkpoint.format.split_tensors`). The tensors of the optimizer stay as they are.
+    A tensor of the parameter's shape gets the parameter's shards (:mod:`~stagereg.checkpoint.format.split_tensors`),
+    unless it declares its own. The tensors of the optimizer are not changed.
 
     Raises:
         CheckpointError: such a tensor wraps others, so it cannot be split into shards.
@@ -69,8 +69,8 @@ def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
         return value
     if wraps(value):
         raise CheckpointError(
-            f"{path!r} is a {type(value).__name__}, which cannot be saved as a part of a larger tensor, as its "
-            "parameter is. Use an optimizer with plain tensors as its state"
+            f"{path!r} is a {type(value).__name__}, which cannot be saved as a shard of a larger tensor like its "
+            "parameter. Use an optimizer with plain tensors as its state"
         )
     return carry(param, value.detach())
 
@@ -93,7 +93,7 @@ def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
 def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param: torch.Tensor) -> None:
     strided = type(x) is torch.Tensor and x.layout is torch.strided and not is_split(x)
     if strided and x.numel() and not x.is_contiguous():
-        strides = torch.empty_like(x, device="meta").stride()  # without holes and overlaps
+        strides = torch.empty_like(x, device="meta").stride()  # without gaps and overlaps
         if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
     if isinstance(param, DTensor) and (placed := _placed(x, param)) != _guessed(x, param):
@@ -101,7 +101,7 @@ def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param
 
 
 def _placed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return the placement of a tensor next to a sharded parameter; ``None`` if it is sharded like the parameter."""
+    """Return the placement of a sharded parameter's state tensor; ``None`` if it is sharded like the parameter."""
     if not isinstance(x, DTensor):
         return PLAIN
     sharded_alike = x.shape == param.shape and any(not each.is_replicate() for each in x.placements)
@@ -123,7 +123,7 @@ def _shown(dtype: torch.dtype) -> str:
 
 
 def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Set on the leaves of a structure the properties in its notes. Raises ``CheckpointError`` for invalid notes."""
+    """Apply the notes to the leaves of a structure. Raises: ``CheckpointError`` if a note is invalid."""
     strides, placed = notes.get(_STRIDES, {}), notes.get(_PLACED, {})
     for path, leaf in walk(entry) if strides or placed else ():
         if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
@@ -133,26 +133,26 @@ def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
                 try:
                     expect_strides(leaf.stored.shape, strides[dotted])
                 except (TypeError, ValueError):
-                    raise CheckpointError(f"{dotted!r:.100} has strides that do not fit its shape") from None
+                    raise CheckpointError(f"{dotted!r:.100} has strides that do not match its shape") from None
                 leaf.strides = tuple(strides[dotted])
 
 
 def kept_dtypes(notes: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
-    """Return the notes on dtypes for the parameters here, each by its name with its saved name."""
+    """Return the notes on dtypes of the parameters in ``source``, which has their saved names by their names."""
     dtypes = notes.get(_DTYPES, {})
     return {_DTYPES: found} if (found := {name: dtypes[of] for name, of in source.items() if of in dtypes}) else {}
 
 
 def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bool:
-    """Whether the state of a parameter keeps its saved dtypes: the parameter has its saved dtype too."""
+    """Whether a parameter's state keeps its saved dtypes, because the parameter has its saved dtype too."""
     return bool(notes.get(_DTYPES, {}).get(name) == _shown(param.dtype))
 
 
 def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
-    """Return a parameter's state as an optimizer has ``taken`` it, with the values of ``given`` that torch has changed.
+    """Return a parameter's state ``taken`` by an optimizer, with values from ``given`` for those that torch changed.
 
-    With ``dtypes`` tensors get their own dtypes again. torch's ``load_state_dict`` replaces each text, also in sets, by
-    the text that describes a generator.
+    With ``dtypes``, tensors get their saved dtypes back. torch's ``load_state_dict`` replaces each string, even in a
+    set, with the ``repr`` of a generator.
     """
     if isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor):
         return given.to(taken.device) if dtypes and given.dtype != taken.dtype and given.shape == taken.shape else taken

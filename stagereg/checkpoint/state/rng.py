@@ -1,8 +1,8 @@
-"""The random number generators of one process: record, restore and seed their states.
+"""Records, restores and seeds the global random number generators of a process.
 
-Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
-program has imported NumPy; not the program's own generators. All are staged as bytes, which every stager supports;
-torch returns a new tensor each time, for which a stager would have to make a new plan.
+These are the generators of Python's ``random``, torch's CPU, the current accelerator, if any, and NumPy, if the program
+has imported it; not the program's own generators. Their states are staged as bytes, which every stager supports. torch
+returns a new tensor in each call, for which a stager would have to make a new plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-_JSON_BYTES = 8192  # more than 625 numbers of 32 bits need; spaces fill it up
+_JSON_BYTES = 8192  # size of a state after padding with spaces; enough for 625 numbers of 32 bits
 
 
 def _accelerator() -> Any | None:
@@ -28,7 +28,7 @@ def _accelerator() -> Any | None:
 
 
 def note() -> dict[str, Any]:
-    """Return the state of every generator of this process, drawing nothing from any of them."""
+    """Return the state of every generator of this process. Draws no numbers from them."""
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if accelerator := _accelerator():
         state["accelerator"] = accelerator.get_rng_state()
@@ -38,37 +38,37 @@ def note() -> dict[str, Any]:
 
 
 def capture(noted: dict[str, Any] | None = None) -> dict[str, bytes]:
-    """Return the result of :func:`note`, or the present state, as it is staged: torch's own bytes, or JSON."""
+    """Convert a result of :func:`note`, by default the current state, to bytes: torch's own bytes, or JSON."""
     state = note() if noted is None else noted
     return {name: _bytes(each) if isinstance(each, torch.Tensor) else _json(each) for name, each in state.items()}
 
 
 def _json(state: Any) -> bytes:
-    # Always equally many bytes: a new length would change the structure, which every rank would have to send again.
+    # A fixed length: a new length would change the structure, which every rank would have to send again.
     return json.dumps(as_lists(state)).encode().ljust(_JSON_BYTES)
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    """Return the result of :func:`capture` as it is written: tensors of bytes."""
+    """Convert a result of :func:`capture` to tensors of bytes, which are written to a checkpoint."""
     return {name: _tensor(data) for name, data in state.items()}
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
-    """Set the generators of this process to the result of :func:`as_tensors`, as far as they exist here.
+    """Set the generators of this process to a result of :func:`as_tensors`. Skips generators that do not exist here.
 
     Raises:
-        CheckpointError: the value is not the state of generators; all of them are unchanged.
+        CheckpointError: a state is invalid; all generators are unchanged.
     """
     before = as_tensors(capture())
     try:
         _set(state)
     except Exception as error:
         _set(before)
-        raise CheckpointError(f"what it has of random number generators is none of their states: {error}") from error
+        raise CheckpointError(f"its states of the random number generators are invalid: {error}") from error
 
 
 def expect_valid(state: dict[str, torch.Tensor]) -> None:
-    """Raise ``CheckpointError`` if :func:`restore` would; the generators stay unchanged."""
+    """Raise ``CheckpointError`` if :func:`restore` would raise it. Leaves the generators unchanged."""
     before = as_tensors(capture())
     restore(state)
     _set(before)
@@ -87,7 +87,7 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 def seeds() -> dict[str, str]:
     """Return the seed of each generator of this process; equal on ranks that the program seeded identically.
 
-    Torch keeps the seed; for Python and NumPy it is a digest of the present state.
+    torch stores the seed of a generator; for Python and NumPy the result is a digest of the current state.
     """
     found = {"python": _digest(random.getstate()), "torch": str(torch.initial_seed())}
     if accelerator := _accelerator():
@@ -102,12 +102,12 @@ def _digest(state: Any) -> str:
 
 
 def seed_from(*parts: object) -> int:
-    """Return a seed that depends only on the parts, on every machine and in every process."""
+    """Return a seed that depends only on the parts: the same on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
 def seeded(numbers: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the states, as :func:`restore` takes them, of generators of this process with these seeds."""
+    """Return the states for :func:`restore` that the generators of this process have after seeding with ``numbers``."""
     state: dict[str, Any] = {}
     for name, seed in numbers.items():
         if name == "python":
@@ -121,7 +121,7 @@ def seeded(numbers: Mapping[str, int]) -> dict[str, torch.Tensor]:
 
 
 def seeded_numpy(like: Any, seed: int) -> Any:
-    """Return a ``RandomState`` with the algorithm of another one, with a seed."""
+    """Return a ``RandomState`` with the algorithm of ``like``, seeded with ``seed``."""
     return type(like)(type(like._bit_generator)(seed))
 
 
@@ -138,14 +138,14 @@ def as_lists(state: Any) -> Any:
 
 def _bytes(x: torch.Tensor) -> bytes:
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.uint8:
-        raise ValueError("they are no tensors of bytes, as of another version of stagereg")
+        raise ValueError("they are not tensors of bytes; another version of stagereg may have written them")
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
 def checked(state: Any) -> Any:
-    """Return NumPy's state if its positions are in the block they draw from, which NumPy does not check."""
+    """Return NumPy's state if its positions are inside their block. NumPy does not check them."""
     for part in (state, state["state"]):
         for name, most in (("pos", 624), ("buffer_pos", 4)):
             if name in part and (type(part[name]) is not int or not 0 <= part[name] <= most):
-                raise ValueError(f"{name} is out of its block")
+                raise ValueError(f"{name} is outside of its block of numbers")
     return state

@@ -249,7 +249,7 @@ def test_renames_that_a_later_run_could_not_tell_apart_are_refused() -> None:
 def test_two_names_that_would_become_one_are_refused(tmp_path: Path) -> None:
     save(tmp_path, program(1, "a", "b"))
     text = refused(lambda: restore(tmp_path, program(2, "c"), restore=Restore(rename={"a": "c", "b": "c"})))
-    assert "its 'a.scale' and 'b.scale' would both be 'c.scale'" in text
+    assert "its 'a.scale' and 'b.scale' would both be named 'c.scale'" in text
 
 
 # -- what a refusal proposes

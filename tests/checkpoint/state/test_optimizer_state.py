@@ -74,7 +74,7 @@ def test_groups_that_were_one_get_its_options_with_a_warning(tmp_path: Path, cap
         optimizer = torch.optim.AdamW([dict(group) for group in groups], lr=rate)
         restore(tmp_path, model=other, optimizer=optimizer)
         assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-        text = "'0.weight' and '0.bias' are in different groups of parameters here, and were in one: both get its lr."
+        text = "'0.weight' and '0.bias' are in different parameter groups here, but were saved in one: both get its lr."
         assert (text in caplog.text) == warned
 
 
@@ -83,10 +83,8 @@ def test_one_group_of_several_with_other_options_is_refused(tmp_path: Path) -> N
     groups = [{"params": [model[0].weight], "lr": 0.5}, {"params": [model[0].bias], "weight_decay": 0.0}]
     save(tmp_path, model=model, optimizer=stepped(torch.optim.AdamW(groups, lr=0.3)))
     text = refused(tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters()))
-    assert (
-        "'0.weight' and others are one group of parameters here, and were several with different lr, weight_decay"
-        in text
-    )
+    assert "'0.weight' and others are in one parameter group here, but were saved in several with " in text
+    assert "different lr, weight_decay; create the same groups" in text
 
 
 def test_what_is_missing_or_one_too_many_is_listed(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) ->
 
 
 def test_a_random_state_that_is_none_is_refused_before_any_object_changes(tmp_path: Path) -> None:
-    x, text = torch.zeros(3), "what it has of random number generators is none of their states"
+    x, text = torch.zeros(3), "its states of the random number generators are invalid"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rng, "_json", lambda state: b"[3, [1], null]".ljust(8192))
         checkpointer = saved(tmp_path, {"x": torch.ones(3)})
