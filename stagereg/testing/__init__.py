@@ -1,11 +1,11 @@
 """Test tools for plugin authors and the project's own tests. Importing this package does not import torch.
 
-``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names the ranks that failed,
-died or hung, and their positions.
+``run_ranks`` runs a function on several local ranks with a time limit; ``RankFailure`` lists the ranks that failed,
+died or hung, with their stacks.
 
 ``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract``,
-``StorageContract`` and ``TierContract`` are base classes: their methods try the promises of a kind of component on the
-author's component, with or without pytest (``Contract``, ``Outcome``).
+``StorageContract`` and ``TierContract`` are base classes. Their methods test an author's component against the promises
+of its kind, with or without pytest (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations

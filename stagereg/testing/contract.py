@@ -1,7 +1,7 @@
-"""The base of the contracts: promises, their trials, and reports of broken promises.
+"""The base class of contracts, which test a component against the promises of its kind.
 
-A contract is a class to inherit. Each method named ``test_*`` tries one promise on a new instance, under pytest or by
-:meth:`Contract.outcome`. The first line of the method's docstring is the promise.
+The author of a component inherits a contract. Each method named ``test_*`` tests one promise with a new instance, under
+pytest or in :meth:`Contract.outcome`. The first line of its docstring is the promise.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _STARTING_S = 60.0  # seconds for ranks to start, in addition to the contract's 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of trying one promise."""
+    """The result of testing one promise."""
 
-    name: str  # name of the method that tried it
-    promise: str  # one line
-    kept: bool | None  # `None` if the promise cannot be tried on this machine
-    seen: str = ""  # how the promise was broken, or why it was not tried
+    name: str  # name of the test method
+    promise: str  # text of the promise, one line
+    kept: bool | None  # `None` if the promise cannot be tested on this machine
+    seen: str = ""  # how the promise was broken, or why it was not tested
 
 
 class Contract:
-    """Base of the contracts: lists the promises, tries one, and reports the outcome.
+    """Base class of contracts: lists the promises, tests one, and returns the outcome.
 
     Attributes:
-        timeout_s: seconds after which a trial that has not returned counts as a broken promise.
+        timeout_s: time limit of a test in seconds; a test that exceeds it counts as a broken promise.
     """
 
     timeout_s: ClassVar[float] = 20.0
 
     @classmethod
     def promises(cls) -> dict[str, str]:
-        """Return the promises by the name of the method that tries each, in the order of the contract."""
+        """Return the promises by the name of their test method, in the order of the contract."""
         found: dict[str, str] = {}
         for owner in reversed(cls.__mro__):
             for name, member in vars(owner).items():
@@ -58,7 +58,7 @@ class Contract:
 
     @classmethod
     def outcome(cls, name: str) -> Outcome:
-        """Try one of :meth:`promises` on a new instance. Raises only when the process is interrupted."""
+        """Test one of :meth:`promises` with a new instance. Raises only ``KeyboardInterrupt``."""
         promise = cls.promises()[name]
         try:
             getattr(cls(), name)()
@@ -71,11 +71,11 @@ class Contract:
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:
-        """Raise ``BrokenPromiseError``; ``seen`` is the observation, and the correct result."""
+        """Raise ``BrokenPromiseError``; ``seen`` describes the observed and the correct result."""
         raise BrokenPromiseError(seen)
 
     def skipped(self, reason: str) -> NoReturn:
-        """Report that a promise cannot be tried here, with ``unittest.SkipTest``, which pytest supports."""
+        """Raise ``unittest.SkipTest``, which pytest supports, because a promise cannot be tested here."""
         raise unittest.SkipTest(reason)
 
     def on_ranks(self, what: str, nproc: int, fn: Callable[..., Any], *args: object) -> list[Any]:
@@ -90,22 +90,22 @@ class Contract:
             self.broken(f"{what}{'; '.join(map(summarize, failure.failed.values())) or 'a rank hung'}")
 
     def on_rank_0(self, do: str, *args: object) -> None:
-        """Make a contract of this class on each of two ranks, and call its method ``do`` with the rank and ``args``."""
+        """Call the method ``do`` of a new contract with the rank and ``args``, on each of two ranks."""
         what = "called on one of two ranks: "
         if seen := self.on_ranks(what, 2, _broken_on_a_rank, type(self), do, *args)[0]:
             self.broken(f"{what}{seen}")
 
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Call ``do`` on another thread and wait for it, so that a component that hangs fails a test.
+        """Call ``do`` on another thread with a time limit, so that a component that hangs fails the test.
 
-        Return the result of ``do``, or raise its error. A thread that hangs is left behind.
+        Return the result of ``do``, or raise its error. A thread that hangs is not ended.
 
         Raises:
-            BrokenPromiseError: ``do`` still runs after ``timeout_s`` seconds (default: the class's); the message has
-                its position.
+            BrokenPromiseError: ``do`` exceeds ``timeout_s`` seconds (default: the class's); the message contains
+                its stack.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        # Popped, because an error's traceback holds this frame: a cycle would keep the trial's objects alive.
+        # Popped, because an error's traceback holds this frame: a cycle would keep the test's objects alive.
         futures: list[Future[T]] = [Future()]
 
         def attempt() -> None:
@@ -133,7 +133,7 @@ def _broken_on_a_rank(rank: int, world_size: int, kind: type[Contract], do: str,
 
 
 def _stack_of(thread: threading.Thread) -> list[str]:
-    """Return a thread's stack, innermost call first. Python may crash if one thread walks another's frames."""
+    """Return a thread's stack, innermost call first; by a dump, since reading another thread's frames may crash."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

@@ -8,9 +8,9 @@ from stagereg.base.crash_report import is_foreign
 
 
 def innermost_frame(dump: str) -> str:
-    """Return the frame of a plugin in a ``faulthandler`` dump, ``"stage (mine.py:7)"``; empty without a stack.
+    """Return the innermost frame of user code in a ``faulthandler`` dump, such as ``"stage (mine.py:7)"``, or ``""``.
 
-    The running thread comes first. Frames of Python, torch, pytest and stagereg are skipped in favour of their callers.
+    The current thread is searched first. Frames of Python, torch, pytest and stagereg count only without others.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
@@ -19,7 +19,7 @@ def innermost_frame(dump: str) -> str:
 
 
 def summarize(text: str) -> str:
-    """Return one line from a rank's text in ``RankFailure.failed``: its error, or the signal and its frame."""
+    """Shorten a rank's text in ``RankFailure.failed`` to one line: the error, or the signal with the crashed frame."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
     if "before it returned" not in lines[0]:
         return lines[-1]  # last line of a traceback

@@ -50,7 +50,7 @@ class JoinableContract(Contract):
     # -- defined by the author
 
     def build(self) -> Any:
-        """Return a new subject: the joinable, or an object that leads to everything that the other methods need."""
+        """Return a new subject for the other methods: the joinable, or an object that contains everything they need."""
         raise NotImplementedError(f"{type(self).__name__} must define build(self)")
 
     def joinables(self, subject: Any) -> Sequence[Any]:
@@ -84,20 +84,20 @@ class JoinableContract(Contract):
         raise NotImplementedError(f"{type(self).__name__} must define expected(self, steps, world_size)")
 
     def announce(self, joinables: Sequence[Any]) -> None:
-        """Called before each step, for components that do not announce. A joinable announces in :meth:`step`."""
+        """Announce a step of a component that does not announce itself. Called before each step."""
 
     # -- the promises
 
     def test_even_inputs(self) -> None:
-        """With equally many batches on every rank, all ranks end with the numbers of a single process."""
+        """With the same number of batches on every rank, all ranks have the results of a single process."""
         self._right("even")
 
     def test_uneven_inputs(self) -> None:
-        """If ranks run out of data, in any order, or never have any, all end with the numbers of one process."""
+        """If ranks run out of data in any order, or have none, all ranks have the results of a single process."""
         self._right("uneven", "first has none", "last has none")
 
     def test_join_after_join(self) -> None:
-        """Two joins in sequence produce correct numbers after each."""
+        """After each of two joins in sequence, the results are correct."""
         self._right("two joins")
 
     def test_replicas_do_not_drift(self) -> None:
@@ -109,23 +109,23 @@ class JoinableContract(Contract):
                         self._broken(name, f"rank {rank} and rank 0 differ after join {stage + 1}: {apart}")
 
     def test_every_mode(self) -> None:
-        """With planned lengths, mode=counted, and join.iterate with empty batches, the numbers are correct."""
+        """With planned lengths, mode=counted, and join.iterate with empty batches, the results are correct."""
         self._needs_announcing()
         self._right("planned", "counted", *([] if self._has_own_loop else ["iterate"]))
 
     def test_planned_sends_nothing_more(self) -> None:
-        """A planned join adds no collective to a step; a counted join adds one sum."""
+        """A planned join adds no collective to a step; a counted join adds one all-reduce."""
         self._needs_announcing()
         for name, more in (("planned", 0), ("counted", 1)):
             for rank, (seen, alone) in enumerate(zip(self._ended(name), self._ended("disabled"), strict=True)):
                 most, without = max(seen.sent), max(alone.sent)
                 right = without + more + self.own_collectives
                 if most > right:
-                    had = f"a step of rank {rank} had {most} collectives; without a join it has {without}"
-                    self._broken(name, f"{had}, so {right} would be right")
+                    had = f"a step of rank {rank} ran {most} collectives; without a join it runs {without}"
+                    self._broken(name, f"{had}, so at most {right} are allowed")
 
     def test_torchs_join(self) -> None:
-        """In torch's Join, and if some ranks run it and others stagereg's with mode=torch, the numbers are correct."""
+        """In torch's Join, and if other ranks use stagereg's with mode=torch, the results are correct."""
         if not self.torch_join:
             self.skipped("torch_join = False: it works in stagereg's Join only")
         self._right("torch's", "mixed", "mixed the other way")
@@ -140,10 +140,9 @@ class JoinableContract(Contract):
                     self._broken(name, f"rank {rank} raised {seen.error}, not the error of rank 0")
 
     def test_throw(self) -> None:
-        """With throw, all ranks stop, with unchanged state, before the first step that not all can take, or a planned
-        join.
+        """With throw, all ranks stop with unchanged state before the first step that not all ranks have data for.
 
-        Even inputs raise no error.
+        A planned join stops before its first step. Even inputs raise no error.
         """
         self._right("throws not")
         names = ("throws", "throws in mode counted", "throws in mode planned", "throws in mode torch")
@@ -151,7 +150,7 @@ class JoinableContract(Contract):
             self._throws(name)
 
     def test_training_without_a_join(self) -> None:
-        """Before and after a join, and in one with enable=False, training works with correct numbers."""
+        """Training before and after a join, and in one with enable=False, has correct results."""
         self._right("side effects", "disabled")
 
     def test_leaves_no_trace(self) -> None:
@@ -219,7 +218,7 @@ class JoinableContract(Contract):
         return [seen for seen in result.seen if seen is not None]
 
     def _ended(self, name: str) -> list[Observation]:
-        """Return the observations of a scenario without errors. Errors of a rank are reported before those of peers."""
+        """Return the observations of a scenario that must not raise; a rank's own error comes before peer errors."""
         failed = {rank: seen for rank, seen in enumerate(self._result(name).seen) if seen and seen.error}
         own = {rank: seen for rank, seen in failed.items() if seen.kind != "peer"}
         ended = self._seen(name) if not own else []
@@ -266,7 +265,7 @@ class JoinableContract(Contract):
 
 
 class MinimalJoinable(BuiltInJoinable):
-    """A minimal joinable for a hook under test: it announces, and has no collectives itself."""
+    """A minimal joinable for a hook under test; it announces steps and runs no collectives itself."""
 
 
 class JoinHookContract(JoinableContract):
@@ -306,7 +305,7 @@ def _apart(found: Any, right: Any, tolerance: float) -> str:
 
 
 def _as_tensors(state: Any) -> Any:
-    """Return the state with a tensor for every number and list of numbers; Python's own numbers become doubles."""
+    """Return the state with a tensor for every number and list of numbers; Python's numbers become float64."""
     if isinstance(state, Mapping):
         return {key: _as_tensors(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and not all(isinstance(each, (int, float)) for each in state):

@@ -1,6 +1,6 @@
-"""The contract of a retention rule, as tests to inherit: the promises of a component of the kind ``keep``.
+"""The contract of a retention rule (a component of the kind ``keep``), as tests to inherit.
 
-A trial passes the checkpoints of made-up runs to the rule, after each commit, as ``Checkpointer`` does. The rule
+Each test passes the checkpoints of a simulated run to the rule after each commit, like ``Checkpointer``. The rule
 returns the retained checkpoints; the checkpointer deletes the others.
 """
 
@@ -46,7 +46,7 @@ class KeepContract(Contract):
         raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics that a made-up run logged for a step. Override it if the rule needs a metric."""
+        """Return the metrics that a simulated run logged for a step. Override it if the rule needs a metric."""
         return {"loss": 1.0 + abs(math.sin(step))}
 
     def test_newest_is_retained(self) -> None:

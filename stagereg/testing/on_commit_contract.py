@@ -1,7 +1,7 @@
 """The contract of an ``on_commit`` component, as tests to inherit: the promises of ``extensions.callbacks.on_commit``.
 
-The component gets three real checkpoints of a small model, on another thread and with a time limit, as ``Checkpointer``
-calls it. An author checks effects outside this machine in ``verify``.
+Like in a ``Checkpointer``, the component gets real checkpoints on another thread and with a time limit: three
+checkpoints of a small model. Override ``verify`` to check effects outside this machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OnCommitContract(Contract):
                 self.broken(f"it has changed, created or deleted {', '.join(changed[:4])}")
 
     def test_same_checkpoint_again(self) -> None:
-        """A checkpoint that already existed is not an error, neither in the same run nor in the next one."""
+        """A checkpoint that it has already handled is not an error, in the same run or in the next one."""
         with self._committed() as (first, *_):
             self._call(self.make(), first, first)
             self._call(self.make(), first)

@@ -1,4 +1,4 @@
-"""Run a function on several local ranks, and always return: with the results, or the ranks that failed, died or hung.
+"""Runs a function on several local ranks with a time limit, and reports ranks that failed, died or hung.
 
 The ranks are forked from a server process (the standard library's forkserver) that has imported torch and the project's
 components and has never run a thread, autograd or a collective. ``faulthandler`` dumps the Python stack of a hung rank.
@@ -84,7 +84,7 @@ def run_ranks(
     each line with its rank. ``atexit`` handlers do not run in the ranks.
 
     Args:
-        fn: a function at the top of a module; a test module works under every import mode of pytest.
+        fn: a function at the top of a module; it may be a test module, with any import mode of pytest.
         nproc: number of ranks.
         args: picklable positional arguments after rank and world size; each rank gets its own copy.
         kwargs: picklable keyword arguments; each rank gets its own copy.
@@ -111,9 +111,8 @@ def run_ranks(
                 own = {**sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 variables = {**os.environ, **_ONE_THREAD, **_ON_THIS_MACHINE, **own, **(env or {})}
                 ranks.append(_start(Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, limit_s)))
-            hung = _wait(
-                ranks, time.monotonic() + timeout_s
-            )  # begins when the server, which may import torch first, has forked
+            # The limit applies from here, because the server may import torch before it forks the first rank.
+            hung = _wait(ranks, time.monotonic() + timeout_s)
         finally:
             for each in ranks:
                 each.end()
@@ -125,7 +124,7 @@ def run_ranks(
 
 
 def _open_store() -> Any:
-    """Return a store on a free loopback port, in this process, so that no rank's exit stops it."""
+    """Return a TCPStore on a free loopback port, served by this process, so that no rank's exit stops it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with listen("127.0.0.1") as opened:
@@ -146,7 +145,7 @@ class _Rank:
         self.was_ended = self.was_ended or self.process.is_alive()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        # A rank that does not lead its process group yet is not in the group.
+        # A rank that has not created its process group yet is not in that group.
         self.process.kill()
         self.process.join(_LINGER_S)
 
@@ -155,7 +154,7 @@ class _Rank:
         return file.read_text(errors="replace").splitlines() if file.exists() else []
 
     def when_failed(self) -> float:
-        """Return a time that orders causes before consequences: a rank that died has no time, and comes first."""
+        """Return a sort key that puts causes first: the time of the error, or 0 for a rank that died without one."""
         error = self.job.file("error")
         return error.stat().st_mtime if error.exists() else 0.0
 
@@ -166,7 +165,7 @@ class _Rank:
         if self.was_ended or self.process.is_alive() or self.job.file("result").exists():
             return ""
         code = self.process.exitcode or 0
-        died = f"died of {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        died = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return "\n  ".join([f"{died} before it returned", *self.lines("output")[-10:], *self.lines("stacks")[:60]])
 
 
@@ -180,8 +179,8 @@ def _start(job: Assignment) -> _Rank:
 
 def start_server() -> None:
     """Start the server process from which ranks are forked, unless it runs already."""
-    # Test modules import a test runner, and children of multiprocessing import their caller's main module; code of
-    # other packages runs only when a rank needs it.
+    # Only code that test modules import anyway is preloaded: test runners, and components of stagereg. A rank imports
+    # code of other packages when it needs it.
     runners = {"pytest", "hypothesis"} & sys.modules.keys()
     own = sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
     get_context("forkserver").set_forkserver_preload([*_PRELOAD, *own, *sorted(runners)])

@@ -1,7 +1,7 @@
-"""One training loop in a join, run on ranks, and its observations: the evidence for the contracts of joins.
+"""Runs a training loop in a join on several ranks, and records observations for the contracts of joins.
 
-Each scenario of a contract runs once, in separate processes. To find side effects of a join, a walk from the joinables
-compares their attributes and hooks, and for other objects also the values of simple attributes.
+Each scenario of a contract runs once, in separate processes. To find side effects of a join, all objects reachable from
+the joinables are compared before and after: their attributes and hooks, and the values of simple attributes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch sets on a module
 
 @dataclass(frozen=True)
 class Scenario:
-    """The description of a scenario."""
+    """The settings of a training loop in one or more joins."""
 
     lengths: tuple[tuple[int, ...], ...]  # for each consecutive join, the number of batches per rank
     torchs: tuple[bool, bool] = (False, False)  # whether torch's Join runs on even and on odd ranks
@@ -52,7 +52,7 @@ class Scenario:
     iterates: bool = False  # loop over join.iterate, and skip empty batches
     enable: bool = True
     throw: bool = False
-    before: int = 0  # steps before the join; side effects beyond those of the last of these steps are observed
+    before: int = 0  # steps before the join; side effects that the last of these steps has, too, are ignored
     after: int = 0  # steps after the join
     failing: int = 0  # number of ranks, from rank 0 on, that raise after their first step
 
@@ -65,7 +65,7 @@ class Scenario:
 
 @dataclass
 class Observation:
-    """The observations of one rank."""
+    """The results and side effects on one rank."""
 
     states: list[Any] = field(default_factory=list)  # after each join, and after the steps that follow
     done: list[int] = field(default_factory=list)  # steps completed within each join
@@ -77,14 +77,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """The result of a scenario: the observations of each rank, ``None`` if it did not finish, and then the failure."""
+    """The observations of each rank, ``None`` for a rank that did not finish, and the failure, if any."""
 
     seen: tuple[Observation | None, ...]
     failure: str = ""
 
 
 class InjectedError(Exception):
-    """The error that the scenario itself raises."""
+    """The error that a scenario injects."""
 
 
 _KINDS = {InjectedError: "injected", UnevenInputsError: "uneven", PeerFailedError: "peer"}
@@ -113,7 +113,7 @@ _hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts with a hung scenar
 
 
 def played(contract: Any, scenario: Scenario) -> ScenarioResult:
-    """Return the result of a contract's scenario, which runs once."""
+    """Return the result of a scenario; run the scenario if this contract has not run it yet."""
     known = _played.setdefault(contract, {})
     if scenario not in known:
         known[scenario] = _run(contract, scenario, _limit_s(contract))
@@ -133,7 +133,7 @@ def _run(contract: Any, scenario: Scenario, limit_s: float) -> ScenarioResult:
 
 
 def _limit_s(contract: Any) -> float:
-    """Return the seconds for a scenario: a third of the contract's after a hang, because others may hang, too."""
+    """Return the time limit of a scenario in seconds; after a hang only a third, because others may hang, too."""
     limit_s: float = contract.timeout_s
     return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
 
@@ -147,7 +147,7 @@ def _in_short(failure: RankFailure) -> str:
             sizes = f"received {other[1]} bytes of another rank's collective, but expected {other[2]}"
             line = f"rank {rank} {sizes}, in {innermost_frame(text)}"
         if hung or other:
-            advice = ". All ranks must run the same collectives in the same order; main_hook() runs those of a step"
+            advice = ". All ranks must run the same collectives in the same order; main_hook() must run those of a step"
         lines.append(line)
     return "; ".join(lines) + advice
 
@@ -156,7 +156,7 @@ def _in_short(failure: RankFailure) -> str:
 
 
 def play(rank: int, world_size: int, contract: Any, scenario: Scenario, limit_s: float) -> Observation:
-    """Play a scenario on a rank, and return its observations."""
+    """Run a scenario on a rank, and return its observations."""
     return _Play(contract(), scenario, rank, limit_s).run()
 
 
@@ -259,7 +259,7 @@ class _Play:
 
 
 def _begun_collectives() -> int:
-    """Return how many collectives this process has begun, in all process groups and their control channels."""
+    """Return how many collectives this process has started, in all process groups and their control channels."""
     groups = list(_world.pg_map)
     begun = 0
     for each in [*groups, *(backend for group in groups for backend in resources_of(group).backends())]:
@@ -272,7 +272,7 @@ def _begun_collectives() -> int:
 
 
 def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the comparable properties of named objects, by place, as values comparable by ``==``."""
+    """Return the properties of named objects, by their path, as values that can be compared with ``==``."""
     found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
     known: dict[int, Any] = {}  # keeps objects alive, so that ids remain unique
     for name, thing in roots:
@@ -281,8 +281,8 @@ def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return the properties that have changed: a text by place."""
-    # Objects reached on one side only were created or dropped; the reference to them has changed, and is listed.
+    """Return a description of each changed property, by its path."""
+    # Objects found only before or only after were created or dropped: the changed reference to them is listed instead.
     differ = [(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was]
     return {place: f"{place}: {_text(was, now)}" for place, was, now in differ}
 

@@ -1,7 +1,7 @@
 """The contract of a stager, as tests to inherit: the promises of ``stagers.async_stager.AsyncStager``, one by one.
 
-The trials call a stager as torch's ``async_save`` does: they wait for a future, and otherwise call
-``synchronize_staging`` if ``should_synchronize_after_execute``. Every trial has a time limit. Speed is not a promise.
+The tests call a stager like torch's ``async_save``: they wait for a future; otherwise they call
+``synchronize_staging`` if ``should_synchronize_after_execute``. Every test has a time limit. Speed is not tested.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from stagereg.stagers.guard import written_by
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
-_LARGE = 36 * 2**20  # bytes; larger than what malloc retains: glibc maps blocks above 32 MiB, and unmaps them at once
+_LARGE = 36 * 2**20  # bytes; glibc maps blocks above 32 MiB and unmaps them as soon as they are freed
 _Training: TypeAlias = tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]
-_HELD = 12  # number of copies, more than stagers retain memory for
+_HELD = 12  # number of held copies; stagers retain memory for fewer copies
 
 
 @dataclass
@@ -42,13 +42,13 @@ class CustomValue:
 
 
 class StagerContract(StagerFidelity):
-    """Inherit this class and implement ``make``; each ``test_*`` then tries one promise on your stager.
+    """Inherit this class and implement ``make``; each ``test_*`` then tests one promise of your stager.
 
     :class:`~stagereg.testing.stager_trial.StagerTrial` describes the members to override: ``make``, and for unusual
     stagers ``expected``, ``timeout_s`` and ``device``.
     """
 
-    # Interface, and isolation
+    # Interface and isolation
 
     def test_it_has_the_shape_of_a_stager(self) -> None:
         """It has stage, synchronize_staging, close and should_synchronize_after_execute, as torch calls them."""
@@ -101,7 +101,7 @@ class StagerContract(StagerFidelity):
         model, optimizer, train = self._training(stager, 2**18)
         train()
         ways: list[Callable[[], object]] = [optimizer.step, *[lambda: _write(optimizer)] * 2]
-        for way in ways:  # repeated, because it is a race
+        for way in ways:  # repeated, because the outcome depends on timing
             train()
             state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
             noted, staged = self.noted(state), stager.stage(state)
@@ -110,13 +110,13 @@ class StagerContract(StagerFidelity):
             way()  # a Checkpointer does not wait before training continues
             try:
                 copied = staged.result()
-            except StagingError:  # not silent; only an optimizer announces its writes
+            except StagingError:  # allowed for writes that are not announced, unlike those of an optimizer
                 if way == optimizer.step:
                     raise
                 continue
             if wrong := difference(copied, noted, self.expected):
                 advice = "Copy before stage() returns, or let should_synchronize_after_execute be True"
-                self.broken(f"written before its future was done, {wrong}. {advice}")
+                self.broken(f"after a write before the future was done, {wrong}. {advice}")
 
     def _training(self, stager: AsyncStager, width: int = 2**16) -> _Training:
         """Return a model with small and large layers, its optimizer, and a function for one training step."""
@@ -157,7 +157,7 @@ class StagerContract(StagerFidelity):
             self.broken(f"staging changed torch.is_grad_enabled() from {grad} to {not grad}")
         if not torch.equal(torch.random.get_rng_state(), drawn):
             self.broken(
-                "staging drew torch's random numbers: runs that save train on different ones than runs that do not"
+                "staging drew random numbers from torch, so a run that saves trains differently from one that does not"
             )
         if self.device == "cpu" and (problem := difference(state, noted, where="source")):
             self.broken(f"after staging, {problem}")
@@ -180,9 +180,7 @@ class StagerContract(StagerFidelity):
         gc.collect(1)
         later = [self.settled(stager, self.fill(source, step)) for step in range(3, 6)]
         for step, part in enumerate(parts):
-            wanted = _halves(
-                self._all_expected(self.sized(step))
-            )  # from the whole tensors, which have the correct shapes
+            wanted = _halves(self._all_expected(self.sized(step)))  # expected() gets whole tensors
             if wrong := difference(part, wanted, lambda tensor, path: tensor):
                 self._has_changed("a copy of which only slices were held", wrong)
         del later
@@ -199,7 +197,7 @@ class StagerContract(StagerFidelity):
         del fresh
 
     def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
-        """If it has release(): a released copy is empty and not waited for; its held tensors do not change."""
+        """If it has release(), a released copy is empty and not waited for, and its held tensors do not change."""
         stager, source, held = self.opened(), self.sized(), []
         if not isinstance(stager, ReleasesCopies):
             return
@@ -229,10 +227,10 @@ class StagerContract(StagerFidelity):
             self.settled(stager, source)
             stager.close()
 
-        self.grows_at_most(3 * _LARGE, stage_often, f"6 copies of {_LARGE >> 20} MiB, each dropped at once")
+        self.grows_at_most(3 * _LARGE, stage_often, f"6 copies of {_LARGE >> 20} MiB, each dropped immediately")
         self.grows_at_most(_LARGE // 2, stage_and_close, f"a dropped copy of {_LARGE >> 20} MiB and close()")
 
-    # Change
+    # Changes between calls
 
     def test_keys_shapes_and_dtypes_may_change(self) -> None:
         """Keys, items, shapes and dtypes may change between calls, and nothing is cast or broadcast."""
@@ -250,7 +248,7 @@ class StagerContract(StagerFidelity):
                 self.faithful(stager, state, "staged after another state dict")
 
     def test_a_tensor_may_get_other_memory(self) -> None:
-        """A tensor that was resized, or got other memory (module.to, load_state_dict), is staged as it is now."""
+        """A tensor that was resized or got other memory (module.to, load_state_dict) is staged with its new content."""
         stager, w = self.opened(), self.counted(4)
         for size in (4, 100, 2):
             w.resize_(size).fill_(size)
@@ -303,7 +301,7 @@ class StagerContract(StagerFidelity):
         train()
         try:
             staged = stager.stage({"w": self.ones(3), "bad": threading.Lock()})
-        except Exception:  # a stager may find only a write during the copy later
+        except Exception:  # this stager raises immediately; a write during the copy is found later
             train()
             staged = stager.stage(dict(model.state_dict()))
             _write(optimizer)
@@ -340,7 +338,7 @@ class StagerContract(StagerFidelity):
             self.broken(f"stage() after close() raised {_shown(refusal)}. Raise StagerClosedError")
 
     def test_torchs_async_save_writes_what_was_staged(self) -> None:
-        """stage() returns a complete copy or its future; torch's async_save writes it late and load() reads it."""
+        """stage() returns a complete copy or its future; torch's async_save writes it even if its writer is late."""
         stager, w, x = self.opened(), self.counted(1000), self.counted(12)
         state: StateDict = {"w": w, "nested": {"x": x}}
         wanted = {"w": self.expected(w, "w").cpu().clone(), "nested": {"x": self.expected(x, "nested.x").cpu().clone()}}
@@ -349,9 +347,9 @@ class StagerContract(StagerFidelity):
         if isinstance(staged, Future):
             staged.result()
         else:
-            self.agree(staged, noted, "when stage() had returned, and torch's writer may read")
+            self.agree(staged, noted, "after stage() returned and torch's writer may read")
         overwritten, limit_s = threading.Event(), self.timeout_s
-        if stager.should_synchronize_after_execute:  # the stager may wait for the writer, which cannot be late then
+        if stager.should_synchronize_after_execute:  # the stager may wait for the writer, which then must not be late
             stager.synchronize_staging()
             overwritten.set()
 
@@ -379,7 +377,7 @@ class StagerContract(StagerFidelity):
             self._has_changed(what, wrong)
 
     def _has_changed(self, what: str, wrong: str) -> None:
-        self.broken(f"{what} has changed: {wrong}. The stager may reuse memory only when no tensor over it exists.")
+        self.broken(f"{what} has changed: {wrong}. The stager may reuse memory only after all tensors in it are gone.")
 
     def _all_expected(self, value: Any, *path: object) -> Any:
         if isinstance(value, torch.Tensor):
@@ -389,7 +387,7 @@ class StagerContract(StagerFidelity):
         return {key: self._all_expected(item, *path, key) for key, item in value.items()}
 
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
-        """Return the error of staging ``state``: at once, in its future, when waited for, or later."""
+        """Return the error of staging ``state``, from ``stage``, its future or ``synchronize_staging``, or ``None``."""
         try:
             self.settled(stager, state)
             stager.synchronize_staging()
@@ -399,7 +397,7 @@ class StagerContract(StagerFidelity):
 
 
 def _write(optimizer: torch.optim.Optimizer) -> None:
-    """Write an optimizer's tensors without announcement, in reverse order: a copy probably ends at the last one."""
+    """Write an optimizer's tensors without announcement, the last one first, which a copy probably reaches last."""
     with torch.no_grad():
         for x in sorted(written_by(optimizer), key=torch.Tensor.data_ptr, reverse=True):
             x.add_(1)

@@ -1,4 +1,4 @@
-"""Promises of a stager about the content of a copy: equal to the source in everything but its memory."""
+"""Promises of a stager about the content of a copy, which equals the source in everything but its memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StagerFidelity(StagerTrial):
         self.grows_at_most(whole.nbytes // 2, lambda: held.append(self.settled(self.opened(), last)), what)
 
     def test_lazy_flips_are_carried_out(self) -> None:
-        """A lazily conjugated or negated view has its resolved values in memory in the copy."""
+        """The copy of a lazily conjugated or negated view has the resolved values in memory."""
         c = torch.complex(self.counted(6), self.ones(6))
         state = {"conjugate": c.conj(), "negative": c.conj().imag, "plain": c}
         noted = {name: x.resolve_conj().resolve_neg().contiguous().clone() for name, x in state.items()}
@@ -96,7 +96,7 @@ class StagerFidelity(StagerTrial):
         c.fill_(-1)
         for name, x in copied.items():
             if x.is_conj() or x.is_neg():
-                self.broken(f"the copy of {name!r} has a lazy flip, which is lost in a transfer to another process")
+                self.broken(f"the copy of {name!r} is lazily conjugated or negated, which other processes do not see")
         self.agree({name: x.contiguous() for name, x in copied.items()}, noted, "in copies of lazy views")
 
     def test_tensors_inside_objects_are_staged(self) -> None:
@@ -126,7 +126,7 @@ class StagerFidelity(StagerTrial):
 
     @on_a_rank
     def test_distributed_tensors_keep_their_parts(self) -> None:
-        """A DTensor or ShardedTensor is staged as one, with its placement, and costs a rank only its local shard."""
+        """The copy of a DTensor or ShardedTensor has its type and placement, and costs a rank only its local shard."""
         from torch.distributed._shard import sharded_tensor
         from torch.distributed._shard.sharding_spec import ChunkShardingSpec
         from torch.distributed.device_mesh import init_device_mesh
@@ -140,13 +140,13 @@ class StagerFidelity(StagerTrial):
                 self.broken(f"the copy of a DTensor placed {source.placements} is placed {copied.placements}")
         shards = sharded_tensor.rand(ChunkShardingSpec(dim=0, placements=[f"rank:0/{self.device}"]), 5, 3)
         copied = self._of_parts(self.opened(), shards, lambda x: x.local_shards()[0].tensor)
-        # Not the placement, which differs if the source is on an accelerator.
+        # Placements are not compared, because they differ if the source is on an accelerator.
         have, wanted = ([shard.metadata for shard in x.local_shards()] for x in (copied, shards))
         if [(m.shard_offsets, m.shard_sizes) for m in have] != [(m.shard_offsets, m.shard_sizes) for m in wanted]:
             self.broken(f"the copy of a ShardedTensor has other shards: {have}")
 
     def _of_parts(self, stager: AsyncStager, source: Any, part: Callable[[Any], Tensor]) -> Any:
-        """Stage a distributed tensor, write this rank's shard, and return the copy, whose shard must agree."""
+        """Stage a distributed tensor, overwrite this rank's shard, and return the copy after checking its shard."""
         local = part(source).detach()
         noted = self.noted({"x": local})
         copied = self.settled(stager, {"x": source})["x"]

@@ -1,4 +1,4 @@
-"""Trials of a stager's promises: on a new stager, called as torch does, within a time limit.
+"""Helpers for testing a stager's promises with a new stager, which is called like by torch, with a time limit.
 
 A copy is compared with the expected value in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every
 bit of every tensor, so NaN equals itself and minus zero differs from zero. Other values are compared with ``==``.
@@ -32,7 +32,7 @@ _MEANT = ". If the stager changes this on purpose, override expected(tensor, pat
 
 
 class StagerTrial(Contract):
-    """The methods that the author of a stager overrides, and helpers for the promises (``stager``)."""
+    """Methods for the author of a stager to override, and helpers for the tests in ``stager``."""
 
     device: ClassVar[str] = "cpu"  # device of the staged tensors; copies must be in host memory
 
@@ -44,7 +44,7 @@ class StagerTrial(Contract):
 
     def make(self) -> AsyncStager:
         """Return a new stager. Called at least once per promise; the contract closes it."""
-        raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a fresh stager")
+        raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a new stager")
 
     def expected(self, tensor: Tensor, path: str) -> Tensor:
         """Return the expected copy of ``tensor``. Override it for a stager that changes dtypes or values.
@@ -54,7 +54,7 @@ class StagerTrial(Contract):
         return tensor
 
     def opened(self) -> AsyncStager:
-        """Return a new stager, which is closed after the trial."""
+        """Return a new stager, which is closed after the test."""
         stager = self.make()
         self._stagers.append(stager)
         return stager
@@ -66,7 +66,7 @@ class StagerTrial(Contract):
                 self._stagers.pop().close()
 
     def settled(self, stager: AsyncStager, state: StateDict) -> Any:
-        """Stage ``state`` and return the copy when staging is complete; then the source may be written again."""
+        """Stage ``state``, wait until the source may be written again, and return the copy."""
         staged = stager.stage(state)
         if isinstance(staged, Future):
             return staged.result()
@@ -75,11 +75,11 @@ class StagerTrial(Contract):
         return staged
 
     def noted(self, state: StateDict) -> Any:
-        """Return a snapshot of ``state`` for :meth:`agree`, which later writes do not change."""
+        """Return a deep copy of ``state`` for :meth:`agree`."""
         return copy.deepcopy(state)
 
     def agree(self, copied: Any, noted: Any, when: str) -> None:
-        """Report a broken promise if a copy differs from a snapshot of :meth:`noted`; ``when`` begins the message."""
+        """Report a broken promise if a copy differs from the result of :meth:`noted`; ``when`` begins the message."""
         if wrong := difference(copied, noted, self.expected):
             self.broken(f"{when}, {wrong}")
 
@@ -103,7 +103,7 @@ class StagerTrial(Contract):
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
     def grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
-        """Measure how much memory ``use`` adds to the process; twice if too much, because other threads allocate."""
+        """Check that ``use`` adds at most ``limit`` bytes to the process; try twice, because other threads allocate."""
         for _ in range(2):
             self.settled(self.opened(), {"w": self.ones(10)})
             gc.collect()
@@ -133,13 +133,13 @@ class StagerTrial(Contract):
 
 
 def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Try a promise in a separate process, in a process group of one. Define the contract at the top of a module."""
+    """Run a test in a separate process with a process group of size 1. The contract must be at the top of a module."""
     vars(method)["on_a_rank"] = True
     return method
 
 
 def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Try a promise on a thread with a time limit, without warnings, and close its stagers at the end."""
+    """Run a test on a thread with a time limit and without warnings, and close its stagers at the end."""
 
     def tried(self: S) -> None:
         with contextlib.closing(self):
@@ -153,7 +153,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
             if outcome.kept is False:
                 self.broken(outcome.seen)
             return
-        # The filters are global, so they are changed here, where they are restored even if the trial hangs.
+        # The filters are global, so they are changed here, where they are restored even if the test hangs.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with _frozen():
@@ -164,7 +164,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Limit ``gc.collect()``, which a stager may call while waiting, to the trial's objects."""
+    """Limit ``gc.collect()``, which a stager may call while it waits, to the objects of the test."""
     if gc.get_freeze_count():
         yield
         return
@@ -188,8 +188,8 @@ def difference(
 ) -> str | None:
     """Return the first difference between a copy and its source, with its path; ``None`` if they are equal.
 
-    ``expected`` returns the expected copy of a source tensor, given its dotted name; its strides are compared if its
-    shape differs.
+    ``expected`` returns the expected copy of a source tensor, by its dotted name. The strides of the expected copy are
+    compared only if its shape differs from the source's.
     """
     if type(copied) is not type(source):
         return f"{where} is a {type(copied).__name__}, but the source is a {type(source).__name__}"

@@ -1,7 +1,7 @@
 """The contract of a storage, as tests to inherit: the promises of ``checkpoint.storage.protocol.Storage``.
 
-A trial saves and restores real checkpoints of small states with ``Checkpointer``, on one rank and on two, and compares
-every byte. No trial checks speed, or reading of files from an earlier version of the storage.
+The tests save and restore small checkpoints with ``Checkpointer``, on one rank and on two, and compare every byte. They
+do not check the speed, or whether files of an earlier version of the storage can be read.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ _RARE = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.fl
 _PLACES = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
 _LARGE = 1_200_000  # elements of 4 bytes: larger than any buffer
 _MOST_BYTES = 1 << 16  # file size at which the simulated disk is full
-_FAILURE = Failure(
-    timeout=datetime.timedelta(seconds=15)
-)  # shorter than a trial, so that the save reports where it hangs
+_FAILURE = Failure(timeout=datetime.timedelta(seconds=15))  # below a test's limit, so that a hanging save is reported
 
 
 class StorageContract(Contract):
@@ -105,7 +103,7 @@ class StorageContract(Contract):
                 self._expect_restored(folder, state, step)
 
     def test_no_arguments(self) -> None:
-        """It can be built without arguments, and then reads what make() wrote: a checkpoint stores only its name."""
+        """Built without arguments, it reads what make()'s storage wrote: a checkpoint stores only its name."""
         kind = type(self.make())
         try:
             built = kind()
@@ -135,7 +133,7 @@ class StorageContract(Contract):
             self._expect_loaded(copy, f"{folder}/step", state)
 
     def test_torch(self) -> None:
-        """``torch.distributed.checkpoint`` saves with it and loads every value with its reader, even plain ones."""
+        """``torch.distributed.checkpoint`` saves with it and loads every value with its reader, not only tensors."""
         state = {**_tensors(), "n": 3, "text": "ü", "none": None, "list": [1, 2.5]}
         with _folder() as folder:
             self._by_torch(save, dict(state), storage_writer=self.make(), checkpoint_id=f"{folder}/step")
@@ -168,7 +166,7 @@ class StorageContract(Contract):
                     continue
                 content = file.read_bytes()
                 flipped = content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
-                for what, changed in (("cut", content[:-1]), ("changed", flipped), ("missing", None)):
+                for what, changed in (("truncated", content[:-1]), ("changed", flipped), ("missing", None)):
                     file.write_bytes(changed) if changed is not None else file.unlink()
                     if changed != content:
                         self._expect_verified(path, good=False, what=f"with {file.relative_to(path)} {what}")

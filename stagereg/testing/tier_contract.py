@@ -1,7 +1,7 @@
 """The contract of a tier, as tests to inherit: the promises of ``extensions.tiers.tier.Tier`` about a machine's folder.
 
-A trial prepares the tier in a new folder and uses it as a run does: several processes write, flush, rename, lock and
-map files. No trial checks that files survive a reboot.
+The tests prepare the tier in a new folder and use it like a run: several processes write, flush, rename, lock and map
+files. They do not check whether files survive a reboot.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TierContract(Contract):
                 self.broken(f"it is {type(tier).__name__}, which does not derive from {Tier.__module__}.Tier")
             plain = {name: str(value) for name, value in _OPTIONS.items()}
             if other := [name for name, value in plain.items() if str(getattr(tier, name)) != value]:
-                self.broken(f"made with {other[0]}={_OPTIONS[other[0]]}, it has {getattr(tier, other[0])}")
+                self.broken(f"constructed with {other[0]}={_OPTIONS[other[0]]}, it has {getattr(tier, other[0])}")
             try:
                 self.make(folder, keep=0)
             except ConfigError:
@@ -104,7 +104,7 @@ class TierContract(Contract):
                 self.broken(f"files in {path} cannot be used: {reason(error)}")
 
     def test_lacking(self) -> None:
-        """lacking() returns a line with the reason why the bytes do not fit, or '' if they fit, and has no effect."""
+        """lacking() returns a line with the reason why the bytes do not fit, or '' if they fit, and changes nothing."""
         with self._folder() as folder:
             tier = self.make(folder)
             path = self._prepared(tier)
@@ -127,7 +127,7 @@ class TierContract(Contract):
             self.broken(f"{folder} is a file, but prepare() returned {path!r}")
 
     def test_durable(self) -> None:
-        """``durable`` is whether flushed files survive a reboot: files in memory do not."""
+        """``durable`` is True only if flushed files survive a reboot, which files in memory do not."""
         with self._folder() as folder:
             tier = self.make(folder)
             kind = file_system(Path(self._prepared(tier)))
@@ -138,7 +138,7 @@ class TierContract(Contract):
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
-        """The path of a folder that does not exist yet; deleted at the end."""
+        """Yield the path of a folder that does not exist yet; delete the folder at the end."""
         with tempfile.TemporaryDirectory(prefix="stagereg-", dir=self.root) as parent:
             yield f"{os.path.realpath(parent)}/tier"
 
@@ -161,7 +161,7 @@ class TierContract(Contract):
                     raise OSError(errno.EIO, "an open file changed when another file was renamed over it")
             with open(path / "held", "rb") as new, mmap.mmap(new.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 if mapped[:] != _DATA:
-                    raise OSError(errno.EIO, "a file has other bytes than were written")
+                    raise OSError(errno.EIO, "a file does not contain the written bytes")
         finally:
             os.close(descriptor)
 

@@ -1,7 +1,7 @@
-"""The life of one rank of the multi-rank harness, in a process forked from a server.
+"""Runs one rank of ``run_ranks`` in a process that was forked from a server.
 
-The rank writes its result, traceback, output and stacks into files in the run's folder, so they outlive the rank. The
-call is pickled by module and attribute. Other processes cannot import a test module that pytest imported by file path,
+The rank writes its result, traceback, output and stacks to files, which remain if the rank dies. The function of the
+call is pickled as module and name. Other processes cannot import a test module that pytest imported by file path,
 so the rank imports the caller's own modules from the same files under the same names.
 """
 
@@ -29,12 +29,12 @@ from types import ModuleType
 from typing import Any
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Directories of modules that an ordinary import finds."""
+"""Directories of installed modules, which a rank can import without help."""
 
 
 @dataclass(frozen=True)
 class Shipment(MetaPathFinder):
-    """A pickled call, and the file, and folders of packages, of each of the caller's modules."""
+    """A pickled call and the caller's modules: by name, the file and, for a package, its folders."""
 
     call: bytes
     modules: dict[str, tuple[str | None, list[str] | None]]
@@ -51,7 +51,7 @@ class Shipment(MetaPathFinder):
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shipment:
-    """Pickle the call ``fn(*args, **kwargs)``. Raises: ``ValueError`` if the call cannot be pickled."""
+    """Pickle the call ``fn(*args, **kwargs)``. Raises ``ValueError`` if this fails."""
     wrong = f"{fn!r} cannot be imported in other processes. Define it with `def` at the top of a module"
     try:
         pickle.dumps(fn)
@@ -96,8 +96,8 @@ def work(job: Assignment) -> None:
     os.environ.clear()
     os.environ.update(job.environment)
     with job.file("stacks").open("wb") as stacks:
-        # Chained to the default action, which terminates the process: when it has terminated, the dump is complete. Not
-        # SIGUSR1, which a checkpointer handles.
+        # The default action is chained and terminates the process, so the dump is complete when the process has exited.
+        # SIGUSR1 is not used, because a checkpointer handles it.
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
         faulthandler.enable(file=stacks, all_threads=True)
@@ -142,7 +142,7 @@ def _await_all(store: Any, job: Assignment, milestone: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Terminate this process with the caller's process: closing the sentinel pipe raises SIGIO here."""
+    """Terminate this process when the caller's process exits: the closed sentinel pipe then sends SIGIO."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
@@ -153,7 +153,7 @@ def _redirect(file: Path) -> None:
     with file.open("ab") as target:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)
-    # The server was started with any stdout of the caller; a file is not a terminal.
+    # Replaced, because the server's stdout objects belong to its first caller, which may have had a terminal.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 

@@ -175,7 +175,7 @@ class DividesByWork(Sum):
         self.take(number(value / active))
 
 
-@breaks("had 2 collectives; without a join it has 1", "planned_sends_nothing_more")
+@breaks("ran 2 collectives; without a join it runs 1", "planned_sends_nothing_more")
 class Greedy(Sum):
     """Has one collective more in each step of a join."""
 
