@@ -1,7 +1,7 @@
-"""The tests on other versions of torch and of Python, and the release: the last part of ``make nightly``.
+"""Tests with other versions of torch and Python, and the release: the last part of ``make nightly``.
 
-Each session has an environment of its own, which is removed afterwards. What cannot be had, an interpreter, a build of
-torch or the room on the disk, is a printed line and no failure.
+Each session has its own environment, which is deleted afterwards. If an interpreter, a build of torch or disk space is
+missing, the session is skipped and does not fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOWEST = "torch==2.11.*"  # as in pyproject.toml
 PINNED = "torch==2.13.0"  # as in constraints.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SMALL = ["train.steps=6", "train.eval_every=3", "checkpoint.every=3", "model.layers=1", "data.files=4"]
-ROOM = 12 << 30  # bytes; where CPU_INDEX is not reached, pip installs a build with CUDA
+ROOM = 12 << 30  # bytes; without access to CPU_INDEX, pip installs a build with CUDA
 
 nox.options.error_on_missing_interpreters = False
 
@@ -51,9 +51,9 @@ def python(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Leave a wheel and a source distribution in ``dist``, checked, and try the second one where there is no checkout.
+    """Build a wheel and a source distribution in ``dist``, check both, and test the latter outside the checkout.
 
-    What README has users run works there, and type checkers see the public names as a program uses them.
+    The commands in README run there, and type checkers check a program that uses the public names.
     """
     root = Path.cwd()
     shutil.rmtree(root / "dist", ignore_errors=True)
@@ -73,7 +73,7 @@ def release(session: nox.Session) -> None:
     session.chdir("demo")
     commands = re.findall(r"^((?:python|torchrun) .*?train\.py.*?)(?: *#.*)?$", (root / "README.md").read_text(), re.M)
     for command in commands:
-        # data=uneven with join.throw=true ends with an error, as README says.
+        # With join.throw=true, data=uneven ends with an error, as documented in README.
         codes = [1] if "join.throw" in command else [0]
         session.run(*command.split(), *SMALL, success_codes=codes, env={**os.environ, "OMP_NUM_THREADS": "1"})
     shutil.rmtree(session.virtualenv.location)

@@ -1,6 +1,6 @@
-"""Finds the packages, so that none can be forgotten; everything else about the distribution is in pyproject.toml.
+"""Lists the packages to install; all other facts about the distribution are in pyproject.toml.
 
-Also names the compiled part of ``stagereg.kernel``, which is left out, with a warning, where there is no C compiler.
+Also builds the C part of ``stagereg.kernel``; without a C compiler, setuptools prints a warning and omits it.
 """
 
 from setuptools import Extension, find_packages, setup

@@ -1,8 +1,8 @@
 """Writes the index of error messages from the source: ``python docs/messages.py > docs/messages.md``.
 
-It reads where an error of the project is made, and puts the message together as far as it stands in the source:
-constants, f-strings, both sides of a condition, what a function of the project returns. ``...`` stands for the rest.
-Nothing is imported, so all of the package is covered, whatever is installed.
+Finds all calls that construct an error of the project and assembles each message from the source: constants, f-strings,
+both sides of a condition, and results of the project's functions. ``...`` stands for the parts that vary. Nothing is
+imported, so the page covers the whole package, whatever is installed.
 """
 
 from __future__ import annotations
@@ -19,75 +19,75 @@ __all__ = ["page"]
 
 _PACKAGE = Path(__file__).parents[1] / "stagereg"
 _OPEN = "..."
-_VARIANTS = 8  # of one message that are followed
-_LAST = ("stagereg.bench", "stagereg.testing")  # which few users see
-_DEPTH = 6  # of functions and names that are followed
+_VARIANTS = 8  # maximum number of variants per message
+_LAST = ("stagereg.bench", "stagereg.testing")  # packages for few users, listed last
+_DEPTH = 6  # maximum depth of nested functions and names
 _HEAD = """\
 # Error messages
 
 Every message of an error that stagereg raises, written by `python docs/messages.py`: edit the source, not this page.
-Look for a few words of what you see; `...` stands for what differs from case to case. Most messages say what to do.
-Where the function that raises it documents when it does, that stands below the message, after the function's name.
-Messages are grouped by class, and by the module that raises them, with what that module is for.
+Search for a few words of your message; `...` stands for the parts that vary. Most messages include a remedy.
+If the function that raises the error documents the condition, the page shows the condition below the message.
+Messages are grouped by class and by the module that raises them; a description follows the name of each module.
 
-Options are written here as in a config: `checkpoint.restore.cast=true`. In a program that constructs the `Checkpointer`
-or the `Join` itself, the message has Python in that place: `restore=Restore(cast=True)`.
+Options are written as in a config: `checkpoint.restore.cast=true`. If a program constructs the `Checkpointer` or the
+`Join` itself, the message contains Python instead: `restore=Restore(cast=True)`.
 
-A message that begins with `Step 300 was not saved:` goes on with the reason, which is another one of this page, or an
-error of the system; what each fault of a disk looks like is in [checkpoints](guarantees.md#failed-saves).
+After `Step 300 was not saved:` the message continues with the reason, which is another message of this page or an
+error of the operating system. [Checkpoints](guarantees.md#failed-saves) lists the errors of failing disks.
 """
 _REMEDIES = {
-    "BrokenPromiseError": "Correct the component; [contracts](contracts.md) has each promise, and why it is one.",
-    "CheckpointError": "What was complete is not harmed: `stagereg ls DIR` lists it, `stagereg verify DIR` reads it, "
-    "and the same command resumes from the newest valid checkpoint. [Checkpoints](guarantees.md)",
-    "ClosedError": "Construct another one, or open the checkpoint again.",
-    "ConfigError": "Change the option that the message names; `stagereg show KIND/NAME` and [options](options.md) say "
-    "what it takes.",
-    "CorruptCheckpointError": "`stagereg verify DIR` lists the valid checkpoints; `checkpoint.resume=PATH` takes "
+    "BrokenPromiseError": "Correct the component; [contracts](contracts.md) explains each promise.",
+    "CheckpointError": "Complete checkpoints are not affected: `stagereg ls DIR` lists them, `stagereg verify DIR` "
+    "checks them, and the same command resumes from the newest valid one. [Checkpoints](guarantees.md)",
+    "ClosedError": "Construct a new object, or open the checkpoint again.",
+    "ConfigError": "Change the option in the message; `stagereg show KIND/NAME` and [options](options.md) list "
+    "the valid values.",
+    "CorruptCheckpointError": "`stagereg verify DIR` lists the valid checkpoints; `checkpoint.resume=PATH` selects "
     "one. [Checkpoints](guarantees.md)",
-    "RankMismatchError": "Call it on every rank, with the same arguments, and not below `if rank == 0`.",
-    "InstallationError": "Run the command that the message has; `stagereg doctor` shows what is installed.",
-    "JoinError": "What can be joined, and how: [uneven inputs](join.md).",
+    "RankMismatchError": "Call it on every rank with the same arguments, not only under `if rank == 0`.",
+    "InstallationError": "Run the command in the message; `stagereg doctor` shows what is installed.",
+    "JoinError": "[Uneven inputs](join.md) describes what can be joined, and how.",
     "JoinableNotInitializedError": "Call `super().__init__()` in its constructor. [Plugins](plugins.md)",
-    "LaunchError": "The output of the rank that is named has the cause. [Many machines](several-machines.md)",
+    "LaunchError": "The output of the rank in the message contains the cause. [Many machines](several-machines.md)",
     "SaveTimeoutError": "Check whether the storage hangs; otherwise raise the timeout. [Checkpoints](guarantees.md)",
-    "MissingEntryError": "`checkpoint.restore.allow_missing=[NAME]`, where the entry is to begin from scratch. "
+    "MissingEntryError": "Set `checkpoint.restore.allow_missing=[NAME]` if the entry should start from scratch. "
     "[Checkpoints](resume.md#renamed-new-and-missing-entries)",
-    "OptionError": "`stagereg list` shows the names, `stagereg doctor` which packages are broken.",
-    "PeerFailedError": "Look at the rank that is named: this one stopped because of it. "
-    "[When a rank fails](join-recipes.md#when-a-rank-fails-in-a-join)",
-    "PluginError": "Correct the module that `plugins:` in the config names. [Plugins](plugins.md)",
-    "RankFailure": "The message has the traceback of each rank that failed, and the stacks of those that hung.",
-    "RanksFailedError": "The message has each cause once, with its rank. Start the same command again to go on.",
-    "RegistryError": "`stagereg list` shows what is registered, and by which package. [Plugins](plugins.md)",
-    "StagerClosedError": "Build a new stager; a `Checkpointer` closes the one that it was given.",
-    "StagingError": "The state to be saved is at fault, or the memory for its copy. [Stagers](stagers.md)",
+    "OptionError": "`stagereg list` shows the names, `stagereg doctor` shows which packages are broken.",
+    "PeerFailedError": "Find the cause on the rank in the message, which failed first. "
+    "[When a rank fails](join-recipes.md#when-a-rank-fails)",
+    "PluginError": "Correct the module that is listed under `plugins:` in the config. [Plugins](plugins.md)",
+    "RankFailure": "The message contains the traceback of each failed rank, and the stacks of each hung rank.",
+    "RanksFailedError": "The message lists each cause once, with its rank. To resume, run the same command again.",
+    "RegistryError": "`stagereg list` shows all registered components and their packages. [Plugins](plugins.md)",
+    "StagerClosedError": "Build a new stager; a `Checkpointer` closes the stager that was passed to it.",
+    "StagingError": "The state cannot be saved, or there is no memory for its copy. [Stagers](stagers.md)",
     "StageregError": "",
-    "SweepError": "How a sweep is asked for: [sweeps](sweeps.md).",
+    "SweepError": "[Sweeps](sweeps.md) describes how to configure a sweep.",
     "TargetNotAllowedError": "Register the class, or name it in `allow=` of `stagereg.instantiate`. "
     "[Security](../SECURITY.md)",
-    "UnevenInputsError": "`join.throw=true` asked for it; without it ranks that run out of data wait. "
-    "[Throw](join-recipes.md#raise-an-error-on-uneven-inputs)",
-    "UnknownNameError": "The message lists the names there are, and the nearest one.",
-    "UnstageableTypeError": "Take the value out of the state, or make it a number, text or tensor. The message says "
-    "where it is.",
+    "UnevenInputsError": "Raised only with `join.throw=true`; without it, ranks that run out of data wait. "
+    "[Throw](join-recipes.md#throw-on-uneven-inputs)",
+    "UnknownNameError": "The message lists all names, and the most similar one.",
+    "UnstageableTypeError": "Remove the value at the path in the message from the state, or convert it to a number, "
+    "text or tensor.",
     "WrittenWhileSavedError": "Save again after the next step, or choose `stager=pinned_cached`, which copies all "
     "inside `save()`. [Stagers](stagers.md#programs-that-write-parameters-between-optimizer-steps)",
     "WrittenWhileStagedError": "Call `stage()` again, which then copies everything before it returns.",
 }
-"""What to do about any error of a class."""
+"""Remedies for the errors of each class."""
 
 
 @dataclass
 class _Source:
-    """A module of the package."""
+    """A module of the package, with its definitions and imports."""
 
     name: str
     tree: ast.Module
     constants: dict[str, ast.expr] = field(default_factory=dict)
     functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name here -> module, and name there; no name for a module as a whole."""
+    """By local name: the module and the name there; the name is empty for an imported module."""
 
     def __post_init__(self) -> None:
         for node in ast.walk(self.tree):
@@ -108,7 +108,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Made:
-    """Where an error is made."""
+    """The construction of an error: class, messages, location, and the documented condition."""
 
     kind: str
     texts: tuple[str, ...]
@@ -137,7 +137,7 @@ def page() -> str:
 
 
 def _item(made: _Made) -> str:
-    """Each message is a heading, since a search looks for headings first."""
+    """Return the entry of an error. Each message is a heading, because the search ranks headings first."""
     heads = "".join(f"\n#### {_code(text)}\n" for text in made.texts)
     return heads + (f"\n`{made.function}`: {made.why}\n" if made.why else "")
 
@@ -159,7 +159,7 @@ def _everything() -> list[_Made]:
 
 
 def _calls(node: ast.AST, scopes: tuple[ast.AST, ...]) -> Iterator[tuple[ast.Call, tuple[ast.AST, ...]]]:
-    """Every call below ``node``, with the classes and functions around it, outermost first."""
+    """Yield every call under ``node``, with the classes and functions around it, outermost first."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
             yield child, scopes
@@ -187,10 +187,10 @@ def _made(name: str, call: ast.Call, scopes: tuple[ast.AST, ...], source: _Sourc
 
 
 def _why(scopes: tuple[ast.AST, ...], ancestors: list[str]) -> str:
-    """What the nearest docstring around says of when such an error is raised."""
+    """Return when such an error is raised, from the nearest docstring around the call."""
     made_in = [scope for scope in scopes if isinstance(scope, ast.FunctionDef)][-1:]
     if made_in and made_in[0].name == "__init__":
-        made_in = [*made_in, *scopes[:1]]  # a class says it of its constructor
+        made_in = [*made_in, *scopes[:1]]  # the errors of a constructor are documented in the class
     for scope in made_in:
         doc = ast.get_docstring(scope) if isinstance(scope, ast.ClassDef | ast.FunctionDef) else None
         section = re.search(r"^Raises:\n((?:[ \n].*\n?|\n)*)", doc or "", re.M)
@@ -205,12 +205,12 @@ def _prose(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """One line, with the dots of holes that touch made into one."""
+    """Return a text in one line, with adjacent gaps merged into one ``...``."""
     return re.sub(r"\.{4,}", _OPEN, " ".join(text.split()))
 
 
 def _texts(node: ast.expr | None, source: _Source, function: ast.FunctionDef | None, depth: int) -> list[str]:
-    """Every text that an expression may be."""
+    """Return every text that an expression may produce."""
     if node is None or depth == 0:
         return [_OPEN]
 
@@ -254,7 +254,7 @@ def _texts(node: ast.expr | None, source: _Source, function: ast.FunctionDef | N
 
 
 def _option_called(name: str, function: ast.FunctionDef | None) -> ast.Call | None:
-    """The call that makes the text of an option, if a local variable has it."""
+    """Return the call that creates the text of an option, if a local variable contains such a text."""
     for each in ast.walk(function) if function is not None else ():
         match each:
             case ast.Assign(
@@ -265,7 +265,7 @@ def _option_called(name: str, function: ast.FunctionDef | None) -> ast.Call | No
 
 
 def _value(node: ast.expr) -> str:
-    """A value as a config has it."""
+    """Return a value in the syntax of a config."""
     match node:
         case ast.Constant(value=None | bool() as value):
             return {None: "null", True: "true", False: "false"}[value]
@@ -281,7 +281,7 @@ def _joined(parts: list[list[str]]) -> list[str]:
 
 
 def _named(name: str, source: _Source, function: ast.FunctionDef | None, depth: int) -> list[str]:
-    """What a local variable, a constant of the module or an imported one is."""
+    """Return the texts of a local variable, a constant of the module, or an imported constant."""
     given = [] if function is None else list(ast.walk(function))
     values = [each.value for each in given if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name]
     if values:
@@ -311,7 +311,7 @@ _errors: dict[str, tuple[list[str], str]] = {}
 
 
 def _sources() -> dict[str, _Source]:
-    """The modules of the package, by name."""
+    """Return the modules of the package, by name."""
     if not _read:
         for file in sorted(_PACKAGE.rglob("*.py")):
             name = ".".join(("stagereg", *file.relative_to(_PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
@@ -320,7 +320,7 @@ def _sources() -> dict[str, _Source]:
 
 
 def _classes() -> dict[str, tuple[list[str], str]]:
-    """The classes of errors of the project: their bases among them, and what they say of themselves."""
+    """Return the error classes of the project: their project base classes, and their summaries."""
     if not _errors:
         classes = [n for s in _sources().values() for n in s.tree.body if isinstance(n, ast.ClassDef)]
         known = {"StageregError"}

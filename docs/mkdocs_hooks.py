@@ -1,8 +1,8 @@
-"""What MkDocs does not do by itself when it builds the site (``mkdocs.yml``).
+"""Hooks for MkDocs, which builds the site (``mkdocs.yml``).
 
-Pages link to files beside ``docs``, as they do where the repository is read: SECURITY.md, CHANGELOG.md, examples. Each
-of these becomes a page of the site, a program as one block of code, and links to it lead there. The scripts that pages
-load come from the environment that ``make docs`` has set up, and not from a CDN.
+Pages link to files outside ``docs``, such as SECURITY.md, CHANGELOG.md and examples, because they are also read in the
+repository. Each of these files becomes a page of the site, programs as a code block, and the links lead there. The
+scripts of the pages come from the environment that ``make docs`` created, not from a CDN.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _LINK = re.compile(r"(\]\()([^)#:\s]+)([^)\s]*\))")
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
 _BOOST = {"options.md": 2, "stagers.md": 2, "troubleshooting.md": 2, "comparison.md": 0.5, "CHANGELOG.md": 0.3}
-"""How much more a page counts in the search; programs count less than pages."""
+"""Search weight by page; programs have a lower weight than pages."""
 _BOOST_OF_FOLDER = {"examples": 0.3, "reference": 0.5}
 _NOT_SEARCHED = "messages.md"
-"""The index of all messages: its hundreds of entries would hide the pages. reference/errors.md has the common ones."""
+"""The index of all messages: its many entries would hide other pages. reference/errors.md has the common messages."""
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown"}
 
 
 class Docstrings(Extension):
-    """Makes docstrings, which are written for ``help()``, ready for the page."""
+    """Converts docstrings, which are written for ``help()``, to Markdown."""
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
-        """Take the parameters of a class without ``__init__`` from its ``__new__``."""
+        """Use the parameters of ``__new__`` for a class without ``__init__``."""
         if "__new__" in cls.members and "__init__" not in cls.members:
             cls.set_member("__init__", cls.members["__new__"])
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Take the roles away from what docstrings refer to, which is code in Markdown."""
+        """Replace Sphinx roles in docstrings by code in Markdown."""
         if obj.docstring is not None:
             obj.docstring.value = _ROLE.sub(r"`\1`", obj.docstring.value)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that do not lie in ``docs``."""
+    """Add the files outside ``docs`` that pages link to."""
     for name in _BESIDE:
         files.append(File.generated(config, name, abs_src_path=str(_ROOT / name)))
     texts = [Path(file.abs_src_path).read_text() for file in files.documentation_pages() if file.abs_src_path]
@@ -61,7 +61,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead the links of a page to where its site has what they name."""
+    """Point the links of a page to pages of the site."""
     source = page.file.src_uri
     boost = _BOOST.get(source, _BOOST_OF_FOLDER.get(source.partition("/")[0], 1))
     page.meta["search"] = {"exclude": True} if source == _NOT_SEARCHED else {"boost": boost}
@@ -73,13 +73,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             to += ".md"
         return f"{link[1]}{posixpath.relpath(to, posixpath.dirname(source) or '.')}{link[3]}"
 
-    # In a table GitHub asks for `a \\| b`, and shows `a | b`; here the code of a cell may have the bar as it is.
+    # In a table, GitHub requires `a \\| b` and shows `a | b`; on the site, code in a cell may contain a plain bar.
     markdown = _CELL_CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)
     return _LINK.sub(lead, markdown)
 
 
 def _code(path: str) -> str:
-    """Return the page of a program, or of all files of a folder."""
+    """Return the page of a program, or of all files in a directory."""
     found = _ROOT / path
     each = [found] if found.is_file() else sorted(file for file in found.rglob("*") if file.suffix in _LANGUAGES)
     blocks = [

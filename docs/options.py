@@ -1,6 +1,6 @@
 """Writes the option reference from the registry: ``python docs/options.py > docs/options.md``.
 
-It has every component of stagereg itself, whatever else is installed, and imports all of them.
+The page lists all components of stagereg itself, not those of other installed packages. The script imports them all.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from stagereg.registry import Entry
 __all__ = ["page"]
 
 _KINDS = {
-    "stager": "Stagers: how a state dict is copied",
-    "storage": "Storages: how a checkpoint is written",
+    "stager": "Stagers: copy a state dict",
+    "storage": "Storages: write a checkpoint",
     "checkpoint": "The checkpointer",
-    "tier": "Tiers: copies nearer than the store",
-    "on_commit": "What is called after a checkpoint",
+    "tier": "Tiers: local copies of checkpoints",
+    "on_commit": "Callbacks after a checkpoint",
     "join": "The join",
-    "joinable": "Joinables: what a join joins",
-    "join_hook": "Join hooks: what a joined rank does in place of a step",
+    "joinable": "Joinables: objects that take part in a join",
+    "join_hook": "Join hooks: the work of a joined rank in each step",
 }
-"""What each kind is called, in the order of the page."""
+"""Headings by kind, in the order of the page."""
 _HEAD = """\
 # Options
 
-Everything that can be chosen and set, written by `python docs/options.py`: edit docstrings,
-not this page. An option is set where its component is chosen, `python train.py stager=pinned_cached
-stager.max_in_flight=3`; `null` is `None`. What the program passes is no option: it goes to `stagereg.instantiate`.
-`stagereg show KIND/NAME` shows the same of the plugins of other packages.
+All components and their options, written by `python docs/options.py`: edit docstrings, not this page.
+Set an option where its component is selected: `python train.py stager=pinned_cached stager.max_in_flight=3`;
+`null` is `None`. Arguments that the program passes to `stagereg.instantiate` are not options.
+`stagereg show KIND/NAME` also shows the options of plugins from other packages.
 """
 
 
@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def _of_run() -> Iterator[str]:
-    """Options of the run itself, as the config that programs begin with has them, and its comments on them."""
+    """Yield the table of the options of the run itself, from the default config and its comments."""
     comment, rows = [], []
     for line in Path(__file__).parents[1].joinpath("conf", "stagereg.yaml").read_text().splitlines():
         key, colon, default = line.partition(": ")
@@ -62,7 +62,7 @@ def _of_run() -> Iterator[str]:
 
 def _component(entry: Entry) -> Iterator[str]:
     described = describe(entry)
-    # The name alone, also where another package of this machine announces it, too.
+    # The plain name, even if another package on this machine registers the same name.
     yield f"\n### {entry.kind}/{entry.bare}\n"
     yield f"{described.summary} (`{entry.target}`)"
     if described.options:

@@ -1,7 +1,7 @@
-"""Draws the time that training loses per checkpoint: ``python docs/stall_plot.py RESULT.json > docs/images/stall.svg``.
+"""Plots the training time lost per checkpoint: ``python docs/stall_plot.py RESULT.json > docs/images/stall.svg``.
 
-RESULT.json is the output of ``stagereg bench stall --json``. A bar is the median of a row, its line the standard error
-of the median, 0.93 IQR / sqrt(n).
+RESULT.json is the output of ``stagereg bench stall --json``. Each bar is the median of a row, with a line of the
+median's standard error, 0.93 IQR / sqrt(n).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEFT, _WIDTH, _ROW = 300, 420, 34
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Label, median and standard error of each row, in ms."""
+    """Return label, median and standard error of each row, in ms."""
     rows = {row["row"]: row["lost"] for row in result["groups"][0]["rows"]}
     found = []
     for name, label in ROWS.items():
@@ -35,7 +35,7 @@ def bars(result: dict[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def draw(result: dict[str, Any]) -> str:
-    """Return the plot as SVG, readable on a light and on a dark page."""
+    """Return the plot as SVG, which is readable on a light and a dark page."""
     found = bars(result)
     low = min(0.0, *(value - error for _, value, error in found))
     high = max(value + error for _, value, error in found)
