@@ -1,4 +1,4 @@
-"""Storages: each writes the files of a checkpoint and returns a reader for them; one plugin per file.
+"""Storages, plugins that write the files of a checkpoint and return readers for them.
 
-``protocol`` finds the storage that wrote a checkpoint; ``files`` and ``aligned`` write for ``dcp`` and ``safetensors``.
+``protocol`` defines a storage and finds it by name; ``files`` and ``aligned`` write files for ``dcp`` and others.
 """

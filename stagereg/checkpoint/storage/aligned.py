@@ -1,9 +1,9 @@
-"""A file written in large pieces, to a disk past its page cache, or to an object store.
+"""Writes a file in large pieces, to a disk with ``O_DIRECT`` or to an object store.
 
-With ``O_DIRECT`` the disk reads memory itself, without a copy, processor time, or a page evicted. Address, offset and
-length of such writes must be multiples of a block, so small data goes through two aligned buffers, and whole pages of
-memory are written directly if they are page-aligned in the file too; the end goes through the page cache. A thread
-writes while the caller's thread takes the CRC-32 of the same bytes; both release the GIL.
+With ``O_DIRECT`` the disk reads the program's memory directly: no copy, no CPU time, and no eviction from the page
+cache. The address, offset and length of such a write must be multiples of a block. So small data goes through two
+aligned buffers, whole pages are written directly if they are page-aligned in the file too, and the end of the file goes
+through the page cache. A thread writes while the caller's thread computes the CRC-32; both release the GIL.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from stagereg.checkpoint.store.backend import Sink
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import PAGE
 
-BLOCK_BYTES = 4 << 20  # bytes of a file with one CRC-32; the last block may be shorter
+BLOCK_BYTES = 4 << 20  # each block of a file has its own CRC-32; the last block may be shorter
 
-_WORTH_LETTING_GO = 1 << 16  # bytes whose copy takes longer than another thread's turn
-_STRAIGHT_BYTES = 1 << 20  # least size of memory that is written without a buffer
+_UNLOCKED_COPY_BYTES = 1 << 16  # smallest copy that releases the GIL
+_STRAIGHT_BYTES = 1 << 20  # smallest memory that is written without a buffer
 _CHUNK_BYTES = 1 << 24
-_MOST_PENDING = 8  # pieces in the queue; more would hold the caller's memory too long
+_MOST_PENDING = 8  # most pieces in the queue; more would hold the caller's memory too long
 
 
 class AlignedFile:
-    """A new file, ``target``, written in order by a thread, or by the caller if no thread can be started.
+    """A new file ``target``. A thread writes its data in order; if no thread can be started, the caller does.
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may use afterwards. Call
-    :meth:`finish` before the context manager ends. Methods raise the ``OSError`` of their write, or of an earlier one.
+    :meth:`finish` before the context manager exits. Methods raise the ``OSError`` of the current or an earlier write.
 
     Attributes:
         blocks: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
@@ -52,14 +52,14 @@ class AlignedFile:
         self.blocks: list[int] = []
         self._error: BaseException | None = None  # the error that has stopped all writes
         self._whole = False
-        # The data to write, and the buffer that is free afterwards.
+        # Data to write, each with the buffer, if any, that is free afterwards.
         self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
-        # Not an executor's thread: the end of the process would wait for it, although a disk may never answer.
+        # Not an executor: the exit of the process would wait for its thread, although a disk may never respond.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
         try:
             self._thread.start()
             self._has_thread = True
-        except RuntimeError:  # Python 3.12 starts no thread any more while a process ends
+        except RuntimeError:  # Python 3.12 does not start threads while a process exits
             self._has_thread = False
 
     def __enter__(self) -> AlignedFile:
@@ -71,17 +71,17 @@ class AlignedFile:
             self._writes.put(None)
             self._thread.join()
         self._target.close(self._whole)
-        self._error = None  # otherwise the error and the caller's memory would keep each other alive
+        self._error = None  # breaks a reference cycle of the error and the caller's memory
 
     def tell(self) -> int:
-        """Return how many bytes have been written."""
+        """Return the number of bytes written so far."""
         return self._begin + self._filled
 
     def flush(self) -> None:
-        """Do nothing yet: ``torch.save`` flushes after each tensor."""
+        """Do nothing, because ``torch.save`` flushes after each tensor."""
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes; return how many."""
+        """Write bytes and return their number."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
@@ -94,14 +94,14 @@ class AlignedFile:
         return size
 
     def align(self, address: int, nbytes: int) -> None:
-        """Write zeros until ``nbytes`` at ``address`` can follow without a buffer, if there are enough of them."""
+        """Write zeros, so that ``nbytes`` at ``address``, if they are large enough, can follow without a buffer."""
         if nbytes >= _STRAIGHT_BYTES:
             self.write(bytes((address - self.tell()) % PAGE))
 
     def write_memory(self, data: memoryview) -> None:
-        """Write memory, which must not change until :meth:`finish`; the view is held only as long as needed.
+        """Write memory, which must not change until :meth:`finish`; the view is released when it is written.
 
-        Large memory after :meth:`align` needs a buffer only for its ends.
+        After :meth:`align`, only the two ends of large memory go through a buffer.
         """
         before = -address(data) % PAGE if len(data) >= _STRAIGHT_BYTES else 0
         end = len(data) - (len(data) - before) % PAGE
@@ -165,7 +165,7 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two new buffers of ``nbytes``, a multiple of a page; huge pages save a disk a quarter of its time."""
+    """Return two buffers of ``nbytes``, a multiple of a page. With huge pages a disk takes a quarter less time."""
     buffers = [private_memory(nbytes) for _ in range(2)]
     for each in buffers:
         with contextlib.suppress(OSError):
@@ -174,13 +174,13 @@ def make_buffers(nbytes: int) -> list[memoryview]:
 
 
 def _copy(to: memoryview, data: memoryview) -> None:
-    """Copy bytes; many of them without the interpreter lock, which an assignment would hold."""
-    if len(data) < _WORTH_LETTING_GO or data.readonly:
+    """Copy bytes. Releases the GIL for large copies; an assignment would hold it."""
+    if len(data) < _UNLOCKED_COPY_BYTES or data.readonly:
         to[:] = data
     else:
         ctypes.memmove(address(to), address(data), len(data))
 
 
 def address(memory: memoryview) -> int:
-    """Return the address of memory."""
+    """Return the address of the first byte of ``memory``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,8 +1,8 @@
-"""``dcp``: torch's own format, written past the page cache if possible.
+"""The storage ``dcp``: torch's own format, written with ``O_DIRECT`` if possible.
 
-The file of a rank has the archives of torch's writer (:mod:`.envelope`); only their order, and the zeros between them,
-differ. Large tensors are written from their memory, others through a buffer, packed if they have holes, copied from an
-accelerator. The few kinds without an envelope go through ``torch.save``.
+The file of a rank has the same archives as with torch's writer (:mod:`.envelope`); only their order, and the zeros
+between them, differ. Large tensors in host memory are written directly, other tensors through a buffer. Tensors with
+gaps, or on an accelerator, are copied before. The few kinds without an envelope are written by ``torch.save``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from stagereg.registry import register
 
 @register("storage", "dcp")
 class DcpStorage(FileStorage):
-    """Writes files that plain ``torch.distributed.checkpoint.load`` reads, with ``O_DIRECT`` if the file system has it.
+    """Writes files that ``torch.distributed.checkpoint.load`` can read, with ``O_DIRECT`` if the file system has it.
 
-    Takes hardly any processor time from training, and evicts nothing from its page cache. Large tensors are written
-    directly from their memory; small tensors and tensors with holes go through two small buffers. If a file system
-    refuses ``O_DIRECT``, as some network and memory file systems do, files go through the page cache; logged once.
+    Takes hardly any CPU time from training, and evicts nothing from its page cache. Large tensors are written directly
+    from their memory; small tensors and tensors with gaps go through two small buffers. If a file system does not
+    support ``O_DIRECT``, like some network and memory file systems, files go through the page cache, which is logged.
 
     Args:
-        path: the directory or URL; torch and the checkpointer name another for each checkpoint.
+        path: the directory or URL; torch and the checkpointer set a new one for each checkpoint.
         direct: ``"auto"``, or ``"never"`` to write through the page cache everywhere.
-        buffer_mb: MiB of each of the two buffers, at least 1.
+        buffer_mb: size of each of the two buffers in MiB, at least 1.
     """
 
     def __init__(self, path: StrPath | None = None, direct: str = "auto", buffer_mb: int = 4) -> None:
@@ -57,7 +57,7 @@ class TorchDcpStorage(FileSystemWriter, Storage):
     """Writes with torch's ``FileSystemWriter``, through the page cache; for comparison with ``dcp``.
 
     Args:
-        path: the directory, the current one by default; torch and the checkpointer name another for each checkpoint.
+        path: the directory, by default the current one; torch and the checkpointer set a new one for each checkpoint.
     """
 
     remote = False
@@ -66,7 +66,7 @@ class TorchDcpStorage(FileSystemWriter, Storage):
         super().__init__(path or "")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write as torch does."""
+        """Write with torch's writer, and return its results as archives."""
         written = super().write_data(plan, planner)
         return written.then(
             lambda done: [ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in done.wait()]

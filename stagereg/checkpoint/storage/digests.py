@@ -1,6 +1,7 @@
-"""CRC-32 of the values that a rank gives to a storage, for a bounded number of bytes.
+"""CRC-32 of the values that a rank passes to a storage, for a limited number of bytes.
 
-Only the first save of a storage of another package is compared (:mod:`stagereg.checkpoint.load.read_back`).
+The values are read back and compared only in the first save with a storage of another package
+(:mod:`stagereg.checkpoint.load.read_back`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from stagereg.kernel.memory import view_of
 MOST_BYTES = 256 << 20  # most bytes that a rank checksums, and that rank 0 reads back
 
 Written: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""An item: the name of its entry, its start in the tensor, and its shape; both empty for an object."""
+"""A written item: the name of its entry, and its start and shape in the tensor, which are empty for an object."""
 K = TypeVar("K")
 
 
 def digests_of(items: Iterable[WriteItem], planner: SavePlanner) -> dict[Written, int]:
-    """Return the CRC-32 of items, except of tensors that wrap others."""
+    """Return the CRC-32 of a selection of items (:func:`bounded`), except tensors that wrap others."""
     by_key: dict[Written, WriteItem] = {}
     sizes: dict[Written, int] = {}
     for item in items:
@@ -48,7 +49,7 @@ def digest(x: torch.Tensor) -> int:
 
 
 def bounded(sizes: Mapping[K, int]) -> list[K]:
-    """Choose keys of at most :data:`MOST_BYTES` in all: the largest that fits into half of it, then the smallest."""
+    """Select keys of at most :data:`MOST_BYTES` in total: the largest that fits into half of it, then the smallest."""
     keys = sorted(sizes, key=sizes.__getitem__)
     large = [key for key in keys if 2 * sizes[key] <= MOST_BYTES][-1:]
     chosen, left = large, MOST_BYTES - sum(sizes[key] for key in large)

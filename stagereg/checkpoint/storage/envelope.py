@@ -5,8 +5,8 @@ It is a zip archive whose one large record is the content of the tensor's storag
     offset                         offset + len(head)                            offset + length
     | head: form of the tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
 
-Head and tail depend on dtype, shape and stride alone, except for the zip's checksums, which ``torch.load`` ignores
-(``torch.serialization.set_crc32_options``). So torch makes them once for each kind of tensor.
+The head and the tail depend only on dtype, shape and strides, except for the zip's checksums, which ``torch.load``
+ignores (``torch.serialization.set_crc32_options``). So ``torch.save`` writes them only once for each kind of tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-_KEPT = 1 << 15  # cached envelopes; a model has at most as many kinds of tensor as tensors
+_KEPT = 1 << 15  # most cached envelopes, one for each kind of tensor
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name from 3.13 on
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The bytes before and after a tensor's content; ``stride`` is the order of the elements in the content."""
+    """The bytes before and after a tensor's content; ``stride`` has the strides of the elements in the content."""
 
     head: bytes
     tail: bytes
@@ -32,9 +32,9 @@ class Envelope:
 
 
 def envelope(x: torch.Tensor) -> Envelope | None:
-    """Return the bytes around the content of ``x``, on any device.
+    """Return the bytes around the content of ``x``, a tensor on any device.
 
-    Strides are packed as in ``torch.empty_like`` unless ``x`` is contiguous. None for subclasses, sparse, quantized and
+    The strides have no gaps, as in ``torch.empty_like``. The result is ``None`` for subclasses, sparse, quantized and
     empty tensors, and if torch cannot omit the content.
     """
     if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized or x.is_meta or not x.numel():
@@ -45,7 +45,7 @@ def envelope(x: torch.Tensor) -> Envelope | None:
 @functools.lru_cache(_KEPT)
 def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Envelope | None:
     nbytes = shape.numel() * dtype.itemsize
-    # Memory that is only reserved: it may be huge and is never read.
+    # The memory is only reserved, since it may be huge and is never read.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     reserved = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     archive = _Archive()

@@ -1,6 +1,6 @@
-"""Base of the storages that write files: computes digests while it writes, and makes each file durable at its end.
+"""The base class of storages that write files: computes digests while writing, and makes each file durable at its end.
 
-A write that fails in the network is repeated completely.
+After a network error, the whole write is repeated.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _log = logging.getLogger(__name__)
 
 
 class FileStorage(Storage):
-    """Base of the storages that write files: a subclass writes the files of a rank, this class torch's ``.metadata``.
+    """Base class of storages that write files. A subclass writes the files of a rank, this class torch's ``.metadata``.
 
-    Files go to a directory, or to a URL that fsspec supports. Only one thread may use an object at a time, for one
-    checkpoint after another.
+    Files go to a directory, or to a URL that fsspec supports. Not thread-safe: an object writes one checkpoint at a
+    time.
 
     Args:
-        path: the directory or URL; torch and the checkpointer name another for each checkpoint.
+        path: the directory or URL; torch and the checkpointer set a new one for each checkpoint.
         direct: whether files bypass the page cache if possible.
         buffer_bytes: size of each of the two buffers for small writes, a multiple of a page.
 
     Attributes:
-        path: the directory or URL; empty before one is given.
+        path: the directory or URL; empty before it is set.
         blocks: for each file that has a digest, the CRC-32 of each block of :data:`.aligned.BLOCK_BYTES`.
-        mode: of new files in a directory, less the umask.
+        mode: the mode of new files in a directory, before the umask is applied.
     """
 
     mode = 0o666
@@ -78,7 +78,7 @@ class FileStorage(Storage):
 
     @property
     def finished(self) -> bytes | None:
-        # A subclass with its own methods is called each time.
+        # A subclass that overrides these methods is called in each save.
         own, kind = FileStorage, type(self)
         is_own = kind.finish is own.finish and kind.prepare_global_plan is own.prepare_global_plan
         return self._metadata if is_own else None
@@ -88,21 +88,21 @@ class FileStorage(Storage):
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin another checkpoint, in ``checkpoint_id`` if it is given. Raises: ``CheckpointError``."""
+        """Begin a new checkpoint, in ``checkpoint_id`` if it is given. Raises: ``CheckpointError``."""
         path = os.fspath(checkpoint_id or self.path)
         expect_fit(self, path)
         self.path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Join the save. Raises ``CheckpointError`` with torch's ``use_collectives=False``."""
+        """Raise ``CheckpointError`` for torch's ``use_collectives=False``, which is not supported."""
         if not kwargs.get("use_collectives", True):
             raise CheckpointError("use_collectives=False needs torch's own FileSystemWriter.")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the directory. Raises ``CheckpointError`` if none was given; ``OSError``."""
+        """Create the directory. Raises: ``CheckpointError`` if the path is not set; ``OSError``."""
         if not self.path:
             raise CheckpointError(
-                f"{type(self).__name__} has no directory: build it with path=..., or save with checkpoint_id=..."
+                f"{type(self).__name__} has no directory. Construct it with path=..., or save with checkpoint_id=..."
             )
         backend_of(self.path).make(self.path)
         failpoint("made")
@@ -113,7 +113,7 @@ class FileStorage(Storage):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. Raises ``OSError``, with the error of the operating system or the object store."""
+        """Write this rank's files. Raises: ``OSError`` with the error of the operating system or the object store."""
         self._marks.clear()
         self.blocks.clear()
         write = partial(self.write_files, plan.storage_data, plan.items, planner)
@@ -123,7 +123,7 @@ class FileStorage(Storage):
 
     @abstractmethod
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write a rank's files, each in :meth:`create`; called again after a network error."""
+        """Write the files of ``rank``, each with :meth:`create`. Called again after a network error."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write torch's metadata. Called on the coordinator."""
@@ -138,12 +138,12 @@ class FileStorage(Storage):
             file.write(self._metadata)
 
     def reader(self, path: StrPath) -> StorageReader:
-        """Return a reader of files with ``torch.save``'s archive of each entry. The reader runs no code of a file."""
+        """Return a reader for files with an archive of ``torch.save`` per entry. The reader runs no code from files."""
         return torch_reader(path)
 
     @contextmanager
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
-        """Write a new file in :attr:`path`; after the block it is durable, and has its digest."""
+        """Create a file in :attr:`path`. After the ``with`` block it is durable and its digest is known."""
         path = f"{self.path.rstrip('/')}/{name}"
         target = backend_of(path).create(path, self._direct, self.mode)
         self._buffers = self._buffers or make_buffers(self._buffer_bytes)
@@ -158,14 +158,14 @@ class FileStorage(Storage):
         if target.refused:
             self._direct = False
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
-                _log.warning("%s is on a file system that refuses O_DIRECT: written through the page cache.", self.path)
+                _log.warning("The file system of %s does not support O_DIRECT: using the page cache.", self.path)
 
 
 def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> StorageReader:
-    """Return torch's reader of a directory or URL, from an extension; the reader runs no code of a file.
+    """Return a reader for torch's format from an installed extension. The reader runs no code from a file.
 
-    ``unpack`` turns the bytes of an entry into ``torch.save``'s archive. Raises: ``CheckpointError`` without
-    the extension.
+    ``unpack`` converts the bytes of an entry to an archive of ``torch.save``. Raises: ``CheckpointError`` if no
+    extension has such a reader.
     """
     for each in providers("readers"):
         reader: StorageReader = each.FilesReader(path, unpack)
@@ -174,7 +174,7 @@ def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) 
 
 
 def standalone(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for ``torch.save``: in host memory, without the rest of its storage."""
+    """Return a tensor for ``torch.save``: in host memory, in a storage without other elements."""
     if wraps(x):
         return owning(x)
     x = x.detach().resolve_conj().resolve_neg()
@@ -183,7 +183,7 @@ def standalone(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_archive(file: AlignedFile, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> ArchiveResult:
-    """Write a tensor as ``torch.save`` does, or an object as torch's planner has saved it, into the file ``name``."""
+    """Write a tensor with ``torch.save``, or an object that torch's planner has pickled, to the file ``name``."""
     begin = file.tell()
     if isinstance(data, torch.Tensor):
         torch.save(data, file)  # type: ignore[arg-type]  # as torch's writer does

@@ -1,4 +1,4 @@
-"""The base of storages that store each entry in another form, such as compressed or encrypted."""
+"""The base class of storages that convert each entry, for example compress or encrypt it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from stagereg.checkpoint.storage.files import FileStorage, StrPath, standalone, 
 
 
 class PackedStorage(FileStorage):
-    """Writes one file per rank, of entries that a subclass packs; a subclass defines :meth:`pack` and :meth:`unpack`.
+    """Writes one file of packed entries per rank. A subclass defines :meth:`pack` and :meth:`unpack`.
 
-    Reads and writes directories and URLs, and tensors that were saved on any number of ranks. An entry is in memory
-    twice while it is packed: as ``torch.save``'s archive, and packed.
+    Supports directories and URLs, and restores at any world size. While an entry is packed, it is in memory twice: as
+    an archive of ``torch.save``, and packed.
     """
 
     @abstractmethod
     def pack(self, data: memoryview) -> bytes:
-        """Return the bytes to write for one entry. On the thread that writes checkpoints."""
+        """Return the bytes to write for one entry. Called on the thread that writes checkpoints."""
 
     @abstractmethod
     def unpack(self, data: bytes) -> bytes:
-        """Return the bytes that :meth:`pack` was given. Any thread, also on a storage built without arguments."""
+        """Return the bytes that :meth:`pack` was given. Thread-safe; also for a storage built without arguments."""
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:

@@ -1,8 +1,8 @@
-"""The protocol of a storage, torch's ``StorageWriter`` (torch 2.13) that also returns its reader; and storage names.
+"""The protocol of a storage, a ``StorageWriter`` (torch 2.13) that also returns its reader, and the names of storages.
 
-A writer made for torch is a storage once it has :meth:`Storage.reader`; a subclass of :class:`Storage` may have
-optional members too. A manifest has the name of its storage: the registered one, otherwise the dotted path of the
-class. A storage of the project has its bare name, which stays readable if another package claims the name too.
+A ``StorageWriter`` for torch is a storage if it has :meth:`Storage.reader`; a subclass of :class:`Storage` may also
+define optional members. A manifest contains the name of its storage: the registered name, otherwise the dotted path of
+the class. The project's own storages keep their names even if another package registers the same name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Storage(StorageWriter):
 
     The order of calls on each rank, by a checkpointer or by ``torch.distributed.checkpoint.save``, on one thread:
 
-    1. ``reset(checkpoint_id)`` gives the directory, which is empty or does not exist.
+    1. ``reset(checkpoint_id)`` sets the directory, which is empty or does not exist.
     2. ``set_up_storage_writer``, ``prepare_local_plan``, and on the coordinator ``prepare_global_plan``.
     3. ``write_data`` writes this rank's files; the coordinator's ``finish`` follows when all ranks have written theirs.
     4. ``marks`` returns the digests of the files, if the storage has them. Steps 1 to 4 may be repeated.
@@ -37,7 +37,7 @@ class Storage(StorageWriter):
 
     1. *Complete or an error.* A failed write is an ``OSError`` with the error of the operating system.
     2. *On the disk.* A file that has a digest is flushed to the disk; the checkpointer flushes the others.
-    3. *Bit for bit.* :meth:`reader` reads the values that were given, also in another process and on other ranks.
+    3. *Bit for bit.* :meth:`reader` reads the values that were written, also in another process and on other ranks.
     4. *No arguments needed.* It can be built without arguments: a checkpoint names its storage, and the name is enough
        to read it.
     5. *Portable.* It can be pickled before ``write_data`` and after it.
@@ -46,7 +46,7 @@ class Storage(StorageWriter):
 
     Attributes:
         remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
-        wraps: the storage that it writes through, whose name the manifest gets, and which reads the checkpoint.
+        wraps: the storage that writes for this storage; its name is in the manifest, and it reads the checkpoint.
     """
 
     remote: bool = True
@@ -54,19 +54,19 @@ class Storage(StorageWriter):
 
     @abstractmethod
     def reader(self, path: str | os.PathLike[str]) -> StorageReader:
-        """Return a reader of the checkpoint in the directory ``path``, new for each call. Any rank, any thread.
+        """Return a new reader of the checkpoint in the directory ``path``. Thread-safe; called on any rank.
 
         The checkpointer uses it for results that are neither :class:`TensorResult` nor :class:`ArchiveResult`. It reads
-        the first save of a storage of another package back, and refuses the save if any value differs.
+        back the first save with a storage of another package, and fails the save if any value differs.
         """
 
     @property
     def finished(self) -> bytes | None:
-        """The content of ``.metadata`` of the last ``finish``, empty before it; ``None``: every save calls ``finish``.
+        """The content of ``.metadata`` from the last ``finish``, empty before it; ``None`` to call it in every save.
 
-        With a content ``finish`` may write this file alone, and ``finish`` and ``prepare_global_plan`` must be
-        deterministic: if all ranks write the same values at the same places as before, the checkpointer writes this
-        content and calls neither.
+        Unless it is ``None``, ``finish`` must write no other file, and ``finish`` and ``prepare_global_plan`` must be
+        deterministic: if all ranks write the same values to the same places as before, the checkpointer writes this
+        content instead of calling them.
         """
         return None
 
@@ -74,14 +74,14 @@ class Storage(StorageWriter):
     def marks(self) -> Mapping[str, FileDigest]:
         """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
 
-        By name inside the directory, computed from the bytes as they were written. The checkpointer reads every other
-        file once more to compute its digest.
+        The names are relative to the directory. The digests are computed from the bytes that are written. The
+        checkpointer reads every other file once more to compute its digest.
         """
         return {}
 
 
 def is_builtin(storage: Storage) -> bool:
-    """Whether a storage is the project's own: it returns offsets, and no checkpoint needs its reader."""
+    """Whether a storage is the project's own. It returns offsets, so no checkpoint needs its reader."""
     return type(storage).__module__.startswith("stagereg.")
 
 
@@ -105,7 +105,7 @@ def expect_fit(storage: Storage, path: str) -> None:
 
 
 def named(name: str, own: Storage) -> Storage:
-    """Return the storage of a name: ``own``, or one built without arguments. Raises: ``CheckpointError``."""
+    """Return the storage called ``name``: ``own``, or one built without arguments. Raises: ``CheckpointError``."""
     if name == name_of(own):
         return own
     try:

@@ -1,8 +1,8 @@
-"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy, on a few threads.
+"""Reads a checkpoint: a few threads read bytes from its files directly into the memory of the tensors.
 
-:class:`CheckpointFiles` has the checked index of one checkpoint (:mod:`.index`), and its files. Stored shards of a
-tensor are intersected with the wanted shard, so any number of ranks can read the files of any other number. A storage
-of another package that does not report its offsets is read through its own reader and torch's planner.
+:class:`CheckpointFiles` has the validated index of one checkpoint (:mod:`.index`), and its files. The stored shards of
+a tensor are intersected with the shard of this rank, so a checkpoint can be read at any world size. If the storage of
+another package reports no offsets, its own reader and torch's planner read the values.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from stagereg.errors import CheckpointError
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # smaller ranges are read together with their neighbours
-_RUN_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 23
+_RUN_BYTES = 1 << 20  # most bytes of such a read
+_PIECE_BYTES = 1 << 23  # most bytes of any read into a tensor
 
 
 class CheckpointFiles(ExitStack):
-    """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
+    """The index and the files of one checkpoint; a context manager that closes the files. Not thread-safe.
 
-    ``storage`` wrote the checkpoint, and reads the values whose offsets the index does not have.
+    ``storage`` wrote the checkpoint, and reads the values whose offsets are not in the index.
     """
 
     def __init__(self, path: str, index: Index, storage: Storage | None = None) -> None:
         super().__init__()
         self.path, self.index, self._storage = path, index, storage
         self._files: dict[str, File] = {}
-        self._saved_names: Mapping[str, str] = {}  # of entries that were renamed
+        self._saved_names: Mapping[str, str] = {}  # the saved name of each entry, by its name in the state
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
-        """Return the files of a complete checkpoint, and its storage: ``own``, or built by name.
+        """Open a complete checkpoint, with the storage ``own`` or a storage built by name.
 
-        ``index`` is the content of the index, if it is read already. Raises: ``CheckpointError``, ``OSError``.
+        ``index`` is the content of the index, if it was read before. Raises: ``CheckpointError``, ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
         storage = named(checkpoint.manifest.storage, own)
@@ -69,10 +69,10 @@ class CheckpointFiles(ExitStack):
         try:
             return cls(path, Index.loads(data, {name: mark.bytes for name, mark in marks.items()}), storage)
         except CheckpointError as error:
-            raise CheckpointError(f"{path} was refused: {error}") from error
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """Give the entries the names of a state. Raises: ``CheckpointError``."""
+        """Rename the entries to their names in ``state``. Raises: ``CheckpointError``."""
         self._saved_names = name_map.rename_entries(self.index.state, state)
         self.index.state = {here: self.index.state[saved] for here, saved in self._saved_names.items()}
 
@@ -80,7 +80,7 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        Values that differ between ranks are those of ``rank``, or of the lowest rank. Raises: ``CheckpointError``.
+        A value that differs between ranks is that rank's own, or the lowest rank's. Raises: ``CheckpointError``.
         """
         found = encoding.decode(self.index.state[name], self._saved_names.get(name, name), rank)
         for leaf in encoding.marks(found):
@@ -90,7 +90,7 @@ class CheckpointFiles(ExitStack):
         return found
 
     def open_for(self, leaves: Iterable[Leaf]) -> None:
-        """Open the files of leaves. Raises: ``CheckpointError`` if a file is not a regular one; ``OSError``."""
+        """Open the files of leaves. Raises: ``CheckpointError`` if a file is not a regular file; ``OSError``."""
         for leaf in leaves:
             for chunk in leaf.stored.chunks or ():
                 self.file(chunk.file)
@@ -99,13 +99,13 @@ class CheckpointFiles(ExitStack):
         """Read leaves, each into its ``value``. Raises: ``CheckpointError``, ``OSError``.
 
         A tensor is read into ``live`` if the leaf is ``in_place``, otherwise into new memory.
-        ``copy_`` converts another dtype.
+        ``copy_`` converts a different dtype.
         """
         self.plan(leaves).run()
 
     @without_gc()
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
-        """Return the transfer for :meth:`read`. Values that only their storage can read are read at once."""
+        """Return the transfer for :meth:`read`. Immediately reads the values that only the storage can read."""
         transfer = Transfer(self.file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
@@ -134,13 +134,13 @@ class CheckpointFiles(ExitStack):
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         """Read through the reader of another package's storage, as ``torch.distributed.checkpoint.load`` does."""
         storage = self._storage
-        if storage is None or is_builtin(storage):  # a builtin storage reports all offsets: the index is forged
+        if storage is None or is_builtin(storage):  # a builtin storage reports all offsets
             name = next(iter(wanted))
-            raise CheckpointError(f"{INDEX} of {self.path} has no offset of {name!r:.100}.")
+            raise CheckpointError(f"{INDEX} of {self.path} is invalid: it has no offset of {name!r:.100}.")
         read_through(storage, self.path, wanted, self.load_object)
 
     def file(self, name: str) -> Readable:
-        """Return a file of the checkpoint, opened. Raises as :meth:`open_for`."""
+        """Return an open file of the checkpoint. Raises: the errors of :meth:`open_for`."""
         if name not in self._files:
             self._files[name] = File(os.path.join(self.path, name))
             self.callback(self._files[name].stream.close)
@@ -162,24 +162,24 @@ def read_index(checkpoint: Checkpoint) -> bytes:
 
 
 class Readable(Protocol):
-    """A source of a transfer; several threads may read it if it is ``local``. Errors are ``OSError``."""
+    """A file that a :class:`Transfer` reads. Thread-safe if it is ``local``. Raises: ``OSError``."""
 
     @property
     def local(self) -> bool:
         """Whether the file is on this machine."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``; the file must not end before."""
+        """Fill ``memory`` from ``offset`` on. Raises: ``OSError``, also if the file is too short."""
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """Do as :meth:`read_into`, on any thread."""
+        """Fill ``memory`` from ``offset`` on, like :meth:`read_into`. Thread-safe."""
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return bytes of the file."""
+        """Return ``length`` bytes from ``offset`` on."""
 
 
 class File:
-    """A file of a checkpoint, open for reading; several threads may read a local one."""
+    """A file of a checkpoint, open for reading. Thread-safe if it is ``local``."""
 
     def __init__(self, path: str) -> None:
         self._path, self._backend = path, backend_of(path)
@@ -190,7 +190,7 @@ class File:
             raise CheckpointError(f"{path} is not a regular file") from error
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises ``OSError``, also if the file ends before."""
+        """Fill ``memory`` from ``offset`` on. Raises: ``OSError``, also if the file is too short."""
         while memory:
             if self.local:
                 count = os.preadv(self.stream.fileno(), [memory], offset)
@@ -202,7 +202,7 @@ class File:
             memory, offset = memory[count:], offset + count
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """Do as :meth:`read_into`, with one request for a remote file; any thread."""
+        """Fill ``memory`` like :meth:`read_into`, with one request for a remote file. Thread-safe."""
         if self.local:
             self.read_into(offset, memory)
             return
@@ -226,14 +226,14 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
     live = leaf.live
     if split_tensors.is_split(live) and leaf.stored.shape == split_tensors.shape_of(live):
         split = cast("torch.Tensor", live)
-        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # with the padding
+        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # includes the padding
     sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
     if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
         if wraps(sharded):
             local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
             return subclasses.dtensor_like(sharded, local)
         return torch.empty_like(sharded, dtype=dtype)
-    is_replicated = leaf.placed == REPLICATED  # otherwise rows and columns of Adafactor are
+    is_replicated = leaf.placed == REPLICATED  # otherwise inferred, for example for Adafactor's factors
     if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
         whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), sharded.device_mesh
         return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -243,7 +243,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
 
 
 def _strides_of(stored: Stored) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that is stored as a whole in a file, if they are not row-major."""
+    """Return the strides of a tensor that is stored in one chunk; ``None`` for row-major order or several chunks."""
     [chunk] = stored.chunks if stored.chunks is not None and len(stored.chunks) == 1 else [None]
     return chunk.layout if chunk is not None and isinstance(chunk.layout, tuple) else None
 
@@ -268,7 +268,7 @@ def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tenso
 
 
 class _Move(NamedTuple):
-    """Bytes of a file that go to an address."""
+    """A range of a file, and the address that its bytes are copied to."""
 
     offset: int
     length: int
@@ -276,17 +276,17 @@ class _Move(NamedTuple):
 
 
 class Transfer:
-    """Ranges to read, and their destinations."""
+    """The ranges of files to read, and their destinations in memory."""
 
     def __init__(self, file: Callable[[str], Readable]) -> None:
         self._file = file
         self.moves: dict[str, list[_Move]] = defaultdict(list)  # by file
-        # Objects, and chunks whose elements have another order or dtype than the tensor.
+        # Objects, and chunks whose order of elements or dtype differs from the tensor.
         self.wholes: list[Whole] = []
         self._kept: list[torch.Tensor] = []  # keeps the memory of all addresses alive
 
     def ranges(self) -> dict[str, list[range]]:
-        """Return the ranges that are read, by file."""
+        """Return the ranges to read, by file."""
         found: dict[str, list[range]] = defaultdict(list)
         for name, moves in self.moves.items():
             found[name] += [range(move.offset, move.offset + move.length) for move in moves]
@@ -295,7 +295,7 @@ class Transfer:
         return found
 
     def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
-        """Add ``part``, which begins at ``start``, to be filled from the chunks of a tensor."""
+        """Add the shard ``part``, which begins at ``start``, to be filled from the chunks of a stored tensor."""
         plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
         for chunk in stored.chunks or ():
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
@@ -351,7 +351,7 @@ def _copy(
 
 
 def elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bytes of a chunk as a shard of the tensor."""
+    """Return a view of the bytes of a chunk as a tensor."""
     flat = data.view(dtype)
     return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)
 
@@ -361,7 +361,7 @@ def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slic
 
 
 def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group moves, in file order, into single reads: a long one, or short ones close together."""
+    """Group moves, which are in file order, into reads: one long move, or several short moves close together."""
     run: list[_Move] = []
     for move in moves:
         if run:

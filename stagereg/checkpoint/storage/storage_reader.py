@@ -1,6 +1,6 @@
 """Reads entries through the reader of the storage that wrote them, as ``torch.distributed.checkpoint.load`` does.
 
-Only storages of other packages need it: the index of their checkpoints has no offsets in files.
+This is needed only for storages of other packages, if the index of their checkpoints has no offsets in files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def read_through(storage: Storage, path: str, wanted: dict[str, Any], load_objec
     """Read the entries ``wanted`` of the checkpoint ``path``: tensors into their memory, objects by ``load_object``.
 
     Raises:
-        CheckpointError: the reader raised, or skipped an entry.
+        CheckpointError: the reader raised an error, or skipped an entry.
     """
     planner = _Planner(load_object)
     try:
@@ -41,7 +41,7 @@ def read_through(storage: Storage, path: str, wanted: dict[str, Any], load_objec
 
 
 class _Planner(DefaultLoadPlanner):
-    """Passes objects to ``load_object``, which runs no code of them; torch's own planner unpickles them."""
+    """Passes objects to ``load_object``, which runs no code from them; torch's own planner would unpickle them."""
 
     def __init__(self, load_object: Callable[[str, bytes], Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -65,5 +65,5 @@ class _Planner(DefaultLoadPlanner):
     def expect_all_read(self) -> None:
         """Raise ``CheckpointError`` if the reader has skipped an item."""
         for _, stored in self._left:
-            at = f" from {[*stored.offset]} on" if stored.offset and any(stored.offset) else ""
+            at = f" at offset {[*stored.offset]}" if stored.offset and any(stored.offset) else ""
             raise CheckpointError(f"the reader of its storage skipped {stored.fqn!r:.100}{at}")

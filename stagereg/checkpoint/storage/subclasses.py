@@ -1,7 +1,7 @@
-"""Reads tensors that wrap others (:mod:`stagereg.checkpoint.format.wrappers`) back bit for bit.
+"""Reads tensors that wrap other tensors (:mod:`stagereg.checkpoint.format.wrappers`) bit for bit.
 
-A rank's shard of such a tensor is one archive, which the same number of ranks with the same split reads directly. With
-another split, shards are copied into a copy of the live tensor, if slices of the subclass can be written.
+A rank's shard of such a tensor is one archive, which a rank with the same shard reads directly. With another sharding,
+the shards are copied into a copy of the live tensor, if the subclass supports writes to slices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stagereg.errors import CheckpointError, reason
 
 
 class Whole(NamedTuple):
-    """Bytes of a file that are needed together, and the function that takes them."""
+    """A range of a file that must be read as a whole, and the function that receives its bytes."""
 
     file: str
     offset: int
@@ -30,10 +30,10 @@ class Whole(NamedTuple):
 
 
 def wholes_of(leaf: Leaf) -> list[Whole] | None:
-    """Return the ranges to read for a leaf; ``None`` if this rank needs no tensor of a subclass.
+    """Return the ranges to read for a leaf; ``None`` if this rank needs no tensor that wraps others.
 
     Raises:
-        CheckpointError: the tensor has another split, and its shards cannot be merged.
+        CheckpointError: the tensor is sharded differently here, and its shards cannot be merged.
     """
     if not leaf.stored.is_subclass:
         return None
@@ -52,7 +52,7 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
 
 
 def dtensor_like(live: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a ``DTensor`` with the split of another one, over this rank's shard."""
+    """Return a ``DTensor`` sharded like ``live``, with ``local`` as this rank's shard."""
     mesh, places, shape, stride = live.device_mesh, live.placements, live.shape, live.stride()
     return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride)
 
@@ -76,11 +76,11 @@ def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
         try:
             leaf.value = dtensor_like(leaf.live, leaf.value)
         except Exception as error:  # torch asks the subclass for a view
-            raise CheckpointError(f"{leaf.name!r:.100} cannot be in a DTensor: {reason(error)}") from error
+            raise CheckpointError(f"{leaf.name!r:.100} cannot be wrapped in a DTensor: {reason(error)}") from error
 
 
 def load_part(name: str, chunk: Chunk, dtype: torch.dtype, data: bytearray) -> torch.Tensor:
-    """Return the tensor in the archive of a chunk. Raises ``CheckpointError`` if the index has another form."""
+    """Return the tensor in the archive of a chunk. Raises: ``CheckpointError`` if it does not match the index."""
     part = pickled.load(name, data)
     if not isinstance(part, torch.Tensor) or part.shape != chunk.shape or part.dtype != dtype:
         raise CheckpointError(f"{name!r:.100} has another shape or dtype in its file than in the index.")
@@ -91,8 +91,8 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
     live = leaf.live
     local = live._local_tensor if isinstance(live, DTensor) else live
     refusal = (
-        f"{leaf.name!r:.100} is a tensor of a subclass, saved in {len(leaf.stored.chunks)} shards, and has another "
-        "split here. Restore it on as many ranks, with the same split"
+        f"{leaf.name!r:.100} is a tensor subclass that was saved in {len(leaf.stored.chunks)} shards and is sharded "
+        "differently here. Restore it at the same world size with the same sharding"
     )
     if local is None or not wraps(local) or any(chunk.layout != SUBCLASS for chunk in parts):
         raise CheckpointError(f"{refusal}.")
@@ -114,21 +114,21 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
                 source = _common(part, chunk.start, start, local.shape)
                 target.copy_(source)
                 copied.append((chunk, source))
-                # Slices may be copies, and shards may share an inner tensor, such as one scale for all of it.
+                # Slices may be copies, and shards may share an inner tensor, such as one scale for all shards.
                 same = len(copied) < len(parts) or all(
                     same_bits(_common(copy, start, each.start, each.shape), own) for each, own in copied
                 )
         except Exception as error:
             raise CheckpointError(f"{refusal}: its shards cannot be copied ({reason(error)}).") from error
         if not same:
-            raise CheckpointError(f"{refusal}: a copy of its shards has other bytes.")
+            raise CheckpointError(f"{refusal}: the copies of its shards differ from the saved shards.")
 
     each = zip(parts, targets, strict=True)
     return [Whole(chunk.file, chunk.offset, chunk.length, partial(take, chunk, to)) for chunk, to in each]
 
 
 def _common(x: torch.Tensor, start: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return the intersection of a shard that begins at ``start`` and one of a ``shape`` at ``other``, as a view."""
+    """Return a view of the shard ``x`` at ``start``: its intersection with a shard of ``shape`` at ``other``."""
     for dim, (a, b, m) in enumerate(zip(start, other, shape, strict=True)):
         low, high = max(a, b), min(a + x.shape[dim], b + m)
         if high - low < x.shape[dim]:

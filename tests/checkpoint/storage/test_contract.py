@@ -205,7 +205,7 @@ def test_a_file_that_was_not_fully_written_has_no_mark(tmp_path: Path, storage: 
 
 @each
 def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
-    with pytest.raises(dcp.api.CheckpointException, match=r"has no directory: build it with path="):
+    with pytest.raises(dcp.api.CheckpointException, match=r"has no directory. Construct it with path="):
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
 
 

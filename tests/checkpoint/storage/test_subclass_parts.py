@@ -38,12 +38,12 @@ def test_parts_go_into_a_copy_of_what_the_program_has() -> None:
 @pytest.mark.parametrize(
     ("live", "kind", "why"),
     [
-        (None, Codes, "on as many ranks"),
-        (torch.zeros(4, 3), Codes, "on as many ranks"),
+        (None, Codes, "at the same world size"),
+        (torch.zeros(4, 3), Codes, "at the same world size"),
         (codes(4, kind=Whole), Whole, "cannot be written"),
-        (codes(4, first=9, kind=Copied), Copied, "other bytes"),
-        (OneScale(codes(4).codes, torch.tensor(9.0)), OneScale, "other bytes"),
-        (codes(4, first=9), Whole, "cannot be copied|other bytes"),
+        (codes(4, first=9, kind=Copied), Copied, "copies of its shards differ"),
+        (OneScale(codes(4).codes, torch.tensor(9.0)), OneScale, "copies of its shards differ"),
+        (codes(4, first=9), Whole, "cannot be copied|copies of its shards differ"),
     ],
     ids=["nothing there", "plain", "no slices", "slices are copies", "one scale", "another class"],
 )
