@@ -60,8 +60,8 @@ def close_in_forks(opened: socket.socket) -> None:
 def own_address() -> str:
     """Return the address at which the other ranks of this run reach this machine. Never raises.
 
-    If all ranks are on this machine, the address is a loopback address. Otherwise the first that exists: the address of
-    the interface ``GLOO_SOCKET_IFNAME``, of the route to ``MASTER_ADDR``, of the default route, or 127.0.0.1.
+    If all ranks are on this machine, the address is a loopback address. Otherwise it is the first existing address of:
+    the interface ``GLOO_SOCKET_IFNAME``, the route to ``MASTER_ADDR``, the default route, the loopback interface.
     """
     if is_one_machine():
         return loopback()
@@ -99,7 +99,7 @@ def _interface(name: str) -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             address, _, _, scope, _, its = line.split()
-            if its == name and scope == "00":  # global
+            if its == name and scope == "00":  # global scope
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
     return ""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _NOT_THE_PROGRAM = re.compile(r"[+~]*(hydra|checkpoint)[./@:]")  # overrides that do not change the program
-_HALF = 8  # characters of a key
+_HALF = 8  # characters in each half of a key
 _RUN = "STAGEREG_RUN"
 """Environment variable with the directory and the :func:`resume_overrides` of the run."""
 _CHECKPOINTS, _AUTO = "checkpoint.dir=", "checkpoint.resume=auto"

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Generator
 
-_thread = threading.local()  # the deadline of the call under way on each thread
+_thread = threading.local()  # the deadline of each thread's current call
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Detect the first step of this process: a signal before the first step loses no step.
+"""Detect the first step of this process. A process that exits before its first step loses no training.
 
-A step is a step of any torch optimizer, or a step that is passed to a checkpointer. torch has hooks for the steps of
-optimizers, once it is imported. Python has no callback for the end of an import, so until then a finder, which finds no
+A step is a step of any torch optimizer, or a step that is passed to a checkpointer. After its import, torch has hooks
+for optimizer steps. Python has no callback for the end of an import, so until then an import finder, which finds no
 module, is called at each import.
 """
 
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_first.forget)
 
 
 def call_at_first_step(call: Callable[[], object]) -> None:
-    """Call ``call()`` at the next first step of this process, on the thread of that step."""
+    """Call ``call()`` at the first step that this process takes from now on, on the thread of the step."""
     _first.calls.append(call)
     if len(_first.calls) == 1:
         _first.await_step()

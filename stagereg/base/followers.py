@@ -1,4 +1,4 @@
-"""Collective work at a step of a plain loop, such as saving, for ranks that have left the loop in a join."""
+"""Lets ranks that have left a plain training loop in a join take part in its collectives, for example in saves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Follower(Protocol):
-    """Collective work of all ranks at a step, such as saving, including ranks that have left a plain loop."""
+    """Work with collectives at a step, such as a save, in which ranks that have left the loop must take part."""
 
     def follow(self) -> None:
-        """Join the collectives of ranks in the loop since the last step. Called between steps on a rank outside it."""
+        """Take part in the collectives of the loop since the last step. Called on ranks that have left the loop."""
 
     def loop_ended(self) -> None:
-        """Handle the end of the loop: no rank is in it, and all have taken part in the same collectives."""
+        """Handle the end of the loop: all ranks have left it and have taken part in the same collectives."""
 
 
 followers: weakref.WeakSet[Follower] = weakref.WeakSet()

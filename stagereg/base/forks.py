@@ -65,7 +65,7 @@ def private_memory(nbytes: int) -> PrivateMemory:
     """Return new private pages that a forked child does not inherit.
 
     Raises:
-        OSError: The system has not enough memory.
+        OSError: The system does not have enough memory.
     """
     memory = PrivateMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -75,7 +75,7 @@ def private_memory(nbytes: int) -> PrivateMemory:
 
 
 def _seal(memory: PrivateMemory) -> None:
-    """Reserve the addresses of memory that this child did not inherit, and keep the object, which would unmap them."""
+    """Reserve the addresses of memory that this child did not inherit. Keep the object, whose deletion unmaps them."""
     if memory.inherited:
         return
     memory.inherited = True  # children of this child inherit the inaccessible pages

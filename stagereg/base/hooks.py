@@ -55,7 +55,7 @@ class Hooks:
 
 
 class _StepHooks(Hooks):
-    """Called with the optimizer on one side of each step of any optimizer of the process."""
+    """Hooks before, or after, each step of any optimizer of the process, called with the optimizer."""
 
     def __init__(self, register: Callable[[Any], object]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _StepHooks(Hooks):
 
 
 class _MethodHooks(Hooks):
-    """Called with the object before methods of torch, given as pairs of a class and the name of a method."""
+    """Hooks before methods of torch, called with the object. A method is a pair of a class and a name."""
 
     def __init__(self, *methods: tuple[Any, str]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _MethodHooks(Hooks):
 BEFORE_STEPS = _StepHooks(register_optimizer_step_pre_hook)
 AFTER_STEPS = _StepHooks(register_optimizer_step_post_hook)
 LOADS = _MethodHooks((torch.nn.Module, "load_state_dict"))  # before a module loads a state dict
-PLATEAUS = _MethodHooks((ReduceLROnPlateau, "step"))  # before a step
+PLATEAUS = _MethodHooks((ReduceLROnPlateau, "step"))  # before a step of the scheduler
 FREES = _MethodHooks(
     (torch.UntypedStorage, "resize_"),
     (torch.UntypedStorage, "_share_fd_cpu_"),

@@ -31,7 +31,7 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
             if group not in (each.read_text("entry_points.txt") or ""):
                 continue
             name, _ = _identity(each)
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # its directory has another name
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the name of its directory differs
                 each = importlib.metadata.distribution(name)
             found[normalized(name)] = [(*_identity(each), point) for point in each.entry_points.select(group=group)]
         except Exception as error:
@@ -76,7 +76,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
 
 
 def expect_installed(package: str, extra: str) -> None:
-    """Raise ``InstallationError`` unless a package is installed. A directory of that name, as of wandb, is ignored."""
+    """Raise ``InstallationError`` unless a package is installed. A directory with its name, as of wandb, is ignored."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        raise InstallationError(f"{package} is not installed. Next to the checkout: pip install './stagereg[{extra}]'")
+        raise InstallationError(f"{package} is missing. Next to the checkout, run: pip install './stagereg[{extra}]'")

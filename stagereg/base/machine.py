@@ -38,7 +38,7 @@ def tunables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become_a_rank(*command: str) -> None:
-    """Restart this process with ``command`` for Python in the environment of ranks, unless it has that already."""
+    """Set the environment variables of a rank and run Python again with ``command``, unless they are already set."""
     missing = tunables(os.environ)
     if missing:
         sys.stdout.flush()
@@ -46,7 +46,7 @@ def become_a_rank(*command: str) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its ``parent`` process exits for any reason (Linux)."""
+    """Make the kernel kill this process when its ``parent`` process exits for any reason (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
@@ -69,11 +69,11 @@ def cores() -> int:
 
 
 def ranks_here(world_size: int) -> int:
-    """Return the ranks on this machine, by the variables of the launcher or Slurm; otherwise ``world_size``."""
+    """Return the number of ranks on this machine from the launcher's or Slurm's variables; otherwise ``world_size``."""
     variables = os.environ
     if "LOCAL_WORLD_SIZE" in variables:
         return int(variables["LOCAL_WORLD_SIZE"])
-    counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")  # as 4(x2),3
+    counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")  # e.g. 4(x2),3
     tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
     machine = int(variables.get("SLURM_NODEID", -1))
     if sum(tasks) == world_size and 0 <= machine < len(tasks):
@@ -92,7 +92,7 @@ def boot_id() -> str:
 
 
 def machine_name() -> str:
-    """Return a name that exactly those processes share that see the same disks and process IDs."""
+    """Return a name that two processes share if, and only if, they see the same disks and process IDs."""
     try:
         seen = f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -19,7 +19,7 @@ from typing import Any
 from stagereg.errors import printable
 
 _WIDTH = 120  # columns of a line without a terminal
-_LEAST = 30  # columns of the last column of a table, at least
+_LEAST = 30  # least width of the last column of a table
 _COLOURS = {
     **dict.fromkeys(("ok", "good", "valid", "kept", "better"), "green"),
     **dict.fromkeys(("warn", "skipped", "not shown", "unclear", "no checksums", "unfinished"), "yellow"),
@@ -37,7 +37,7 @@ def echo(text: str = "", style: str = "") -> None:
 
 
 def warn(text: str) -> None:
-    """Print ``text`` to stderr at once."""
+    """Print ``text`` to stderr and flush stderr."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
@@ -51,7 +51,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
 
 
 def as_json(data: Any) -> None:
-    """Print ``data`` as one JSON document. Values that JSON cannot represent, also NaN and infinity, become text."""
+    """Print ``data`` as one JSON document. Values that JSON cannot represent, such as NaN, become text."""
     text = json.dumps(json_numbers(data), indent=1, default=str, allow_nan=False)
     print(text.replace("\x7f", "\\u007f"))  # JSON leaves this control character unescaped
 

@@ -17,12 +17,12 @@ class Identity(NamedTuple):
     """The identity of one job of a sweep, independent of the order of its overrides."""
 
     combination: frozenset[tuple[str, str]]  # the overrides of the program, by key
-    repeat: int = 0  # the number of the run among those of its combination, from 0
-    again: bool = False  # whether it is an A/A job
+    repeat: int = 0  # the number of the run among the runs of its combination, from 0
+    again: bool = False  # whether the job is an A/A job
 
     @classmethod
     def of(cls, overrides: Iterable[str]) -> Identity:
-        """Return the identity of the job with these overrides of the task."""
+        """Return the identity of the job with these task overrides."""
         own, repeat, again = split(overrides)
         return cls(frozenset(by_key(own).items()), repeat, again)
 

@@ -31,7 +31,7 @@ def providers(module: str) -> Iterator[ModuleType]:
 
 
 def needs(extension: str) -> str:
-    """Return a predicate, "needs stagereg/extensions/X, which is missing ...", with advice."""
+    """Return the text "needs stagereg/extensions/X, which is missing ...", with advice."""
     how = "which is missing in this installation: reinstall stagereg, or restore that directory."
     return f"needs stagereg/extensions/{extension}, {how}"
 

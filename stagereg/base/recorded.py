@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 33  # largest record in bytes: 100 million steps
 def events(
     data: mmap.mmap, kind: bytes, at: int = 0, belongs: Callable[[dict[str, Any]], bool] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the readable events of a kind from offset ``at`` on that ``belongs`` accepts, each with its offset."""
+    """Yield the readable events of a kind that ``belongs`` accepts, each with its offset. Begins at offset ``at``."""
     head = _head(kind)
     while (at := data.find(head, at)) >= 0:
         with contextlib.suppress(*MALFORMED):
@@ -45,7 +45,7 @@ def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
 def last_of(
     data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any] | None:
-    """Return the last readable event of a kind from ``since`` on that ``belongs`` accepts, otherwise ``None``."""
+    """Return the last readable event of a kind that ``belongs`` accepts, at or after ``since``; otherwise ``None``."""
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
         with contextlib.suppress(*MALFORMED):

@@ -1,9 +1,9 @@
 """Random numbers of a sample, derived from a seed, the epoch and the sample's index.
 
-A data loader's workers draw augmentations from their own generators, which are not checkpointed, and prefetch. Here,
-the generators are seeded before each sample, so neither the worker, the number of workers or ranks, nor the step of an
-interruption matters. ``ResumableSampler`` sends the epoch with each index (:class:`SampleIndex`), because persistent
-workers have a copy of the dataset from an earlier epoch.
+A data loader's workers prefetch, and draw augmentations from their own generators, which are not checkpointed. This
+module seeds the generators before each sample, so the random numbers do not depend on the worker, the number of workers
+or ranks, or interruptions. ``ResumableSampler`` sends the epoch with each index (:class:`SampleIndex`), because
+persistent workers have a copy of the dataset from an earlier epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T", covariant=True)
 
 
 class SampleIndex(int):
-    """An index into a dataset, and the epoch for which a sampler dealt the index. Attributes: ``epoch``."""
+    """An index into a dataset, with the epoch in which a sampler returned the index. Attributes: ``epoch``."""
 
     epoch: int
 
@@ -58,7 +58,7 @@ class SeededDataset(Dataset[T]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, for samplers that are not a ``ResumableSampler``.
 
-        Call before ``iter(loader)``, not during a pass: workers that fetch ahead see the new epoch at once.
+        Call before ``iter(loader)``, not during a pass: workers that prefetch see the new epoch immediately.
 
         Raises:
             ConfigError: ``epoch`` is not a whole number of at least 0.
@@ -73,7 +73,7 @@ class SeededDataset(Dataset[T]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        batched = getattr(self.dataset, "__getitems__", None)  # one at a time: a resumed run may have other batches
+        batched = getattr(self.dataset, "__getitems__", None)  # called per index: a resumed run may have other batches
         return self._fetch(indices, (lambda index: batched([index])[0]) if batched else self.dataset.__getitem__)
 
     def _fetch(self, indices: Sequence[int], get: Callable[[int], T]) -> list[T]:
@@ -98,7 +98,7 @@ class SeededDataset(Dataset[T]):
         if epoch < 0:
             raise ConfigError(
                 "The epoch of a sample is unknown, but determines its random numbers. Call set_epoch(epoch) "
-                "of the dataset that stagereg.data.seeded returned, before each pass over the loader, or use "
+                "of the dataset that stagereg.data.seeded returned, before each epoch, or use "
                 "stagereg.data.ResumableSampler(dataset). Subset and ConcatDataset drop the "
                 "epoch: pass the outermost dataset to seeded."
             )

@@ -5,4 +5,4 @@ from __future__ import annotations
 import signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_SIGNAL_S = 5.0  # seconds in which a repeated signal is the same signal, forwarded by another process
+SAME_SIGNAL_S = 5.0  # seconds within which a repeated signal counts as the same signal, forwarded by another process

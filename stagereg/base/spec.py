@@ -1,8 +1,8 @@
 """The required and optional members of each kind of component, checked on a class or an object without torch.
 
-The contracts are in the protocols: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
-``checkpoint.save.on_commit``, ``checkpoint.store.keep``. This module has their names, call signatures and attributes,
-which the registry checks. An error shows a plugin's author the line to write.
+The protocols define the members: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
+``extensions.callbacks.on_commit``, ``checkpoint.store.keep``. This module has the names, signatures and attributes of
+the members, which the registry checks. An error shows a plugin's author the line to write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
-_NEAR = 0.7  # similarity from which a name with the same first letter counts as a typo: pre_hook, post_hook
+_NEAR = 0.7  # least similarity of a typo, for names with the same first letter, such as pre_hook and post_hook
 
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 """Keys with a meaning for Hydra in a node of a config; they are never options."""
@@ -199,9 +199,9 @@ def _problem(definition: str, subject: object, optional: bool) -> str:
     try:
         signature.bind(*(["self"] if unbound else []), *re.findall(r", (\w+)", called[1]))
     except TypeError as error:
-        return f"method {name}{signature} does not fit: {error}"
+        return f"method {name}{signature} has the wrong parameters: {error}"
     if "**" in definition and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return f"method {name}{signature} does not fit: it must take any keyword arguments"
+        return f"method {name}{signature} has the wrong parameters: it must accept any keyword arguments"
     return ""
 
 

@@ -73,7 +73,7 @@ def test_a_member_has_to_fit_and_be_spelt_right(kind: str, line: str) -> None:
     name = member(line)
     if line.startswith("def "):
         wrong = {name: lambda self, one, two, three, four: None}
-        refused(kind, rf"method {name}.* does not fit(.|\n)*def {name}\(", **wrong)
+        refused(kind, rf"method {name}.* has the wrong parameters(.|\n)*def {name}\(", **wrong)
     elif not line.startswith("@"):
         refused(kind, f"attribute '{name}' is a method", **{name: nothing})
     for slip in (name[:-1], f"{name}s") if (kind, line) in OPTIONAL else ():

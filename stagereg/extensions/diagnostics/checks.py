@@ -1,4 +1,4 @@
-"""The checks of a run together, as an observer of its saves. Each logs what it finds once."""
+"""Run all checks on the saves of a run. Each check logs each finding once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _A_COPY = (
 )
 
 _all: weakref.WeakSet[Diagnostics] = weakref.WeakSet()
-"""Global, as one checkpointer may save the optimizer of a model that another one saves without it."""
+"""All instances of this process, since one checkpointer may save the optimizer of a model that another one saves."""
 
 
 class Diagnostics(CheckpointExtension):
@@ -33,7 +33,7 @@ class Diagnostics(CheckpointExtension):
 
     Args:
         cast: whether a restore converts dtypes.
-        stager: copies the state.
+        stager: the stager that copies the state.
     """
 
     name = "diagnostics"
@@ -61,7 +61,7 @@ class Diagnostics(CheckpointExtension):
     def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
         found = [] if self._warned else [pair for name in state for pair in state_dicts(state[name], name)]
         if any(kind == "module" for _, kind in found) and any(modules_of(state[name]) for name in state):
-            found = [pair for pair in found if pair[1] != "module"]  # they may be copies on purpose, such as the best
+            found = [pair for pair in found if pair[1] != "module"]  # may be intended copies, such as the best model
         if found:
             self._warned = True
             _log.warning(_A_COPY, listed([f"{path!r} ({kind})" for path, kind in found]))

@@ -1,8 +1,8 @@
 """Checks of the first saves of a run. They log a warning if a resume would not restore the run.
 
-A stager that changes dtypes makes checkpoints that the objects refuse. An optimizer may train parameters that are not
+A stager that changes dtypes writes checkpoints that the objects reject. An optimizer may train parameters that are not
 in the state. A number in the state, as in ``state = {"samples": samples}``, keeps its first value while the program
-counts further. Without the checks, only the next run would fail. A check that raises is skipped.
+counts further. Without the checks, only the next run would fail. A check that raises an error is skipped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_LOOKS = 10  # saves to check; a counter has changed by then
-_SEEN = 2  # different values of the variable that cause a warning
+_LOOKS = 10  # saves to check, enough for a counter to change
+_SEEN = 2  # different values of a variable that trigger a warning
 
 
 def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
@@ -50,13 +50,13 @@ def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
 
 @only_looks
 def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
-    """Return of each tensor of an object, by its dotted name, its kind, and whether the copy may have another dtype.
+    """Return the kind of each tensor of an object, by dotted name, and whether its copy may have another dtype.
 
-    Of ``state`` the entries ``captured`` are staged.
+    ``captured`` has the entries of ``state`` that are staged.
     """
     found: dict[str, tuple[TensorKind, bool]] = {}
     for name, value in state.items():
-        converts = cast or bool(optimizer_state.optimizers_of(value))  # by torch
+        converts = cast or bool(optimizer_state.optimizers_of(value))  # torch converts optimizer states
         if name in captured and (converts or module_state.modules_of(value) or is_stateful(value)):
             tensors = ((path, x) for path, x in leaves(captured[name], name) if isinstance(x, torch.Tensor))
             found |= {path: (TensorKind.of(x), converts) for path, x in tensors}
@@ -65,7 +65,7 @@ def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) 
 
 @only_looks
 def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
-    """Log which tensors have another dtype in a copy, whose structure is that of the state. Any thread."""
+    """Log the tensors that have another dtype in a copy than in the state. Any thread."""
     every = (pair for name, value in copy.items() for pair in leaves(value, name))
     there = {path: TensorKind.of(x) for path, x in every if isinstance(x, torch.Tensor) and path in kinds}
     other = {path: kind for path, kind in there.items() if not kind.fits(*kinds[path])}
@@ -115,20 +115,20 @@ def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, 
 
 
 class StaleNumbers:
-    """The numbers that a state had in the saves so far, and the values that variables of their names had.
+    """Detects numbers in a state that do not follow the program's variables of the same name.
 
-    A dict that is given to save after save and has the same number in it may hold a constant. It does not if the
-    caller has a variable of the same name whose value changes meanwhile. Nothing else tells the two apart.
+    If a program passes the same dict to each save, the dict keeps the first value of a number. That is a mistake unless
+    the number is constant. The number is not constant if a variable of the same name changes between saves.
     """
 
     def __init__(self) -> None:
-        self._state = 0  # which dict it was; by its address, since a reference would keep all objects in it alive
+        self._state = 0  # the ID of the last dict, since a reference would keep all objects in the dict alive
         self._seen: dict[str, tuple[float, set[float]]] = {}
         self._left = _LOOKS
 
     @only_looks
     def look(self, state: Mapping[str, Any]) -> None:
-        """Log those that do not follow their variables, once. On the thread of the program, below its call of save."""
+        """Log one number that does not follow its variable. Call on the training thread, within the program's save."""
         if not self._left:
             return
         self._left -= 1
@@ -150,19 +150,19 @@ class StaleNumbers:
 
 
 def _variables(names: Iterable[str]) -> dict[str, float]:
-    """Return those variables of the program which are numbers."""
+    """Return the variables of the program that have these names and are numbers."""
     found = search_program(lambda space: {name: space[name] for name in names if name in space})
     return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
 def search_program(find: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what ``find`` returns of the variables of the function that calls the package, its module's among them."""
+    """Return the result of ``find`` for the local and global variables of the function that calls this package."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stagereg."):
         frame = frame.f_back
     own: Any = frame.f_locals
     found = find(ChainMap(own, frame.f_globals))
-    # Until Python 3.12 this is a dict that the frame keeps, and with it all tensors; the program may have it, too.
+    # Until Python 3.12, the frame keeps this dict and all tensors in it alive. The program may also use the dict.
     if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) <= 3:
         own.clear()
     return found

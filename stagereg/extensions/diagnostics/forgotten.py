@@ -29,10 +29,10 @@ from stagereg.data import COUNTED, ResumableSampler
 
 _log = logging.getLogger(__name__)
 
-_SAVES = 10  # until then, steps of optimizers are observed
-_REPEATS = 3  # calls with the step of the call before, each after a step of an optimizer
-_CALLS = 1000  # calls with one step, without a step of a torch optimizer; longer than any gradient accumulation
-_CROSSED = 2  # multiples of ``every`` between two calls each, without a save
+_SAVES = 10  # saves after which steps of optimizers are no longer observed
+_REPEATS = 3  # calls that repeat the previous step number after an optimizer step
+_CALLS = 1000  # calls with one step number, without an optimizer step; longer than any gradient accumulation
+_CROSSED = 2  # skipped multiples of ``every`` that trigger a warning
 _TEXTS = {
     "optimizer": "the state lacks {}: a resumed run begins with a new optimizer. Add the optimizer to the state before "
     "restore(): {}",
@@ -45,10 +45,10 @@ _SILENCE = f". To silence this warning: logging.getLogger({__name__!r}).setLevel
 
 
 class ForgottenObjects:
-    """Finds optimizers that train entries of the state, and schedulers of optimizers, which are not in the state.
+    """Finds optimizers of the state's parameters, their schedulers, and samplers that are not in the state.
 
     Torch marks an optimizer that has a scheduler, except for ``ReduceLROnPlateau``, whose steps are observed until
-    :meth:`close`. For the training thread.
+    :meth:`close`. Training thread.
 
     Attributes:
         stepped: whether an optimizer has stepped since the attribute was set to False.
@@ -59,8 +59,8 @@ class ForgottenObjects:
         self._ranks, self._saves = ranks, 0
         self._active: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # stepped since the last save
         self._plateaus: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
-        self._judged: weakref.WeakSet[Any] = weakref.WeakSet(COUNTED)  # samplers of earlier loops, at first
-        self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # perhaps, by an optimizer of the state
+        self._judged: weakref.WeakSet[Any] = weakref.WeakSet(COUNTED)  # initially the samplers of earlier loops
+        self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # an optimizer in the state may replace these
         self._found: dict[str, str] = {}  # the message of each kind, empty once it is logged
         self._removes = [AFTER_STEPS.add(self._note_step), PLATEAUS.add(self._note_plateau)]
 
@@ -79,9 +79,9 @@ class ForgottenObjects:
         """Look for forgotten objects in a save.
 
         Args:
-            state: as it is saved.
-            captured: the entries of the state, as they are staged.
-            others: the states of other checkpointers, which may save an optimizer of parameters of this state.
+            state: the state of the save.
+            captured: the entries of the state that are staged.
+            others: the states of other checkpointers, which may save optimizers of this state's parameters.
         """
         self._report()
         self._saves += 1
@@ -161,7 +161,7 @@ class _Saved:
         self.names = set(state)
         self.schedulers: list[LRScheduler] = []
         self._owners: dict[torch.Tensor, str] = {}  # parameter -> entry of its module
-        self._optimizers: set[int] = set()  # ids of their ``state``, which wrappers share with the inner optimizer
+        self._optimizers: set[int] = set()  # IDs of ``optimizer.state``, which wrappers share with the inner optimizer
         self._trained: set[torch.Tensor] = set()
         self._captured, self._known = captured, set[str]()
         for name in state:
@@ -184,7 +184,7 @@ class _Saved:
         return found
 
     def is_in_object(self, key: str) -> bool:
-        """Whether an object of the program saves a key of the state dict of some optimizer or scheduler."""
+        """Whether another object of the state saves ``key``, so it may contain an optimizer or a scheduler."""
         unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
         return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
 
@@ -204,12 +204,12 @@ class _Saved:
         return not self._trained.isdisjoint(parameters_of(optimizer))
 
     def lacks(self, scheduler: Any, optimizer: Optimizer) -> bool:
-        """Whether an object is a scheduler of an optimizer, and not in the state."""
+        """Whether an object is a scheduler of ``optimizer`` that is not in the state."""
         own = isinstance(scheduler, LRScheduler) and scheduler.optimizer.state is optimizer.state
         return own and all(each is not scheduler for each in self.schedulers)
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether the state of an optimizer is saved, in whatever object, or may be."""
+        """Whether the save has, or may have, the state of an optimizer in any object."""
         if id(optimizer.state) in self._optimizers or self.is_in_object("param_groups"):
             return True
         places = [entries.memory_of(x) for x in _state_of(optimizer) if isinstance(x, torch.Tensor)]
@@ -217,7 +217,7 @@ class _Saved:
 
 
 def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Return a scheduler and those that it steps, as ``SequentialLR`` does."""
+    """Return a scheduler and its inner schedulers, as in ``SequentialLR``."""
     return [scheduler, *(one for each in getattr(scheduler, "_schedulers", ()) for one in _with_inner(each))]
 
 
@@ -241,7 +241,7 @@ def _line(name: str, saved: _Saved, is_it: Callable[[Any], bool]) -> str:
 
 
 def _variable(space: Mapping[str, Any], is_it: Callable[[Any], bool]) -> str:
-    """Return what the program calls an object, which may be an attribute of a variable; empty if that is unknown."""
+    """Return the name of an object's variable, or ``variable.attribute``; empty if no variable has the object."""
     plain = {name: x for name, x in space.items() if not isinstance(x, (types.ModuleType, type))}
     found = {name: x for name, x in plain.items() if is_it(x)}
     found = found or {
@@ -250,7 +250,7 @@ def _variable(space: Mapping[str, Any], is_it: Callable[[Any], bool]) -> str:
         for attribute, x in list(getattr(value, "__dict__", {}).items())
         if is_it(x)
     }
-    inner = [id(one) for each in found.values() for one in _with_inner(each)[1:]]  # schedulers inside other ones
+    inner = [id(one) for each in found.values() for one in _with_inner(each)[1:]]  # IDs of inner schedulers
     return next((name for name, x in found.items() if id(x) not in inner), "")
 
 
@@ -260,18 +260,18 @@ class GivenSteps:
     def __init__(self) -> None:
         self._last: int | None = None
         self._saved: int | None = None
-        self._calls = self._repeats = 0  # with the last step
-        self._crossed: list[int] | None = []  # steps after multiples of ``every``, since the last save
+        self._calls = self._repeats = 0  # calls that repeat the last step number; repeats after an optimizer step
+        self._crossed: list[int] | None = []  # steps after skipped multiples of ``every``, since the last save
         self._warns = True
 
     def look(self, step: int, every: int | None, saved: int | None, stepped: bool) -> None:
-        """Look at one call.
+        """Check one call of ``maybe_save``.
 
         Args:
-            step: of the call.
-            every: whose multiples are saved, ``None`` where others are.
-            saved: the step that was saved last.
-            stepped: whether an optimizer has stepped since the call before.
+            step: the step number of the call.
+            every: the number whose multiples are saved; ``None`` if saves do not depend on step numbers.
+            saved: the last saved step.
+            stepped: whether an optimizer has stepped since the previous call.
         """
         last, self._last = self._last, step
         if step == last:
@@ -281,9 +281,9 @@ class GivenSteps:
                 self._warns = False
                 _log.warning(
                     "stagereg: maybe_save() got step %d in %d calls in a row%s. A step that does not grow is never "
-                    "saved, or saved repeatedly, and a resumed run skips the training since. Count the batches of all "
-                    "epochs: step += 1 before maybe_save(step, state); or call maybe_save(epoch, state) once, at the "
-                    "end of each epoch.",
+                    "saved, or saved repeatedly, and a resumed run loses progress. Count the batches of all epochs: "
+                    "step += 1 before maybe_save(step, state); or call maybe_save(epoch, state) once, at the end of "
+                    "each epoch.",
                     *(step, 1 + self._calls, ", and an optimizer stepped between them" * (self._repeats == _REPEATS)),
                 )
             return

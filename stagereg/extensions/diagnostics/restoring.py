@@ -1,8 +1,8 @@
-"""Checks of a restore: options that it replaces, and a newer checkpoint of the run than the one that is named.
+"""Checks of a restore: warn if it replaces options, or if the run has a newer checkpoint than the one in ``resume``.
 
-``load_state_dict`` replaces options of optimizers and schedulers by the saved ones. So a run that is started again with
-more steps, or with another weight decay, continues with the old values. Values that change while a run trains, such as
-the learning rate of a schedule, are not options.
+``load_state_dict`` replaces options of optimizers and schedulers with the saved options. So a run that is restarted
+with more steps, or with another weight decay, continues with the old values. Values that change during training, such
+as the learning rate of a schedule, are not options.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from stagereg.extensions.diagnostics.first_save import only_looks
 _log = logging.getLogger(__name__)
 
 _MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # attributes of schedulers
-_PRIVATE = {"_milestones", "_schedule_phases"}  # options nevertheless
-_RATES = {"lr", "initial_lr"}  # options of a group that schedulers set
-_MOMENTA = {"momentum", "betas"}  # likewise, if the group has one of the next two
+_PRIVATE = {"_milestones", "_schedule_phases"}  # private attributes that are options
+_RATES = {"lr", "initial_lr"}  # values of a group that schedulers change
+_MOMENTA = {"momentum", "betas"}  # values of a group that schedulers change if the group has one of ``_CYCLES``
 _CYCLES = {"base_momentum", "max_momentum"}
-_MOST, _LONGEST = 10, 400  # lines of a message, characters of a value
+_MOST, _LONGEST = 10, 400  # most lines of a message, most characters of a value
 _TEXT = (
     "stagereg: restore() set options of %s to their saved values, as load_state_dict() of torch does, but the program "
     "has other values. To use the values of the program, write after restore():%s"
@@ -46,7 +46,7 @@ _RATE = (
     "and should begin with another value, write after restore():%s"
 )
 
-Options = dict[tuple[str, str], list[Any]]  # by owner and name, as Python has them; of an optimizer for each group
+Options = dict[tuple[str, str], list[Any]]  # (owner, name) in Python code -> values; for an optimizer, one per group
 
 
 @only_looks
@@ -110,9 +110,9 @@ def _of_optimizer(code: str, optimizer: Optimizer, is_scheduled: bool) -> Iterat
 
 
 def _of_scheduler(code: str, scheduler: Any) -> Iterator[tuple[tuple[str, str], list[Any]]]:
-    """Yield the options of a scheduler, of those in it, and of objects that compute its factors."""
+    """Yield the options of a scheduler, of its inner schedulers, and of objects that compute its factors."""
     found = vars(scheduler)
-    if not type(scheduler).__module__.startswith("torch.optim."):  # it may have any other attributes that change
+    if not type(scheduler).__module__.startswith("torch.optim."):  # other attributes of a custom class may change
         found = {key: found[key] for key in inspect.signature(type(scheduler)).parameters if key in found}
     for key, value in found.items():
         if key in _PRIVATE or not (key in _MOVING or key.startswith("_")):
@@ -162,9 +162,9 @@ class RestoreChecks(RestoreExtension):
 
 @only_looks
 def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
-    """Log that the run has a newer checkpoint than the one that ``resume`` names, as in a command started again.
+    """Log that the run has a newer checkpoint than the checkpoint in ``resume``, for example after a restart.
 
-    A run that counts its steps from 0 is known by its command.
+    If the run counts its steps from 0 again, its checkpoints are identified by its command.
     """
     newest = store.latest()
     if newest is None:
@@ -173,9 +173,9 @@ def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
     own = os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(store.root)
     if ahead > 0 or (not own and newest.manifest.command == command_key()):
         _log.warning(
-            "stagereg: resumed from step %d, in %s, as the option names it, but the directory of this run has %s%s. "
-            "The checkpoints of this run replace %s, and retention deletes it. If this command was started again to "
-            "continue, stop it now, and start it with %s.",
+            "stagereg: resumed from step %d in %s, which the resume option names, but this run already has %s%s. "
+            "The new checkpoints of this run replace %s, and retention deletes it. To continue from it instead, stop "
+            "this run now, and start it with %s.",
             *(restored.manifest.step, restored.path, newest.path, f", {ahead} steps ahead" * (ahead > 0)),
             *(newest.name, option("checkpoint.resume", "auto")),
         )

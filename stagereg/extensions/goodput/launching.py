@@ -17,7 +17,7 @@ _NOTE = "failure"  # key of the failure that an attempt records for the next att
 
 
 class GoodputLauncher(LaunchExtension):
-    """Records a failure that the launcher detected for the next attempt; replaces a failure that a rank recorded."""
+    """Records a failure that the launcher detects, for the next attempt. Replaces the failure that a rank recorded."""
 
     def after(self, end: End) -> None:
         if end.failed and end.attempt.task.index == 0:
@@ -26,7 +26,7 @@ class GoodputLauncher(LaunchExtension):
 
 
 class GoodputRank(RankExtension):
-    """Marks the phases of this process's start, and records a failure for the next attempt on the same store."""
+    """Marks the phases of this process's start, and records a failure in the rendezvous store for the next attempt."""
 
     def __init__(self) -> None:
         self._previous: dict[str, Any] | None = None  # the failure of the previous attempt, on rank 0

@@ -1,7 +1,7 @@
 """The duration of a start, by phase: from the last step before a failure to the first step after the restart.
 
-Each of :data:`PHASES` is named after the event that ends it. This process marks its own phases; the rendezvous store,
-or the record of the last attempt (:mod:`.earlier`), has the earlier phases.
+Each of :data:`PHASES` is named after its last event. This process marks its own phases; the rendezvous store, or the
+record of the last attempt (:mod:`.earlier`), has the earlier phases.
 At its first step, rank 0 emits an event ``restart``, or ``begin`` if no failure preceded the start.
 """
 
@@ -35,7 +35,7 @@ PHASES = {
     "restored": "the model was built and restored",
     "first step": "the first step was taken",
 }
-"""The phases of a start, in order, each with the event that ends it."""
+"""The phases of a start, in order, each with its last event."""
 
 
 class _Start:

@@ -46,7 +46,7 @@ class HeldTensor(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int  # average bytes per rank, the same number on all ranks
-    tied: int  # number of the tensor with the same memory; its own number if there is none
+    tied: int  # number of the tensor with the same memory; otherwise the tensor's own number
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ def _checksum_of_object(value: Any) -> int:
 def _text(x: Any) -> str:
     if isinstance(x, torch.Tensor):
         return f"{x.dtype} {x.shape} {_checksum(x) if _part(x, 'a tensor of an object') else 0}"
-    return repr(sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else repr(x)  # each process has its own order
+    return repr(sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else repr(x)  # sets have no fixed order
 
 
 def _checksum(x: torch.Tensor) -> int:
@@ -171,7 +171,7 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise RankMismatchError(
             f"{'; '.join(wrong[:_SHOWN])}{more}. A checkpoint has one value per name. Replicas of a model must be "
-            "identical: find out why they diverged. Parts of one tensor must be a DTensor. For a value that differs "
+            "identical: find out why they diverged. Shards of a tensor must be a DTensor. For a value that differs "
             "per rank, use stagereg.per_rank(value), or a different name on each rank."
         )
 

@@ -3,8 +3,8 @@
 In the first save and in every ``replicas.verify_every``-th save, ranks stage all their tensors and compare them
 (:mod:`.comparing`). From the next save on, each rank stages only its shard: the bytes in order, split at rows into one
 part per rank; small tensors stay whole. Each save includes the number of the comparison, so that shards of different
-comparisons are never merged. Each save also includes a few elements of the replicated tensors, which detect at once
-that replicas have diverged.
+comparisons are never merged. Each save also includes a few elements of the replicated tensors, so that each save
+detects whether replicas have diverged.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ReplicaShards(ReplicaSharding):
     """Decides in which saves ranks compare, and which shards they write in the other saves.
 
     The decision depends on the results of the two previous saves, which each rank has when it writes, so all ranks
-    decide identically. If the training thread does not have these results when it stages, it stages everything, and the
-    copy is sliced when it is written. Otherwise it stages only its shard.
+    decide identically. If the training thread does not have these results when it stages, the rank stages the whole
+    state, and slices the copy before the write. Otherwise the rank stages only its shard.
 
     Args:
         every: the ranks compare in every ``every``-th save; 0 for only the first save.
@@ -145,7 +145,7 @@ class _Post(NamedTuple):
 
 
 class ShardedSave(ReplicaSave):
-    """One save: the comparison, or this rank's shards according to an earlier comparison."""
+    """One save, in which ranks compare tensors, or write the shards of an earlier comparison."""
 
     def __init__(self, book: ReplicaShards, number: int) -> None:
         super().__init__()

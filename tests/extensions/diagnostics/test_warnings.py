@@ -248,7 +248,7 @@ def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
     def warned() -> list[str]:
         found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         caplog.clear()
-        return [text for text in found if "as the option names it" in text]
+        return [text for text in found if "which the resume option names" in text]
 
     before, run = tmp_path / "before", tmp_path / "run"
     train(before, [20])
@@ -259,9 +259,9 @@ def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
     assert warned() == []  # as the run had no checkpoint yet
     train(run, [], first)
     assert warned() == [
-        f"stagereg: resumed from step 20, in {first}, as the option names it, but the directory of this run has "
-        f"{run}/step-00000031, 11 steps ahead. The checkpoints of this run replace step-00000031, and retention "
-        'deletes it. If this command was started again to continue, stop it now, and start it with resume="auto".'
+        f"stagereg: resumed from step 20 in {first}, which the resume option names, but this run already has "
+        f"{run}/step-00000031, 11 steps ahead. The new checkpoints of this run replace step-00000031, and retention "
+        'deletes it. To continue from it instead, stop this run now, and start it with resume="auto".'
     ]
     assert (run / "step-00000031").exists()
     train(run, [], "step-00000020")
@@ -285,7 +285,7 @@ def test_newer_checkpoints_than_the_one_that_the_option_names_are_logged(
     train(counts_anew, [1, 2], first)
     train(counts_anew, [], first)
     [text] = warned()
-    assert "step-00000002. The checkpoints" in text
+    assert "step-00000002. The new checkpoints" in text
     monkeypatch.setattr("sys.argv", ["another", "program"])
     train(counts_anew, [], first)
     assert warned() == []
