@@ -55,7 +55,7 @@ _REMEDIES = {
     "[Checkpoints](resume.md#renamed-new-and-missing-entries)",
     "OptionError": "`stagereg list` shows the names, `stagereg doctor` shows which packages are broken.",
     "PeerFailedError": "Find the cause on the rank in the message, which failed first. "
-    "[When a rank fails](join-recipes.md#when-a-rank-fails)",
+    "[When a rank fails in a join](join-recipes.md#when-a-rank-fails-in-a-join)",
     "PluginError": "Correct the module that is listed under `plugins:` in the config. [Plugins](plugins.md)",
     "RankFailure": "The message contains the traceback of each failed rank, and the stacks of each hung rank.",
     "RanksFailedError": "The message lists each cause once, with its rank. To resume, run the same command again.",
