@@ -67,7 +67,7 @@ _REMEDIES = {
     "TargetNotAllowedError": "Register the class, or name it in `allow=` of `stagereg.instantiate`. "
     "[Security](../SECURITY.md)",
     "UnevenInputsError": "Raised only with `join.throw=true`; without it, ranks that run out of data wait. "
-    "[Throw](join-recipes.md#throw-on-uneven-inputs)",
+    "[Throw](join-recipes.md#raise-an-error-on-uneven-inputs)",
     "UnknownNameError": "The message lists all names, and the most similar one.",
     "UnstageableTypeError": "Remove the value at the path in the message from the state, or convert it to a number, "
     "text or tensor.",
