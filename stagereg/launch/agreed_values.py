@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 VALUES = "STAGEREG_VALUES"
-"""Environment variable in which a launcher passes :func:`resolved` values to its ranks, hidden from other users."""
-_CALL = re.compile(r"\$\{\s*(?!oc\.|hydra:|now:)[^\W\d][\w.]*\s*:")  # resolvers of Hydra and OmegaConf agree already
+"""Environment variable in which a launcher passes :func:`resolved` values to its ranks. Other users cannot read it."""
+_CALL = re.compile(r"\$\{\s*(?!oc\.|hydra:|now:)[^\W\d][\w.]*\s*:")  # a resolver that is not of Hydra or OmegaConf
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _NO_RANK = "<no rank>"
-_LONGEST = 4096  # characters of a value; an environment variable holds up to 128 KiB
+_LONGEST = 4096  # maximum characters of a value; an environment variable holds up to 128 KiB
 
 
 def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
-    """Return the path and the JSON text of each value that a resolver of the program returns outside a rank."""
+    """Return the path and the JSON text of each resolved value. Values that depend on the rank are omitted."""
     from hydra.core.utils import env_override
 
     if not (paths := _paths(cfg)):

@@ -1,7 +1,7 @@
 """The command line of this program, and the command line of its ranks.
 
-Ranks run the same script in the same interpreter with the overrides of one job. Options of the launcher alone, such as
-Hydra's launcher and sweeper, are left out. Ranks use the launcher's run directory.
+Ranks run the same script in the same interpreter with the overrides of one job. Options that only the launcher uses,
+such as Hydra's launcher and sweeper, are omitted. Ranks use the launcher's run directory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def number(cfg: Any, key: str, default: float) -> Any:
 
 
 def parsed(arguments: list[str]) -> Any:
-    """Return the arguments as parsed by Hydra."""
+    """Parse the arguments with Hydra's parser."""
     # Hydra has no public parser, and a parser here would miss the flags of other Hydra releases.
     from hydra._internal.utils import get_args_parser
 

@@ -1,4 +1,4 @@
-"""The last line of a run that exits in order after a signal."""
+"""The last output line of a run that saves and exits, or stops, after a signal."""
 
 from __future__ import annotations
 

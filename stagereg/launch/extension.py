@@ -1,9 +1,9 @@
-"""The protocols by which extensions plug into the launcher and into a rank.
+"""The interfaces through which extensions plug into the launcher and into a rank.
 
 An extension implements them in its module ``launching``: ``launcher()`` returns a new :class:`LaunchExtension`,
 ``rank()`` a new :class:`RankExtension`. Both functions are optional. Extensions are called in the order of their names.
-An exception in :meth:`LaunchExtension.check` or :meth:`RankExtension.around` ends the run. An exception in any other
-method is logged, and counts as ``None``.
+If :meth:`LaunchExtension.check` or :meth:`RankExtension.around` raises, the run fails. An exception in any other method
+is logged, and the method counts as returning ``None``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _E = TypeVar("_E")
 _T = TypeVar("_T")
 
 _ACTS_ON = {"restarts": ("0", "recovery"), "heartbeat_timeout": ("10s", "recovery")}
-"""Options that an extension implements: the default, which needs no extension, and the name of the extension."""
+"""Options that extensions implement: the default value, which needs no extension, and the name of the extension."""
 
 
 class Start(NamedTuple):
@@ -57,11 +57,11 @@ class Process(Protocol):
 class Attempt:
     """One start of all ranks of a run. The launcher holds it."""
 
-    number: int  # previous starts of the run
+    number: int  # number of earlier starts of the run
     task: SchedulerTask  # the task of this launcher, which starts the ranks of one machine
     start: Start  # the command of the ranks, without the variables of one rank
     store: RunStore  # the rendezvous store, with the keys of this attempt
-    tasks: Any  # torch's store, with keys that the launchers of all tasks share
+    tasks: Any  # torch's store, for keys that the launchers of all tasks share
     progress: Callable[[], Progress]  # reads the progress of the run
 
 
@@ -105,20 +105,20 @@ class End:
 
 
 class Again(NamedTuple):
-    """The launcher starts the run again."""
+    """The decision to start the run again."""
 
     why: str  # text that the launcher prints after the failure
-    overrides: tuple[str, ...] = ()  # overrides that the command of the ranks gets from now on
+    overrides: tuple[str, ...] = ()  # overrides to add to the command of the ranks for all later attempts
 
 
 class Refusal(NamedTuple):
-    """The run fails."""
+    """The decision to let the run fail."""
 
     why: str  # text that the launcher prints after the failure
 
 
 class Exit(NamedTuple):
-    """The run exits with ``code``, without a failure."""
+    """The decision to exit with ``code``, which is not a failure of the run."""
 
     code: int
     why: str  # text that the launcher prints
@@ -149,16 +149,16 @@ class LaunchExtension:
         """Run periodic work while the ranks run. Called several times a second; must not block."""
 
     def ending(self, end: End) -> bool:
-        """Return whether the launcher terminates running ranks at once, without time to report errors.
+        """Return whether the launcher terminates running ranks immediately, before they can report errors.
 
         Called when a rank has failed or all ranks have exited. ``end.errors`` is still empty.
         """
         return False
 
     def after(self, end: End) -> Again | Refusal | Exit | None:
-        """Decide how the run continues after a failed or signalled attempt. In each task, the first decision counts.
+        """Decide how the run continues after a failed or signalled attempt. ``None``: leave it to other extensions.
 
-        All ranks of this task have exited.
+        Called in each task, after all ranks of the task have exited. The first decision counts.
         """
         return None
 
@@ -194,7 +194,7 @@ class ThisRank(Protocol):
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
         """Save, then exit this rank, whose training thread may hang on a failed rank. Called on an extension's thread.
 
-        A rank that exits by itself within ``mercy_s`` seconds reports its own error.
+        If the rank exits within ``mercy_s`` seconds after the save, it reports its own error instead.
         """
 
 
@@ -210,19 +210,19 @@ class RankExtension:
     def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
         """Return a context manager around the process group and the job of this rank. Training thread.
 
-        The run has begun on the ranks; they have no process group yet. Not called in a process that is the only rank
-        without a launcher.
+        It is entered before the process group exists. Not called in a process that is the only rank and has no
+        launcher.
         """
         return nullcontext()
 
     def recording(self, directory: str, attempt: str, rank: int) -> None:
-        """Prepare for the record that this rank is about to begin in ``directory``. Training thread."""
+        """Prepare for the event record that this rank is about to begin in ``directory``. Training thread."""
 
     def noted(self, rank: ThisRank, why: str) -> None:
         """Record the reason that this rank reports for the failed attempt. Any thread; the store may be unreachable."""
 
     def failed_ranks(self) -> Collection[int]:
-        """Return the ranks that have failed, as far as this rank has detected. Any thread; must not block."""
+        """Return the failed ranks that this rank has detected. Any thread; must not block."""
         return ()
 
     def ending(self, error: Exception) -> None:
@@ -236,7 +236,7 @@ class RankExtension:
         return None
 
     def leave(self) -> None:
-        """Record that this process exits in order and has not failed. Training thread. Idempotent."""
+        """Record that this process exits normally and has not failed. Training thread. Idempotent."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The environment of a rank's job: the rendezvous store, the process group, and the record."""
+"""The environment of a rank's job: the rendezvous store, the process group, and the event record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(rank: int, world_size: int) -> Any:
-    """Connect to the rendezvous store. Rank 0 opens it unless the launcher has; one machine uses loopback."""
+    """Connect to the rendezvous store, over loopback on one machine. Rank 0 opens it unless the launcher did."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
@@ -32,18 +32,18 @@ def open_store(rank: int, world_size: int) -> Any:
         os.environ["MASTER_ADDR"] = host = loopback()
         if rank == 0:
             port = int(os.environ["MASTER_PORT"])
-            with contextlib.suppress(OSError):  # torch reports the reason, or its store uses that port already
+            with contextlib.suppress(OSError):  # torch then reports the error, or connects to its store on this port
                 own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
                 return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
     return next(iter(rendezvous("env://")))[0]
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:
-    """Return a name of this attempt that all its ranks share and no earlier attempt on ``store`` has.
+    """Return a name for this attempt that is the same on all its ranks and differs from earlier attempts on ``store``.
 
-    Elastic's restart count is not unique: an agent that follows the restart of another agent does not count it. So each
-    process draws a number, and rank 0's number is the name. Rank 0 answers every drawn number until all ranks have read
-    an answer. No process reads an answer for an earlier attempt.
+    torchelastic's restart count is not unique: if one agent restarts because another agent did, it does not count the
+    restart. So each process draws a number, and rank 0's number is the name. Rank 0 sends the name to every number that
+    was drawn, until all ranks have read it. No process reads the name of an earlier attempt.
     """
     mine = store.add("drawn", 1)
     if rank > 0:
@@ -58,7 +58,7 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
             store.set(f"answer/{number}", str(mine))
         answered = drawn
         if time.monotonic() > deadline:
-            raise LaunchError(f"only {received + 1} of {world_size} ranks started in {GATHER_S} s: see the other logs")
+            raise LaunchError(f"only {received + 1} of {world_size} ranks started in {GATHER_S} s. Check all logs.")
         time.sleep(0.01)
     return str(mine)
 
@@ -66,7 +66,7 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
 def run_recorded(
     task: Callable[[Any], Any], cfg: Any, attempt: str = "", extensions: Sequence[RankExtension] | None = None
 ) -> Any:
-    """Run the job and record it in the directory of Hydra's job, with the name of the accelerator.
+    """Run the job, and record its events and the name of the accelerator in the directory of Hydra's job.
 
     ``attempt`` is the argument ``run`` of :func:`stagereg.base.record.recording`.
     """
@@ -93,7 +93,7 @@ def process_group(store: Any, rank: int, world_size: int, local_rank: int, local
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():  # the caller of the job did so
+    if dist.is_initialized():  # by the caller of the job
         yield
         return
     if is_one_machine() and sys.platform == "linux":
@@ -114,7 +114,7 @@ def process_group(store: Any, rank: int, world_size: int, local_rank: int, local
 
 
 def for_json(value: Any) -> Any:
-    """Return the value in JSON types, with a one-element tensor as a number; ``None`` if JSON cannot represent it."""
+    """Convert a value to JSON types, and a one-element tensor to a number; ``None`` if JSON cannot represent it."""
     try:
         return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
     except (AttributeError, TypeError, ValueError, RuntimeError):

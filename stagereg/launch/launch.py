@@ -32,9 +32,9 @@ from stagereg.launch.rank import ATTEMPT, LAUNCHER, SECRET
 from stagereg.launch.run_store import NEXT_START, TIME_TO_END, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
-_LEAVE_S = 60.0  # seconds that a task waits for the other tasks to end, since one of them holds the store
-_MORE_S = 5.0  # seconds in which running ranks report errors and exit after a rank was killed
-_RANKS_PER_CORE = 4
+_LEAVE_S = 60.0  # seconds that a task waits for the other tasks to end, since one of them hosts the store
+_MORE_S = 5.0  # seconds for running ranks to report errors and exit after a rank was killed
+_RANKS_PER_CORE = 4  # maximum
 
 
 class RanksFailedError(LaunchError):
@@ -54,9 +54,9 @@ def checked_nproc(value: Any) -> int:
 def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: Sequence[LaunchExtension]) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have exited.
 
-    In a scheduler's job with several tasks, these are the ranks of this task, and only the first task returns a value.
+    If a scheduler's job has several tasks, each task runs ``nproc`` ranks, and only the first task returns a value.
     Raises ``SystemExit`` after a signal that stopped the run or made all ranks save and exit. ``extensions`` have
-    checked the config, and may start a failed run again.
+    already checked the config. They may start a failed run again.
     """
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     overrides = resume_overrides(hydra, cfg)
@@ -124,7 +124,7 @@ class _Run:
 
 
 def _read_reports(end: End) -> None:
-    """Read the reports of the ranks. Consequences of another rank's exit count only if no exit code shows the cause."""
+    """Read the reports of the ranks into ``end``. Errors that another rank caused count only if no cause is known."""
     run = end.attempt.store
     end.errors, end.result, end.skipped = run.errors(), run.get("result"), run.get(NEXT_START) or ""
     if not end.codes:
@@ -138,7 +138,7 @@ def _read_reports(end: End) -> None:
 
 
 def _end(end: End, why: str, code: int | None) -> NoReturn:
-    """End the run: with exit ``code`` after printing ``why``, or in the way the attempt ended if ``code`` is None."""
+    """End the run: print ``why`` and exit with ``code``, or if ``code`` is None, exit or raise as the attempt ended."""
     newest = end.attempt.progress().describe(end.skipped)
     if code is not None:
         warn(f"{why}{newest}")
@@ -156,7 +156,7 @@ def _end(end: End, why: str, code: int | None) -> NoReturn:
 
 
 def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
-    """Return the environment of this task's ranks. Each rank uses one core, since processes share the cores."""
+    """Return the environment of this task's ranks. OpenMP uses one thread by default, since ranks share the cores."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if task.is_one_machine and sys.platform == "linux" else {}
     secret = {SECRET: secrets.token_hex(32)} if task.count == 1 and not os.environ.get(SECRET) else {}
     return {

@@ -21,14 +21,14 @@ _KILL_S = 3.0  # seconds between a signal to the ranks and SIGKILL
 
 
 class LocalRanks:
-    """The ranks of this task, and the signals that this process receives, within a ``with`` block.
+    """A context manager for the ranks of this task, and for the signals that this process receives.
 
     SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, other ranks terminate. If the same
     signal arrives again later, or any other signal arrives, the launcher terminates the ranks (``stopped``).
     """
 
     def __init__(self, extensions: Sequence[LaunchExtension] = ()) -> None:
-        self.extensions = extensions  # may start ranks; closed at the end
+        self.extensions = extensions  # may start ranks; closed at the end of the ``with`` block
         self.forwarded: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
         self.ran_none = False  # whether no rank was running when the signal ``stopped`` arrived
@@ -37,7 +37,7 @@ class LocalRanks:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> LocalRanks:
-        first_step.take_step()  # from now on signals go to the ranks
+        first_step.take_step()  # from now on, signals are forwarded to the ranks
         if threading.current_thread() is threading.main_thread():  # only this thread can handle signals
             for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
                 handler = signal.getsignal(number)
@@ -82,7 +82,7 @@ class LocalRanks:
             time.sleep(0.02)
 
     def end(self, number: signal.Signals) -> dict[int, int]:
-        """Send a signal to running ranks and their children, and SIGKILL to those that run for 3 more seconds.
+        """Send a signal to running ranks and their children; 3 seconds later, send SIGKILL to those still running.
 
         Returns the exit codes of all ranks. A signal that arrives before the next start stops the run.
         """

@@ -97,7 +97,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _import_plugins()
         if rank is not None:
             _follow(rank)
-        elif parsed(sys.argv[1:]).multirun:  # tasks of a scheduler's job inherit the secret; no store has it
+        elif parsed(sys.argv[1:]).multirun:  # tasks of a scheduler's job inherit the secret; it is not in any store
             os.environ.setdefault(SECRET, secrets.token_hex(32))
         _run_hydra(job, arguments)
         if rank is not None and rank.launched:  # only the launcher runs the rest of the script
@@ -113,7 +113,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _print(error)
         sys.exit(1)
     finally:
-        first_step.take_step()  # restores the default behaviour on signals
+        first_step.take_step()  # restores the default signal handling
 
 
 def _import_plugins() -> None:

@@ -17,7 +17,7 @@ class Progress(NamedTuple):
     step: int | None = None  # the last step of the attempt; `None` before the first step
     stored: dict[str, Any] | None = None  # the event of the newest checkpoint in checkpoint storage
     near: dict[str, Any] | None = None  # the event of the newest checkpoint in a tier
-    resumed: dict[str, Any] | None = None  # `step`, `dir` of the stored checkpoint from which the run resumed last
+    resumed: dict[str, Any] | None = None  # `step` and `dir` of the stored checkpoint that the run resumed from
 
     @property
     def newest(self) -> int | None:
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
         return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"), resumed)
 
     def describe(self, skipped: str = "") -> str:
-        """Return a line with the newest checkpoint and the command that resumes from it; empty without a checkpoint.
+        """Return a line on the newest checkpoint and the command that resumes from it; empty without a checkpoint.
 
         ``skipped`` is a sentence if the next start skips that checkpoint, otherwise empty.
         """

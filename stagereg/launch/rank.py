@@ -1,8 +1,8 @@
 """One rank of a run: it joins the process group, runs the job, and reports why it exits.
 
 A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, under any
-launcher. All ranks of a run share one directory, one ``.hydra`` and one log, which rank 0 writes, and one clock. When
-ranks fail, the cause is printed once; errors that it causes on other ranks are not printed.
+launcher. All ranks of a run share one directory, with one ``.hydra`` and one log, which rank 0 writes, and one value of
+``${now:...}``. If ranks fail, the cause is printed once; errors that it causes on other ranks are not printed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SECRET = "STAGEREG_SECRET"
 """Environment variable with the secret of a run: all ranks have the same text, or no rank has one."""
 _LINGER_S = 3.0  # seconds that a failed rank waits for the others to finish, since its exit terminates them
 _EXIT_S = 10.0  # seconds that a rank waits for the others before it exits after a signal to the run
-_TOGETHER_S = 60.0  # seconds that a rank waits for the others after a join threw on all ranks: others may be saving
+_TOGETHER_S = 60.0  # seconds that a rank waits for the others after a join raised on all ranks: others may be saving
 _DIFFERS = (
     "is set by a resolver that returns a different value in each process, so all ranks use the first resolved value. "
     "For a value per rank, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
@@ -56,7 +56,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``world_size`` ranks, which runs in this process and is connected to the others through ``store``."""
+    """The rank that runs in this process. It is connected to the other ranks through ``store``."""
 
     rank: int
     world_size: int
@@ -136,7 +136,7 @@ class Rank:
         return value
 
     def fail(self, error: Exception) -> NoReturn:
-        """Exit this rank after an error. Report the error only if no other rank caused it."""
+        """Exit this rank after an error. Reports the error only if no other rank caused it."""
         try:
             self._report_cause(error)
             self.store.set_ended()
@@ -182,9 +182,9 @@ class Rank:
         return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
 
     def cause(self) -> Cause:
-        """Return the failure of other ranks; its text is empty if it is unknown. May wait for some seconds.
+        """Return the failure of other ranks, with an empty text if it is unknown. May wait for some seconds.
 
-        If no extension returns a cause, the exit codes in the launcher show it, provided it started all ranks.
+        If no extension detects the failure, the launcher detects it from the exit codes if it started all ranks.
         """
         return first(self.extensions, lambda each: each.cause()) or Cause("", True)
 
@@ -199,7 +199,7 @@ class Rank:
         return ()
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
-        """Exit this rank after a signal to the run, together with the others, so that no rank reports a failure."""
+        """Exit this rank together with the others after a signal to the run, so that no rank reports a failure."""
         with contextlib.suppress(Exception):
             if self.rank == 0:
                 print_exit(error)
@@ -242,7 +242,7 @@ class Rank:
                 self._report(error)
 
     def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
-        """Report an error of this rank, after the failure of other ranks that is its ``cause``, if any."""
+        """Report the error of this rank, and first the failure of other ranks that is its ``cause``, if any."""
         texts = [*([cause.text] if cause else []), *([format_error(error)] if error else [])]
         text = " Error on this rank:\n".join(filter(None, texts))
         self.note(text)

@@ -1,4 +1,4 @@
-"""The keys in the rendezvous store by which the ranks of a run and their launcher communicate.
+"""The keys in the rendezvous store through which the ranks of a run and their launcher communicate.
 
 ``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with its
 own key prefix, so that no rank reads a key of a process that has died.
@@ -16,17 +16,17 @@ from typing import Any
 import stagereg.base.record as record
 from stagereg.errors import LaunchError
 
-GATHER_S = 600  # seconds between the starts of the first and the last rank of a run, at most
+GATHER_S = 600  # maximum seconds between the starts of the first and the last rank of a run
 STEPPED = "stepped"  # key that a rank sets when it takes its first step
-NEXT_START = "next start"  # key of rank 0's sentence if the next start skips the newest checkpoint
-TIME_TO_END = "time to end"  # key of the seconds in which ranks must exit after a rank was killed
+NEXT_START = "next start"  # key of a sentence that rank 0 sets if the next start skips the newest checkpoint
+TIME_TO_END = "time to end"  # key of the seconds that ranks have to exit after a rank was killed
 
 
 class RunStore:
     """The rendezvous store of a run, for one rank in one attempt. The launcher acts as its first rank.
 
-    ``store`` is torch's store, without other users; it fails if its machine fails. ``of_attempt`` holds the keys of
-    this attempt, and ``group`` the keys of the process group. ``ended`` is set when this rank's job has ended.
+    ``store`` is torch's store, with keys of this class only; it fails if its machine fails. ``of_attempt`` holds the
+    keys of this attempt, and ``group`` the keys of the process group. ``ended`` is set when this rank's job has ended.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
@@ -40,7 +40,7 @@ class RunStore:
         self.ended = threading.Event()
 
     def begin(self, directory: str, resume: list[str]) -> None:
-        """Publish the result of :meth:`run`, unless an earlier attempt has. Called on rank 0, or in the launcher."""
+        """Publish the result of :meth:`run` unless an earlier attempt did. Called on rank 0, or in the launcher."""
         if not self.begun():
             about = {"dir": directory, "resume": resume, "time": time.time(), "name": record.new_run()}
             self._all_attempts.set("run", json.dumps(about))

@@ -1,6 +1,6 @@
 """The tasks of a scheduler's job. Each task starts the ranks of its machine.
 
-``hydra/launcher=submitit_slurm hydra.launcher.nodes=4`` makes submitit run one job of a sweep on four machines at once.
+``hydra/launcher=submitit_slurm hydra.launcher.nodes=4`` makes submitit run each job of a sweep on four machines.
 The tasks connect to the machine of the first task, at a port derived from the job ID. Their ranks form one run.
 """
 
@@ -21,7 +21,7 @@ _PORTS = range(20_000, 32_000)  # below the ephemeral ports of outgoing connecti
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """One of ``count`` tasks; by default, the only task."""
+    """A task of a scheduler's job with ``count`` tasks; by default, the only task."""
 
     index: int = 0  # from 0; the ranks of task 0 come first
     count: int = 1

@@ -162,7 +162,7 @@ if JOINABLES:
     WRONG["another object"] = (
         ["joinable@join.joinables.model=fsdp2"],
         ["model"],
-        ("the fsdp2 joinable needs a module of fully_shard",),
+        ("the fsdp2 joinable needs an FSDP2 module",),
     )
     WRONG["no object for one more"] = (
         ["+joinable@join.joinables.shards=zero"],

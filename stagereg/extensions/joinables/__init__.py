@@ -1,4 +1,4 @@
 """Additional joinables: FSDP2 modules, ``ZeroRedundancyOptimizer``, and metrics over all ranks.
 
-Without this subpackage, a join accepts DDP modules, optimizers, schedulers and functions, and refuses these by name.
+Without this subpackage, a join accepts only DDP modules, optimizers, schedulers and functions.
 """

@@ -1,9 +1,9 @@
 """``fsdp2``: a module sharded by ``torch.distributed.fsdp.fully_shard``, in stagereg's ``Join`` or in torch's.
 
-Only running the module runs its collectives. A rank without data therefore runs the module itself: a forward on an
-*empty* version of its last inputs, and a backward from zero gradients. Its all-gathers and reduce-scatters then match
-those of the active ranks, and its shards end with the step's reduced gradients. Gradients that it accumulated without a
-reduction are included in the next reduction, because FSDP2 adds them.
+The module runs its collectives only in its forward and backward. A rank without data therefore runs both: a forward on
+an *empty* version of its last inputs, and a backward from zero gradients. Its all-gathers and reduce-scatters then
+match the collectives of the active ranks, and its shards receive the step's reduced gradients. Gradients that the rank
+accumulated without a reduction are part of the next reduction, because FSDP2 adds them.
 
 This module uses internals of FSDP2 in torch 2.13 (``distributed/fsdp/_fully_shard``).
 """
@@ -30,15 +30,15 @@ from stagereg.registry import register
 
 @register("join_hook", "fsdp2")
 class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
-    """Shadows an FSDP2 module by running it on empty inputs; reduced gradients end in the shards' ``grad``."""
+    """Shadows an FSDP2 module by running it on empty inputs; the shards' ``grad`` receives the reduced gradients."""
 
     def main_hook(self) -> None:
         """Run one forward and backward on empty inputs."""
         joinable, module = self.joinable, self.joinable.module
         if not joinable.handles:
             raise JoinError(
-                "an fsdp2 joinable has left its join, but ranks still take steps. Construct a new torch Join for "
-                "every epoch, or use stagereg.Join."
+                "an fsdp2 joinable has left its join, but other ranks still take steps. Construct a new torch Join "
+                "for every epoch, or use stagereg.Join."
             )
         joinable.shadow()
         as_left = joinable.will_reduce
@@ -50,7 +50,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             with torch.enable_grad():
                 first, *others = joinable.empty_inputs()
                 tensors = self._forward(first)
-                active = joinable.active_that_reduce()  # active ranks announce it after their first forward
+                active = joinable.active_that_reduce()  # announced by active ranks after their first forward
                 for inputs in others:
                     tensors += self._forward(inputs)
                 joinable.reduced = active > 0
@@ -69,10 +69,10 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             joinable.shadowed()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Stop watching, because torch's ``Join`` makes no later call. All shards are already correct."""
+        """Stop watching the module, because torch's ``Join`` makes no later call. All shards are already correct."""
         was_shadowed = self.joinable.was_shadowed
         self.joinable.detach()
-        if was_shadowed:  # the other ranks have treated their gradients after their last step
+        if was_shadowed:  # the loop of the other ranks has kept, zeroed or dropped gradients after its last step
             self.joinable.forget_gradients()
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
@@ -93,10 +93,10 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
 class Fsdp2Joinable(ReducingJoinable):
     """Joins an FSDP2 module. ``Join`` wraps a bare FSDP2 module in this class automatically.
 
-    Joined ranks run the module on empty inputs and end every step with the step's reduced gradients in their shards'
-    ``grad``, so an optimizer after this joinable in the list keeps parameters and optimizer state correct. The module's
-    forward must accept tensors whose first dimension is 0. Call ``set_requires_gradient_sync`` before the forward, in
-    the same steps on all ranks. With torch's ``Join``, construct a new ``Join`` for each epoch.
+    Joined ranks run the module on empty inputs. In each step, the ``grad`` of their shards receives the reduced
+    gradients, so an optimizer after this joinable in the list keeps parameters and optimizer state correct. The forward
+    of the module must accept tensors whose first dimension is 0. Call ``set_requires_gradient_sync`` before the
+    forward, in the same steps on all ranks. With torch's ``Join``, construct a new ``Join`` for each epoch.
 
     Args:
         module: the root module, to which ``fully_shard`` was applied last, and which the loop calls.
@@ -108,7 +108,7 @@ class Fsdp2Joinable(ReducingJoinable):
             scaled in the same way.
 
     Raises:
-        JoinError: the module is not an FSDP2 module, or its mesh has several dimensions and not all ranks.
+        JoinError: the module is not an FSDP2 module, or its mesh has several dimensions and lacks some ranks.
     """
 
     own_hook = Fsdp2Hook
@@ -121,14 +121,14 @@ class Fsdp2Joinable(ReducingJoinable):
     def __init__(self, module: FSDPModule, hook: Callable[..., JoinHook] | None = None) -> None:
         module = uncompiled(module)
         if not isinstance(module, FSDPModule):
-            raise JoinError(f"the fsdp2 joinable needs a module of fully_shard, not a {type(module).__name__}")
+            raise JoinError(f"the fsdp2 joinable needs an FSDP2 module (fully_shard), not a {type(module).__name__}")
         super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
         self.module = module
 
     def watch(self) -> None:
         groups, self._params = _groups(self.module), list(self.module.parameters())
         self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
-        # The smallest shard that reveals the loop's gradient policy; a rank may have only empty shards.
+        # The smallest nonempty shard shows whether the loop zeroes gradients; a rank may have only empty shards.
         shards = [shard for shard in _shards(self.module) if shard.requires_grad and local(shard).numel()]
         self.watched = sorted(shards, key=lambda shard: local(shard).numel())[:1]
         super().watch()
@@ -209,7 +209,7 @@ class Fsdp2Joinable(ReducingJoinable):
     def on_backward(self) -> None:
         """Handle a backward that is about to add to the gradients.
 
-        A rank without data may wait for an active rank to publish its policy before that rank gathers.
+        A rank without data may wait until an active rank has published how its loop treats gradients.
         """
         if self.is_shadowing and self.reduces is not None:
             self.reduces = None
@@ -223,7 +223,7 @@ class Fsdp2Joinable(ReducingJoinable):
         super().on_backward()
 
     def empty_inputs(self) -> list[Any]:
-        """Return, on a joined rank, the empty inputs of all forwards of its last step, or another rank's first."""
+        """Return the empty inputs of all forwards in this rank's last step, or, without one, another rank's first."""
         policy = self.policy
         if not policy.inputs:
             policy.wait("inputs", self.session, "publishing the first inputs")
@@ -231,15 +231,15 @@ class Fsdp2Joinable(ReducingJoinable):
                 policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
             except JoinError as error:
                 raise JoinError(
-                    f"This rank never had a batch, and cannot use the batch of another rank: {error}"
+                    f"This rank never had a batch, and it cannot use the batch of another rank: {error}"
                 ) from error
         for empty in policy.inputs:
             if isinstance(empty, JoinError):
-                raise JoinError(f"The inputs of {type(self.module).__name__}: {empty}") from empty
+                raise JoinError(f"The inputs of {type(self.module).__name__} are unsupported: {empty}") from empty
         return policy.inputs
 
     def divide_by(self, count: int) -> None:
-        """Make this step's backward divide as if ``count`` ranks trained the module; 0 if it does not reduce."""
+        """Make this step's backward divide as if ``count`` ranks trained the module; 0 keeps the usual divisor."""
         size = self._group.size()
         for group, before, _ in self._divisors:
             group.gradient_divide_factor = (size if before is None else before) * (count or size) / size
@@ -247,20 +247,20 @@ class Fsdp2Joinable(ReducingJoinable):
             group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
 
     def forget_gradients(self) -> None:
-        """Treat the gradients of the previous step as the loop of the active ranks does."""
+        """Keep, zero or drop the gradients of the previous step, as the loop of the active ranks does."""
         for param in _shards(self.module):
             self.policy.forget(param)
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """Return the process group that trains the module. Raises: ``JoinError`` if it is part of a larger mesh."""
+    """Return the module's process group. Raises: ``JoinError`` if a mesh of several dimensions lacks some ranks."""
     mesh = next(param.device_mesh for param in cast(nn.Module, module).parameters() if isinstance(param, DTensor))
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
     raise JoinError(
-        f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined only if it has all ranks, not "
+        f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined only if the mesh has all ranks, but it has "
         f"{mesh.size()} of {dist.get_world_size()}. Build the module on a one-dimensional mesh."
     )
 
@@ -273,5 +273,5 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 
 def _shards(module: FSDPModule) -> list[torch.Tensor]:
-    """Return the sharded parameters, which the optimizer uses; in a step, the module may have unsharded ones."""
+    """Return the sharded parameters, which the optimizer uses; in a step, the module may hold unsharded parameters."""
     return [param.sharded_param for group in _groups(module) for param in group.fsdp_params]

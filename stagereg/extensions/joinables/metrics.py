@@ -33,7 +33,7 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
         self.joinable.responder.start()
 
     def main_hook(self) -> None:
-        """Start responding, if not started: torch's ``Join`` makes no earlier call."""
+        """Start responding unless started, because torch's ``Join`` makes no earlier call."""
         self.joinable.responder.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -45,8 +45,8 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
 class MetricsJoinable(BuiltInJoinable):
     """Accumulates metrics on each rank, and sums them over the ranks on request.
 
-    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. Without ``torch.distributed``
-    it covers this process only.
+    It does not announce steps, so list it after the model, in stagereg's ``Join`` or in torch's. Without
+    ``torch.distributed``, the totals are of this process only.
 
     Args:
         process_group: the ranks to sum over; ``None`` is the default group.
@@ -74,7 +74,7 @@ class MetricsJoinable(BuiltInJoinable):
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: Responder | None = None
-        self.in_use = False  # in a join that has not ended, so that some rank may wait at the responder
+        self.in_use = False  # whether a join is running, so that another rank may wait for this rank's responder
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals. Not collective.
@@ -99,7 +99,7 @@ class MetricsJoinable(BuiltInJoinable):
                 self._totals[name] = (before[0] + total, before[1] + count)
 
     def compute(self, reset: bool = False) -> dict[str, float]:
-        """Return the mean of every metric over the samples of all ranks, by name, if any rank has samples of it.
+        """Return each metric's mean over the samples of all ranks, by name. Metrics without samples are omitted.
 
         Collective. In a plain loop, all ranks with data call it at the same point of the loop; ranks that have left
         respond from a thread, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In
@@ -145,14 +145,14 @@ class MetricsJoinable(BuiltInJoinable):
         return super().join_hook(**kwargs)
 
     def detach(self) -> None:
-        """Drop a responder that was not closed because the join failed; some rank may still wait for it."""
+        """Drop a responder that was not closed because the join failed; another rank may still wait for it."""
         if self.in_use:
             self.in_use, self._responder = False, None
         super().detach()
 
     @property
     def responder(self) -> Responder:
-        """Sends requests to the other ranks, or responds to them. The first access is collective."""
+        """The responder, which sends requests to the other ranks or answers theirs. The first access is collective."""
         if self._responder is None:
             group = self.join_process_group
             resources = resources_of(group)
@@ -184,8 +184,8 @@ def _pair(name: str, given: Any) -> tuple[Number, Number]:
         return total, count
     except (TypeError, ValueError, RuntimeError):
         raise JoinError(
-            f"the metric {name!r} takes a sum and a count, such as metrics.add({name}=(loss_sum, len(batch))): numbers "
-            f"or one-element tensors, got {given!r}"
+            f"the metric {name!r} takes a sum and a count, which are numbers or one-element tensors, got {given!r}. "
+            f"Call for example metrics.add({name}=(loss_sum, len(batch)))."
         ) from None
 
 

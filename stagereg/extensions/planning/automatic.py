@@ -25,18 +25,18 @@ from stagereg.checkpoint.targets import Schedule
 
 _log = logging.getLogger(__name__)
 
-# Steps until the first save of a run, resumed or not: the first few steps compile, allocate and warm up, so the median
-# of ten steps is a usual step; and repeating ten steps costs little.
+# Steps until the first save of a run, resumed or not. The first few steps compile, allocate and warm up, but the median
+# of ten steps is typical, and repeating ten steps costs little.
 _FIRST_STEPS = 10
 _STEPS = 200  # number of the newest undisturbed steps in the median
-# The longest interval as a multiple of the measured steps, since the first steps of a run may differ from later steps:
-# on an accelerator, they may only have been queued.
+# The maximum interval as a multiple of the number of measured steps. The first steps of a run may be too fast: on an
+# accelerator, they may only have been queued.
 _FORESIGHT = 10
 _SAVES = 5  # number of the newest saves in a plan, so that a plan adapts to a slow disk within this many saves
 
 
 class Automatic(Schedule):
-    """A schedule with the interval that loses least time; see the module, and :class:`.Schedule` for the methods.
+    """A schedule with the interval that loses the least time. :class:`.Schedule` documents the methods.
 
     Args:
         mtbf_s: returns the mean time between failures in seconds, on rank 0.
@@ -109,7 +109,7 @@ class Automatic(Schedule):
         self._last = None
 
     def _look(self, step: int) -> None:
-        """Record the begin of the next step."""
+        """Record the time at which the next step begins."""
         self._last = step, self._clock()
         self._quiet = self._saves == self._ended
 

@@ -4,7 +4,7 @@ The model is Daly's, with the extension that asynchronous checkpoints need (Vaid
 interval *T*, then saves. Failures are random, *M* seconds apart on average (exponentially distributed), also during a
 restart. Each failure costs the restart *R* and all work since the newest complete checkpoint. *C* is the training time
 that a checkpoint costs: the blocked loop, and slower steps during copying and writing. *L*, the write time, is the age
-of the state when its checkpoint is complete; an earlier save waits for it. T of work take
+of the state when its checkpoint is complete; the next save waits until then. T seconds of work take
 
     M · exp((R + L - C) / M) · (exp((T + C) / M) - 1)   seconds,
 
@@ -23,7 +23,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     """Return Daly's interval, equation 37 of the paper.
 
     ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C`` for ``C < 2 M``, otherwise M. It is within 1 % of the
-    interval that loses least as long as the cost is below 0.7 M, and within 7 % always.
+    interval that loses the least time if the cost is below 0.7 M, and always within 7 %.
     """
     part = cost_s / (2 * mtbf_s)
     if part >= 1:

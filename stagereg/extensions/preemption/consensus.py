@@ -34,8 +34,8 @@ from stagereg.launch.exits import torchrun_note
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # seconds between exchanges
-_MOST_CALLS = 64  # calls between exchanges, at most: steps may become slower than measured
-_PATIENCE_S = 60.0  # seconds to wait for missing ranks, much longer than ranks in lockstep differ
+_MOST_CALLS = 64  # maximum calls between exchanges, since steps may become slower than measured
+_PATIENCE_S = 60.0  # seconds to wait for missing ranks; ranks in lockstep differ much less
 
 
 class PreemptionConsensus(CheckpointExtension):
@@ -47,7 +47,7 @@ class PreemptionConsensus(CheckpointExtension):
 
     name = "preemption"
     _handler: PreemptionHandler
-    _ranks: RankGroup  # a process group without other collectives
+    _ranks: RankGroup  # with its own process group, which has no other collectives
     _requests: OperationLog
 
     def __init__(self, grace_period: datetime.timedelta) -> None:
@@ -165,7 +165,7 @@ class PreemptionConsensus(CheckpointExtension):
         self._pending = self._ranks.max_async(sent)
 
     def _sent(self, step_s: float = 0.0, busy_s: float = 0.0) -> list[float]:
-        """Return this rank's part of an exchange: flags, time per step, and in this rank's slot its computing time."""
+        """Return the values that this rank sends: flags, time per step, and its computing time at its rank's index."""
         own = [0.0] * self._ranks.size
         own[self._ranks.rank] = busy_s
         return [*self.signal_flags(), step_s, *own]

@@ -35,7 +35,7 @@ class PreemptionLauncher(LaunchExtension):
 
 
 class PreemptionRank(RankExtension):
-    """Exits a process that the launcher did not start, and reports the first step of a rank to the launcher."""
+    """Lets a rank without our launcher exit with code 75; reports a rank's first step to our launcher."""
 
     def began(self) -> None:
         if LAUNCHER not in os.environ:  # otherwise the launcher decides

@@ -5,7 +5,7 @@ may block in a collective, so a thread reads the byte that the interpreter write
 grace period begins; when it is over, the thread terminates the process. The ranks agree on the step at which they exit
 in :mod:`stagereg.extensions.preemption.consensus`.
 
-Without a handler, the thread exits with code 75 at once if no step would be lost (:func:`exit_before_first_step`).
+Without a handler, the thread exits immediately with code 75 if no step is lost (:func:`exit_before_first_step`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PreemptionHandler:
     def __init__(self, grace_s: float, describe_newest: Callable[[], str]) -> None:
         self.grace_s = grace_s
         self.describe_newest = describe_newest
-        self.reports = True  # whether this process prints why it was terminated; after an exchange, only rank 0 does
+        self.reports = True  # whether this process prints why it is terminated; after an exchange, only rank 0 does
 
     @property
     def received(self) -> signal.Signals | None:
@@ -78,14 +78,14 @@ class PreemptionHandler:
 class SignalListener:
     """The process's signal handlers, the thread that reads the received signals, and the preemption handlers.
 
-    The thread or the main thread sets ``received`` and ``_until``, each in one assignment.
+    Both the thread and the main thread set ``received`` and ``_until``, each in one assignment.
     """
 
     def __init__(self) -> None:
         self.handlers: tuple[PreemptionHandler, ...] = ()
         self.received: signal.Signals | None = None
         self.saved = False
-        self.unstepped = False  # whether a signal exits with code 75 at once, as long as no handler exists
+        self.unstepped = False  # whether a signal makes the process exit with code 75 while no handler exists
         self._until = 0.0  # end of the grace period on the monotonic clock
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
@@ -125,7 +125,7 @@ class SignalListener:
             self._taken = []
 
     def drop_foreign(self) -> bool:
-        """Without a handler, release signals that the program handles by now; return whether any signal remains."""
+        """Unless a handler exists, release signals that the program now handles; return whether any signal remains."""
         self._taken = self._taken if self.handlers else self._own()
         return bool(self._taken)
 
@@ -149,7 +149,7 @@ class SignalListener:
                 signal.signal(number, signal.SIG_IGN)
 
     def stop_in_child(self) -> None:
-        """Restore the default action of SIGTERM in a forked child, which does not take part.
+        """Restore the default action of SIGTERM in a forked child, which does not take part in the preemption.
 
         The child ignores SIGUSR1, which Slurm sends to every process of a job step, so that the workers of a data
         loader continue for the remaining steps.
@@ -159,7 +159,7 @@ class SignalListener:
             for descriptor in self._pipe:
                 os.close(descriptor)
             self._pipe = None
-        takes_part = bool(self.handlers) or not self.unstepped  # otherwise the process saves nothing
+        takes_part = bool(self.handlers) or not self.unstepped  # whether the parent process saves after a signal
         if takes_part and self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
             # torchrun's agent signals the whole process group of a rank, which has its own session.
             with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ class SignalListener:
             signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
-        """Return the signals that are still handled here: the program may have set its own handler."""
+        """Return the signals that are still handled here; the program may have replaced a handler."""
         return [number for number in self._taken if signal.getsignal(number) in (self._handle, signal.SIG_IGN)]
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -248,9 +248,9 @@ class SignalListener:
 
 
 def install_signal_handlers() -> bool:
-    """Install the signal handlers unless installed; return whether they are. The first call must be on the main thread.
+    """Install the signal handlers unless installed; return whether they are installed.
 
-    Python allows only the main thread to set signal handlers.
+    The first call must be on the main thread, because Python sets signal handlers only there.
     """
     return _listener.is_open or (threading.current_thread() is threading.main_thread() and _listener.open())
 

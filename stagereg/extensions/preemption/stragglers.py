@@ -2,12 +2,12 @@
 
 Ranks that train in lockstep all take the time of the slowest rank for each step. Their training threads differ: the
 thread of a slow rank computes, or waits for a busy processor, while the others sleep in a collective. The kernel counts
-this time for each thread. So steps need no measurement: the ranks read the counter about once a second and add it to an
-exchange that they make anyway (:mod:`.consensus`).
+the computing and waiting time of each thread. The ranks read this counter about once a second and send it with the
+signals that they exchange (:mod:`.consensus`), so no step is measured.
 
 This detects slow and overloaded processors, and programs that do more work on one rank. It does not detect a rank that
 sleeps, for example for its data loader or its disk, nor slow accelerators, since the host does not compute for them.
-The project takes no action on slow ranks.
+Slow ranks are only reported.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 import stagereg.base.record as record
 from stagereg.errors import name_ranks
 
-_EVERY_S = 0.5  # seconds of a sample, at least; faster exchanges of short steps are merged
+_EVERY_S = 0.5  # minimum seconds of a sample; exchanges in this time are averaged into one sample
 _WINDOW = 20  # samples in the window
 _MOST, _FEW = 15, 5
-"""Samples in the window in which a rank must be slow to be reported, and may be slow to count as recovered."""
+"""Minimum slow samples in the window for a rank to be reported; maximum for a reported rank to count as recovered."""
 _OF_STEP = 0.1  # minimum excess of a slow rank's computing time, as a fraction of the step
 _ABOVE_NOISE = 1.5  # minimum mean excess, in units of its standard deviation over the window
 
@@ -70,7 +70,7 @@ class _Sample(NamedTuple):
 
 
 class Stragglers:
-    """The slow ranks of one run. On rank 0.
+    """Detects the slow ranks of one run. Used on rank 0.
 
     Args:
         machine_of: returns the machine name of a rank; called only for reported ranks.
@@ -124,14 +124,14 @@ class Stragglers:
             waits = [statistics.median(each.excess_s[rank] for each in self._window) for rank in here]
             since = min(self._slow(rank)[0].step for rank in here) if slow else last
             is_, it = ("are", "them") if len(here) > 1 else ("is", "it")
-            who = f"{name_ranks(here)} on machine {machine} {is_} slow"
+            who = f"{name_ranks(here)} on machine {machine} {is_}"
             if slow:
                 _log.warning(
-                    "stagereg: %s: the others wait %.3g ms of each %.3g ms step for %s, since step %d",
+                    "stagereg: %s slow: the others wait %.3g ms of each %.3g ms step for %s, since step %d",
                     *(who, 1e3 * max(waits), 1e3 * step_s, it, since),
                 )
             else:
-                _log.warning("stagereg: %s no longer, at step %d", who, last)
+                _log.warning("stagereg: %s no longer slow, at step %d", who, last)
             for rank, wait_s in zip(here, waits, strict=True):
                 known = {"rank": rank, "machine": machine, "slow": slow, "wait": wait_s, "of": step_s}
                 record.emit("straggler", step=since, **known)

@@ -3,7 +3,7 @@
 A checkpoint has the metrics that were logged for its step before ``save`` was called. A value that is logged later is
 not part of that checkpoint, and a warning names it. If the step is saved again, the new checkpoint has the value.
 
-Memory is bounded: holds at most 256 metrics for each of the newest steps and newest saves.
+Memory is bounded: at most 256 metrics are held for each of the newest 64 steps and the newest 64 saves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stagereg.checkpoint.targets import SaveTarget
 
 _log = logging.getLogger(__name__)
 
-_STEPS = 64  # steps whose metrics are held before a save, and saves whose metrics are held
-_NAMES = 256  # metrics of a step
+_STEPS = 64  # maximum number of steps, and of saves, whose metrics are held
+_NAMES = 256  # maximum number of metrics of a step
 _LATE = (
     "stagereg: %s of step %d was logged after that step was saved, so the checkpoint does not have this value, and "
     "%s and on_commit do not get it. Call stagereg.log before maybe_save or save."
@@ -39,7 +39,7 @@ class LoggedMetrics(CheckpointExtension):
         self._lock = threading.RLock()  # reentrant, since a signal handler that logs may interrupt a log
         self._logged: dict[int, dict[str, float]] = {}  # metrics of logged steps, in the order of logging
         self._saved: dict[int, dict[str, float]] = {}  # metrics of saved steps, in the order of saving
-        self._late: set[str] = set()  # names that a warning has named
+        self._late: set[str] = set()  # names of metrics that a warning has reported
         self._warned = False
 
     def start(self, setup: Setup, saves: Saves) -> None:
@@ -56,7 +56,7 @@ class LoggedMetrics(CheckpointExtension):
                     known[name] = value
                 elif not self._warned:
                     self._warned = True
-                    _log.warning("stagereg: The metric %.60r is not saved: a step has at most %d names.", name, _NAMES)
+                    _log.warning("stagereg: Metric %.60r is not saved: invalid name or over %d metrics.", name, _NAMES)
             late: set[str] = set()
             if (saved := self._saved.get(step)) is not None and len(self._late) < _NAMES:
                 changed = {name for name in known.keys() & values if repr(saved.get(name)) != repr(known[name])}
@@ -66,7 +66,7 @@ class LoggedMetrics(CheckpointExtension):
             _log.warning(_LATE, ", ".join(sorted(late)), step, option("checkpoint.keep"))
 
     def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
-        """Freeze the metrics of a step, since its save to a checkpoint directory begins."""
+        """Copy the metrics of a step, because its save to a checkpoint directory begins."""
         if not any(isinstance(each, StoreTarget) for each in targets):
             return
         with self._lock:

@@ -60,7 +60,7 @@ def test_a_slow_rank_is_named_once_with_figures_and_once_when_it_is_so_no_more(
     waited, step = (float(part.split()[-1]) for part in slow.split(" ms")[:2])
     assert 38 < waited < 45
     assert 100 < step < 130
-    assert past == f"stagereg: rank 5 on machine m1 is slow no longer, at step {10 * changes[1][0]}"
+    assert past == f"stagereg: rank 5 on machine m1 is no longer slow, at step {10 * changes[1][0]}"
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = [each for each in events if each["event"] == "straggler"]
     assert [(each["step"], each["rank"], each["machine"], each["slow"]) for each in told] == [
