@@ -1,7 +1,7 @@
-"""The background thread of a process that sends parts to peer machines, one part at a time.
+"""The background thread of a process that copies parts (:mod:`.part`) to peer machines, one part at a time.
 
-The thread exists while parts wait for a copy. If a machine fails or refuses a part, the thread tries the next
-candidate. Too few copies cause a warning and an event, and never stop training.
+The thread runs while parts wait to be copied. If a machine fails or rejects a part, the thread tries the next
+candidate. Failed copies cause a warning and an event, but never stop training.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stagereg.extensions.tiers.peer import Peer
 
 _log = logging.getLogger(__name__)
 
-_END_S = 2.0  # seconds until an aborted transfer returns
-_MANY = 5  # saves without a complete copy that cause a warning
+_END_S = 2.0  # seconds to wait for an aborted transfer to return
+_MANY = 5  # number of saves since the last copied step at which a warning is logged
 
 
 class _Copying(NamedTuple):
@@ -43,7 +43,7 @@ class CopyThread:
     ``copies`` is the number of peer copies of each part.
 
     Attributes:
-        copied: whether the last own part has ``copies`` copies, or one on each machine. True if there is no part.
+        copied: whether the newest part of this rank has all its peer copies. True before the first part.
     """
 
     def __init__(self, connect: Callable[[str], Peer], folder: MachineFolder, copies: int) -> None:
@@ -62,12 +62,12 @@ class CopyThread:
         return self._thread is not None
 
     def submit(self, part: Part, directory: str, machines: Sequence[str], have: Sequence[str] | None = None) -> None:
-        """Queue a part for copying, and return at once.
+        """Queue a part for copying, and return immediately.
 
         Args:
             part: a part that is complete on this machine, with its files in ``directory``.
             machines: the candidate machines, the preferred ones first.
-            have: to restore lost copies, the machines that still have one; ``None`` for a new part of this rank.
+            have: the machines that still have a copy, to replace lost copies; ``None`` for a new part of this rank.
         """
         copying = _Copying(part, directory, machines, have)
         with self._changed:
@@ -122,7 +122,7 @@ class CopyThread:
                     self.copied = copied
 
     def _copy(self, copying: _Copying) -> bool:
-        """Return whether the part has the wanted number of copies."""
+        """Copy the part; return whether it now has the wanted number of copies."""
         done: list[str] = []
         for machine in copying.machines:
             if len(done) < self._wanted(copying) and self._send(copying, machine, done):
@@ -170,8 +170,8 @@ class CopyLag:
         self._late += 1
         if self._late == _MANY:
             _log.warning(
-                "stagereg: %s, and %d saves have begun since: %s. If a machine fails now, the run repeats all steps "
-                "since. Check the machines that have no copy, or increase %s.",
+                "stagereg: %s, and %d saves have begun since: %s. If a machine fails now, the run repeats all later "
+                "steps. Check the machines without copies, or increase %s.",
                 *(self._newest, self._late, why, option("tier.every")),
             )
 

@@ -8,7 +8,7 @@ from stagereg.registry import register
 
 @register("tier", "disk")
 class DiskTier(Tier):
-    """Stores steps in ``tier.dir`` on a local disk of each machine, written with direct I/O and flushed."""
+    """Stores steps in ``tier.dir`` on a local disk of each machine, with direct I/O, and flushes the files."""
 
     durable = True
 

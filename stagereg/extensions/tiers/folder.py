@@ -1,9 +1,9 @@
 """The parts of one run on one machine: the parts that its ranks wrote, and copies of parts from other machines.
 
 All processes of the run on this machine use the same folder, ``<dir>/<run>``. A part becomes complete when its
-manifest is renamed into place, atomically, so a process that dies leaves complete parts and files that :meth:`sweep`
-removes. Each save has its own folder, named by its token. So no save overwrites another, and a process that outlives
-the restart of its run writes into a folder that the new run does not read.
+manifest is renamed into place, atomically. A process that dies leaves only complete parts, and incomplete files that
+:meth:`sweep` deletes. Each save has its own folder, named by its token. So no save overwrites another, and a process
+that is still running after the restart of its run writes to a folder that the new run does not read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from stagereg.extensions.tiers.part import Part, SaveId, is_manifest, manifest_n
 
 _log = logging.getLogger(__name__)
 
-NOTE = RUN  # file in the folder of the run, in the folder of the tier, and in the checkpoint directory
-BOOT = ".boot"  # file with the id of the boot that made the folder of a run, if its files do not survive a reboot
-_COPIED = ".copied"
-_RECEIVED = ".received"
+NOTE = RUN  # file with the lineage of a run, in its folder and in the folder of the tier or the checkpoint directory
+BOOT = ".boot"  # file with the boot ID at which the folder of a run was created, if a reboot voids its files
+_COPIED = ".copied"  # suffix of the file that lists the machines with copies of a part
+_RECEIVED = ".received"  # suffix of the empty file that exists if a part is a copy from another machine
 _HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # folder of a save during its deletion
 _PRIVATE = 0o600
-_MANIFEST_BYTES = 1 << 28  # maximum size of the manifest of a part; a block of 4 MiB takes about ten bytes
+_MANIFEST_BYTES = 1 << 28  # maximum size of the manifest of a part; each block of 4 MiB adds about ten bytes
 
 
 class MachineFolder:
@@ -60,7 +60,7 @@ class MachineFolder:
         self.path, self._durable = f"{root}/{run}", durable
 
     def make(self, save: SaveId | None = None) -> None:
-        """Create the folder of the run, and of ``save``, even if a program deleted the folder during the run.
+        """Create the folder of the run, and of ``save``. Called before each save, since the folder may be deleted.
 
         Raises: ``CheckpointError`` if another user owns the folder or may write to it.
         """
@@ -77,7 +77,7 @@ class MachineFolder:
         since = read_own(f"{self.path}/{BOOT}").decode(errors="replace")
         if not self._durable and since != boot_id():
             if since:
-                _log.warning("stagereg: Deleted the steps in %s: they are from before a reboot.", self.path)
+                _log.warning("stagereg: Deleted the steps in %s: they were saved before a reboot.", self.path)
                 os.unlink(f"{self.path}/{BOOT}")
             self.delete((), keep=True)
         self.make()
@@ -87,7 +87,7 @@ class MachineFolder:
         return f"{self.path}/{save.folder}"
 
     def parts(self) -> list[Part]:
-        """Return the complete parts, the latest first: all files exist and have the expected sizes."""
+        """Return the complete parts, the latest first. The files of a complete part have the expected sizes."""
         found = [part for name in self._saves() for part in _parts_in(f"{self.path}/{name}")]
         return sorted(found, key=lambda each: (each.save.order, -each.rank), reverse=True)
 
@@ -96,7 +96,7 @@ class MachineFolder:
         return _complete_part(self.directory(save), manifest_name(rank))
 
     def complete(self, part: Part, received: bool = False) -> None:
-        """Commit a part whose files are in :meth:`directory`, each file flushed if the tier is durable."""
+        """Commit a part with files in :meth:`directory`, which are already flushed if the tier is durable."""
         folder = self.directory(part.save)
         if received:
             with contextlib.suppress(FileExistsError):
@@ -111,7 +111,7 @@ class MachineFolder:
         self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:
-        """Delete the folders ``saves`` (:attr:`.SaveId.folder`); with ``keep`` all others. Does not raise."""
+        """Delete the folders ``saves`` (:attr:`.SaveId.folder`), or all other saves if ``keep``. Does not raise."""
         with contextlib.suppress(OSError):
             for name in self._saves():
                 if (name in saves) != keep:
@@ -183,7 +183,7 @@ def make_private(path: str) -> None:
 
 
 def read_own(path: str) -> bytes:
-    """Return the content of a file that this user owns; empty if it does not exist. Raises as :func:`.read_small`."""
+    """Return the content of a file of this user; empty if the file does not exist. Raises as :func:`.read_small`."""
     with contextlib.suppress(FileNotFoundError):
         return read_small(path, owner=os.geteuid())
     return b""
@@ -192,11 +192,11 @@ def read_own(path: str) -> bytes:
 def read_part(folder: str, name: str, owner: int | None = None) -> Part:
     """Read the manifest of a part, which ``owner`` must own. Raises as :func:`.read_small`.
 
-    Raises: ``ValueError`` too, if the manifest is invalid or is of another save or rank.
+    Also raises ``ValueError`` if the manifest is invalid or belongs to another save or rank.
     """
     part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
-        raise ValueError("the manifest is of another save or rank")
+        raise ValueError("the manifest belongs to another save or rank")
     return part
 
 
@@ -225,17 +225,17 @@ def _complete_part(folder: str, name: str) -> Part | None:
 
 
 def _is_save(name: str) -> bool:
-    """Whether a folder name is the name of a save, with a token."""
+    """Return whether a folder has the name of a save, which includes a token."""
     return step_of(name) is not None and name != plain_name(name)
 
 
 def names_part(name: str) -> bool:
-    """Whether a file is the manifest of a part, valid or corrupt."""
+    """Return whether a file has the name of a part's manifest, which may be corrupt."""
     return is_manifest(name) and not name.startswith(".") and not name.endswith((_COPIED, _RECEIVED))
 
 
 def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
-    """Return, for the part with this manifest, the machines with a copy, and whether the part itself is a copy."""
+    """Return the machines that have a copy of the part with this manifest, and whether the part itself is a copy."""
     copied = ""
     try:
         copied = read_small(f"{folder}/{name}{_COPIED}").decode()

@@ -1,11 +1,11 @@
 """Merges the reports of all machines into the complete steps of the tier, and selects the steps valid for this run.
 
-A step is complete when the part of each rank exists on some machine. So the number of machines and the placement of
-ranks do not matter, and a machine that returns with old parts only adds copies.
+A step is complete if the part of each rank exists on some machine. So the number of machines and the placement of ranks
+may change, and if a machine with old parts rejoins the run, these parts are additional copies.
 
 *Branches.* Each start of a run begins a new branch and records the step that the branch starts from. Steps that an
-earlier branch saved beyond that step are void, on every machine. Of two valid steps the step of the later branch is
-newer, and in one branch the step with the greater serial number. Clocks are not compared, nor step numbers alone.
+earlier branch saved beyond that step are void, on every machine. Of two valid steps, the step of the later branch is
+newer; within a branch, the step with the greater serial number. Neither clocks nor step numbers alone are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROLLED_BACK = "the run returned to an earlier step"
 
 @dataclass(frozen=True)
 class Lineage:
-    """The branches of a run. Each has a number, the step that the branch began from (-1 for none), and the serial
+    """The branches of a run. Each branch has a number, the step that it began from (-1 for none), and the serial
     number of the newest checkpoint in the checkpoint directory at that time. Obsolete branches are omitted.
     """
 
@@ -35,7 +35,7 @@ class Lineage:
 
     @property
     def branch(self) -> int:
-        """The number of the newest branch; 0 before the first one."""
+        """The number of the newest branch; 0 before the first branch."""
         return self.branches[-1][0] if self.branches else 0
 
     def branched(self, step: int, stored: int = 0) -> Lineage:
@@ -48,7 +48,7 @@ class Lineage:
         return max((number for number, _, stored in self.branches if serial > stored), default=0)
 
     def is_valid(self, save: SaveId) -> bool:
-        """Whether a save is of this run, and no later branch voided the save."""
+        """Return whether a save belongs to this run and no later branch has voided it."""
         beyond = any(number > save.branch and save.step > step for number, step, _ in self.branches)
         return save.run == self.run and save.branch <= self.branch and not beyond
 
@@ -103,9 +103,9 @@ class TierStep(NamedTuple):
         return Manifest(self.save.step, self.save.world_size, self.save.serial, self.files, "dcp")
 
     def without(self, bad: Collection[tuple[str, int]]) -> TierStep:
-        """Return the step without corrupt copies, each given as (machine, rank of the part).
+        """Return the step without the copies ``bad``, each a machine and the rank of the part.
 
-        If all copies of a part are corrupt, all stay: each may have valid blocks that another copy lacks.
+        If all copies of a part are corrupt, all are retained: each may have valid blocks that another copy lacks.
         """
         parts = enumerate(self.parts)
         return TierStep(
@@ -114,7 +114,7 @@ class TierStep(NamedTuple):
 
 
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[TierStep], list[str]]:
-    """Return the complete and valid steps, the newest first, and a line of text about each other step.
+    """Return the complete and valid steps, the newest first, and for each other step a line with the reason.
 
     Args:
         reports: the parts that each machine reports, by the name of the machine.
@@ -141,9 +141,9 @@ def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tu
 def missing_copies(
     step: TierStep, partners: Mapping[str, Sequence[str]], copies: int
 ) -> dict[str, dict[int, list[str]]]:
-    """Return the copies to make so that each part has ``copies`` copies: by sender, then by rank of the part.
+    """Return the copies that are missing until each part has ``copies`` copies: by sender, then by rank of the part.
 
-    Existing copies stay. New copies go to the partners of the first machine that has the part.
+    The first machine that has a part sends it to its partners. Existing copies are retained.
     """
     found: dict[str, dict[int, list[str]]] = defaultdict(dict)
     for rank, (_, machines) in enumerate(step.parts):
@@ -155,9 +155,9 @@ def missing_copies(
 
 
 def lineage_of(texts: Iterable[bytes], run: str = "") -> Lineage | None:
-    """Return the lineage with the newest branch among ``texts``; ``None`` if there is none.
+    """Return the lineage with the newest branch among ``texts``; ``None`` if no text is valid.
 
-    Invalid texts are skipped, and lineages of another run than ``run``.
+    If ``run`` is given, lineages of other runs are skipped.
     """
     found: list[Lineage] = []
     for text in texts:

@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One save on this machine: its folder, its parts by rank, and why the step is void (empty if it is valid)."""
+    """One save on this machine: its folder, its parts in rank order, and why the save is void (empty if valid)."""
 
     path: str
     parts: list[_Part]
@@ -75,7 +75,7 @@ class _Step(NamedTuple):
 
     @property
     def state(self) -> str:
-        """``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written`` (a part has no copy)."""
+        """The state: ``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written`` (not copied)."""
         if damages := self.damages.values():
             return "unclear" if all(isinstance(what, InaccessibleFile) for what in damages) else "corrupt"
         if self.void or not self.parts:
@@ -196,20 +196,20 @@ def _more(step: _Step) -> str:
     where: dict[str, list[int]] = defaultdict(list)
     for each in step.parts:
         copied = f"copied to {', '.join(each.copied)}" if each.copied else ""
-        where[copied or ("from another machine" if each.received else "here alone")].append(each.rank)
+        where[copied or ("from another machine" if each.received else "only here")].append(each.rank)
     texts = [text if len(where) == 1 else f"{_ranks(ranks)}: {text}" for text, ranks in where.items()]
     wrong = [f"{name}: {what}" for name, what in step.damages.items()]
     return "; ".join(filter(None, (step.void, *wrong, *texts)))
 
 
 def _judgement(run: _Run) -> str:
-    """Return which step survives a failure of this machine, as recorded on this machine."""
+    """Return a sentence on the newest step that survives a failure of this machine, as recorded here."""
     newest, copied = run.newest("copied", "written"), run.newest("copied")
     if newest is None:
         return "This machine has no complete step that the run can resume from."
     if copied is None:
         return f"No step has peer copies: step {newest.step} does not survive a failure of this machine."
-    return f"The newest step is {newest.step}. The newest that survives a failure of this machine is {copied.step}."
+    return f"The newest step is {newest.step}. Step {copied.step} is the newest that survives if this machine fails."
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -251,7 +251,7 @@ def _runs(target: str, content: bool) -> list[_Run]:
 
 
 def _is_run(path: str) -> bool:
-    """Whether a folder is the folder of one run: named by a run id, with the file of the run or with a part."""
+    """Return whether a folder belongs to one run: it has the name of a run id, and has a run file or a part."""
     if not TOKEN.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
         return False
     names = os.listdir(path)

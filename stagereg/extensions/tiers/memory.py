@@ -14,16 +14,16 @@ from stagereg.errors import ConfigError
 from stagereg.extensions.tiers.tier import Tier, available_memory, made
 from stagereg.registry import register
 
-_RESERVE_BYTES = 1 << 29  # memory left to the program
+_RESERVE_BYTES = 1 << 29  # memory reserved for the program
 
 
 @register("tier", "memory")
 class MemoryTier(Tier):
     """Stores steps in memory, as files in ``/dev/shm``: the fastest tier to save to and to restore from.
 
-    The files survive a crash, a kill and a new launcher on the same machine. A reboot deletes the files; so does the
-    end of a container or Slurm job that owns ``dir``. A machine needs memory for ``keep`` times ``1 + copies`` of its
-    share of the state.
+    The files survive crashed and killed processes and a new launcher on the same machine. They are deleted by a reboot,
+    and at the end of a container or Slurm job that owns ``dir``. A machine needs memory for ``keep * (1 + copies)``
+    times its portion of the state.
 
     Args:
         dir: a folder in memory; by default a folder of this user in ``/dev/shm``.

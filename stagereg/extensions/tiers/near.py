@@ -1,4 +1,4 @@
-"""The local tier of a run on one rank: the folder of the machine, the server, the copy thread, and the agreements.
+"""The local tier of a run on one rank: the machine's folder, the server, the copy thread, and the collectives.
 
 Every rank has a :class:`LocalTier` and makes the same calls in the same order. On each machine the lowest rank, the
 *leader*, holds the lock of the folder, deletes leftovers, and reports the parts in the folder.
@@ -60,7 +60,7 @@ class _Setup(NamedTuple):
 
 
 class _RankParts(NamedTuple):
-    """The parts that a rank reports when a save begins, by the folders of their saves."""
+    """The parts that a rank reports when a save begins; each is named by the folder of its save."""
 
     busy: bool  # whether the rank still sends copies
     whole: tuple[str, ...]  # complete parts, in save order
@@ -68,7 +68,7 @@ class _RankParts(NamedTuple):
 
 
 class _SaveRound(NamedTuple):
-    """The agreement of the ranks on one save of the tier."""
+    """The decision of rank 0 on one save of the tier, which all ranks receive."""
 
     save: SaveId
     stay: frozenset[str]  # folders of retained saves; all others are deleted before the save writes
@@ -81,7 +81,7 @@ class LocalTier:
         tier: the tier of the config.
         ranks: the ranks that save together, in a process group of their own.
         store: the checkpoint directory of the run, in which rank 0 records the run id and its branches.
-        shared: whether ``store`` is a checkpoint directory; otherwise each machine records them in the tier's folder.
+        shared: whether ``store`` is a checkpoint directory; otherwise each machine records these in the tier's folder.
 
     Attributes:
         folder: the parts on this machine.
@@ -121,7 +121,7 @@ class LocalTier:
     # -- starting
 
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
-        """Create the folder of the tier; return its path, the recorded lineages of this run, and a new secret."""
+        """Create the folder of the tier; return its path, the lineages recorded for this run, and a new secret."""
         root = self.tier.prepare()
         known: list[bytes] = []
         if not self.shared:
@@ -232,7 +232,7 @@ class LocalTier:
     # -- saving, on the background thread
 
     def begin_save(self, step: int) -> SaveId | None:
-        """Agree on a save and delete older steps for it; ``None`` while a rank still sends copies. Collective."""
+        """Agree on a save and delete older steps; return ``None`` if a rank still sends copies. Collective."""
         if self._origin is not None:
             self._begin_branch(self._origin)
 
@@ -246,7 +246,7 @@ class LocalTier:
             whole, copied = _in_common(found)
             busy = [rank for rank, each in enumerate(found) if each.busy]
             if busy or whole[-1:] != copied[-1:]:
-                self._lag.note_late(f"{name_ranks(busy)} still sending copies" if busy else "copies have failed")
+                self._lag.note_late(f"copies from {name_ranks(busy)} are pending" if busy else "copies have failed")
             else:
                 self._lag.note_copied(step_of(copied[-1]) if copied else None)
             if busy:
@@ -255,7 +255,7 @@ class LocalTier:
             save = SaveId(self._lineage.run, *numbers, token, self._ranks.size)
             return [_SaveRound(save, frozenset({save.folder, *_staying(whole, copied, self.tier.keep)}))] * len(found)
 
-        turn = self._ranks.round_trip(f"Step {step} is not in the tier", look, decide)
+        turn = self._ranks.round_trip(f"Cannot save step {step} in the local tier", look, decide)
         if turn is None:
             return None
         self._serial += 1
@@ -301,7 +301,7 @@ class LocalTier:
         return f"{self._path}/{step.save.folder}"
 
     def names(self, path: str) -> bool:
-        """Whether a path is the path of a step of the tier, existing or not; the same result on all ranks."""
+        """Return whether a path is the path of a step of the tier, existing or not. All ranks return the same."""
         return os.path.dirname(os.path.abspath(path)) == self._path
 
     def branch_of(self, serial: int) -> int:
@@ -351,12 +351,12 @@ class LocalTier:
     # -- ending
 
     def wait_for_copies(self) -> None:
-        """Wait until every rank has made its copies, or failed to. Collective. Raises: ``CheckpointError``."""
+        """Wait until the copies of every rank are made or have failed. Collective. Raises: ``CheckpointError``."""
         limit_s = 0.9 * self._ranks.limit.total_seconds()
         self._ranks.run_on_all("The last step may lack peer copies", lambda: self._threads.wait(limit_s))
 
     def clear(self) -> None:
-        """Make :meth:`close` delete the parts on this machine: the checkpoint directory has the last step."""
+        """Make :meth:`close` delete the parts on this machine, since the checkpoint directory has the last step."""
         self._is_over = True
 
     def close(self) -> None:
@@ -375,14 +375,14 @@ class LocalTier:
 
 
 def _in_common(ranks: Sequence[_RankParts]) -> tuple[list[str], list[str]]:
-    """Return the folders of saves that are complete on all ranks, in order, and of these the copied ones."""
+    """Return the saves that are complete on all ranks, in order, and those that also have all peer copies."""
     whole = [each for each in ranks[0].whole if all(each in rank.whole for rank in ranks)]
     return whole, [each for each in whole if all(each in rank.copied for rank in ranks)]
 
 
 def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence[str]:
-    """Return the folders of saves to retain when a save begins: the newest saves, at least one with all copies."""
-    if whole and copied and whole[-1] not in copied:  # the newest copies failed: retain the last copied step instead
+    """Return the saves to retain when a save begins: the newest saves, and at least one with all peer copies."""
+    if whole and copied and whole[-1] not in copied:  # the newest copies failed: retain the newest copied step instead
         return copied[-1:]
     return whole[-max(most - 1, 1) :]
 
@@ -390,7 +390,7 @@ def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence
 def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tier.dir") -> list[bytes]:
     """Return the recorded lineage of a run, if the file exists. Raises: ``CheckpointError`` if invalid; ``OSError``.
 
-    Without the lineage the run would not find its steps, so an invalid file is an error and is not skipped.
+    Without its lineage, the run would not find its steps, so an invalid file raises an error.
     """
     try:
         if text := read(path):
@@ -399,6 +399,6 @@ def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tie
     except (UnfitFileError, ValueError) as error:
         more = f", or use another folder: {option(other, 'PATH')}" if other else ""
         raise CheckpointError(
-            f"{path} identifies the run and its branches, and is unusable: {getattr(error, 'strerror', error)}. "
-            f"Restore the file from a backup. Or delete it{more}; the run may then not find the steps of its tier."
+            f"{path} identifies the run and its branches, but it is unusable: {getattr(error, 'strerror', error)}. "
+            f"Restore the file from a backup. Or delete it{more}; then the run may not find the steps of its tier."
         ) from error

@@ -1,8 +1,8 @@
 """A *part*: the files that one rank writes in one save. Tiers store, copy and verify a step part by part.
 
-A part is complete or absent, as a checkpoint is: its small manifest is written last. The manifest has the checksum of
-each block of each file, computed from the staged bytes during the write. The manifest is copied with the part, so each
-reader and receiver of a block compares the block with the staged bytes.
+Like a checkpoint, a part is complete or absent: its small manifest is written last. The manifest has the checksum of
+each block of each file, computed from the staged bytes during the write. It is copied with the part, so each process
+that reads or receives a block can verify that the block has the staged bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SaveId(NamedTuple):
     """One save of all ranks. The step alone does not identify a save: after a rollback a step is saved again."""
 
     run: str  # run id, lower-case hexadecimal
-    branch: int  # how many times the run has been restored
+    branch: int  # number of the branch of the run (:class:`.Lineage`)
     serial: int  # greater for later saves of the branch
     step: int
     token: str  # unique for each save, lower-case hexadecimal
@@ -45,7 +45,7 @@ class SaveId(NamedTuple):
 
     @classmethod
     def of(cls, data: Any) -> SaveId:
-        """Return the save with this list of fields, as parsed from JSON. Raises: ``ValueError``."""
+        """Return the save for a list of fields that was parsed from JSON. Raises: ``ValueError``."""
         if type(data) is not list or len(data) != len(cls._fields):
             raise ValueError(f"invalid save id: expected a list of {len(cls._fields)} fields")
         found = cls(*data)
@@ -75,7 +75,7 @@ class PartFile:
 
     @property
     def mark(self) -> FileDigest:
-        """Size and CRC-32 of the whole file."""
+        """The size and the CRC-32 of the whole file."""
         return joined(FileDigest(len(self.block(number)), crc) for number, crc in enumerate(self.blocks))
 
     @classmethod
@@ -121,10 +121,10 @@ class Part:
         if type(rank) is not int or not 0 <= rank < save.world_size:
             raise ValueError(f"invalid manifest: rank must be in 0..{save.world_size - 1}, got {rank!r:.100}")
         if type(files) is not dict:
-            raise ValueError("invalid manifest: it lists no files")
+            raise ValueError("invalid manifest: files must be an object")
         part = cls(save, rank, {name: _file(name, each) for name, each in files.items()})
         if (text.decode() if isinstance(text, bytes) else text) != part.dumps():
-            raise ValueError("the manifest differs from the written one: its text or its CRC-32")
+            raise ValueError("invalid manifest: its text and its CRC-32 do not match")
         return part
 
 
@@ -146,5 +146,5 @@ def manifest_name(rank: int) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """Whether a file is the manifest of a part, complete or not."""
+    """Return whether a file has the name of a part's manifest or of a file next to it, complete or not."""
     return re.fullmatch(r"\.?part-\d+\.json(\..*)?", name, re.ASCII) is not None

@@ -19,7 +19,7 @@ from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
 _STREAMS = 3  # connections that transfer the blocks of one part concurrently
 _AHEAD = 2  # requests in flight on a connection, so that the server never waits for the next request
-_ANSWER_S = 30.0  # seconds that the other machine has to answer, disk time included
+_ANSWER_S = 30.0  # seconds to wait for an answer, including disk time on the other machine
 
 
 class Peer:
@@ -29,7 +29,7 @@ class Peer:
 
     Raises:
         OSError: from any method, the server does not answer, is not a process of this run, or stops.
-        CheckpointError: from any method, the server refuses; the message has its reason.
+        CheckpointError: from any method, the server rejects the request; the message has its reason.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -86,7 +86,7 @@ class Peer:
         """Send a part with files in ``directory``; return once the other machine has verified and committed the part.
 
         Raises:
-            CheckpointError: the other machine refuses the part, for example for lack of space or a corrupt block.
+            CheckpointError: the other machine rejects the part, for example because of a full disk or a corrupt block.
         """
         with self._ending():
             control = self._link(0)
@@ -184,7 +184,7 @@ class _Sending:
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:
-    """Allocate buffers of these sizes in huge pages, which the system provides 1.5 GiB/s faster."""
+    """Allocate buffers of these sizes in huge pages, which the kernel provides 1.5 GiB/s faster than small pages."""
     if not (total := sum(sizes)):
         return [memoryview(bytearray()) for _ in sizes]
     memory = mmap(-1, total, flags=MAP_PRIVATE | MAP_ANONYMOUS)
@@ -219,7 +219,7 @@ def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
 
 
 def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request. Raises: ``OSError``; ``CheckpointError`` if the server refuses."""
+    """Send a request and return the answer. Raises: ``OSError``; ``CheckpointError`` if the server rejects it."""
     link.send(request)
     return _answer(link)
 

@@ -1,10 +1,10 @@
 """Selects the machines that receive the peer copies of each machine.
 
 The machines are sorted by failure domain and dealt into groups of ``copies + 1``. The machines of a group copy to each
-other: with few sets of partners, few combinations of failed machines lose a step (copysets: Cidon et al., USENIX ATC
-2013). Neighbours in the sorted order are in different groups, so a group spans as many domains as possible. If the
-number of machines is not a multiple of the group size, the first groups are larger. The largest domain comes first,
-since a machine of a larger group has a choice of partners.
+other. Because there are few sets of partners, few combinations of failed machines lose a step (copysets: Cidon et al.,
+USENIX ATC 2013). Neighbours in the sorted order are in different groups, so a group spans the maximum number of
+domains. If the number of machines is not a multiple of the group size, the first groups are larger. The largest domain
+comes first, since a machine in a larger group has a choice of partners.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-_STAND_INS = 4
+_STAND_INS = 4  # maximum substitutes for failed partners of a machine
 
 
 class Machine(NamedTuple):
@@ -37,7 +37,7 @@ def partners(machines: Iterable[Machine], copies: int) -> dict[str, list[str]]:
         return {name: [] for name in order}
 
     def apart(names: list[str], *others: Collection[tuple[str, str]]) -> list[str]:
-        """Return the machines, with machines in the domains ``others`` last."""
+        """Return the machines in an order in which machines of the domains ``others`` are last."""
         return sorted(names, key=lambda each: [domains[each] in some for some in others])
 
     count = max(1, len(order) // (copies + 1))

@@ -1,9 +1,9 @@
 """The server of a process for other machines: receives copies of their parts, and sends blocks of its own parts.
 
-A request is a message, and so is its answer; the field ``error`` has the reason for a refusal. ``put`` announces a
-part. Its blocks follow on this connection and on others that name the put (``stream``), each after a message that names
-the block. The server answers ``end`` when all blocks of a connection have arrived, and ``finish`` when the part is
-complete. It writes a block only if the CRC-32 matches. :mod:`.peer` is the client.
+Each request and each answer is a message; the field ``error`` of an answer has the reason why a request was rejected.
+``put`` announces a part. Its blocks follow on this connection and on other connections that join it with ``stream``; a
+message before each block names it. The server answers ``end`` when all blocks of a connection have arrived, and
+``finish`` when the part is complete. It writes a block only if the CRC-32 matches. :mod:`.peer` is the client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stagereg.extensions.tiers.part import Part, SaveId
 
 _log = logging.getLogger(__name__)
 
-_STRANGERS = 64  # unauthenticated connections at a time; further ones wait at most 5 s
+_STRANGERS = 64  # maximum number of unauthenticated connections; further connections wait at most 5 s
 _CLOSE_S = 5.0
 
 
@@ -40,8 +40,8 @@ class PartServer:
 
     A connection without the secret of the run is closed within five seconds, and uses one thread until then.
 
-    ``durable``: whether received parts are flushed before they are acknowledged. ``room`` returns why a number of
-    bytes does not fit on this machine, or an empty text; any thread calls ``room``.
+    ``durable`` is whether received parts are flushed before they are acknowledged. ``room`` returns why a number of
+    bytes does not fit on this machine, or an empty text. It is called on any thread.
 
     Attributes:
         address: host and port of the server for other machines.
@@ -81,7 +81,7 @@ class PartServer:
                 incoming.discard()
 
     def begin(self, part: Part) -> IncomingPart:
-        """Begin to receive a part. Raises: ``OSError``; ``CheckpointError`` if it does not fit, or after close()."""
+        """Begin to receive a part. Raises: ``OSError``; ``CheckpointError`` for lack of space, or after close()."""
         with self._lock:
             if self._closed:
                 raise CheckpointError("this process is shutting down")
@@ -96,7 +96,7 @@ class PartServer:
         """Return the incoming part of a token. Raises: ``CheckpointError`` if the token is unknown."""
         with self._lock:
             if token not in self._coming:
-                raise CheckpointError("the token belongs to no transfer in progress")
+                raise CheckpointError("no transfer in progress has this token")
             return self._coming[token]
 
     def forget(self, incoming: IncomingPart) -> None:
@@ -134,7 +134,7 @@ class PartServer:
         except OSError as error:
             with self._lock:
                 level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
-            _log.log(level, "stagereg: Rejected a connection to the local tier that is not of this run: %s", error)
+            _log.log(level, "stagereg: Rejected a connection to the local tier from outside this run: %s", error)
         else:
             try:
                 _Session(self, connection).run()
@@ -151,7 +151,7 @@ class IncomingPart:
 
     Each sender has its own hidden folder, so that concurrent and failed senders do not conflict. Thread-safe.
 
-    ``durable``: whether the files are flushed before the commit. Any method may raise ``OSError``, such as disk full.
+    ``durable`` is whether the files are flushed before the commit. Any method may raise ``OSError``, such as disk full.
 
     Attributes:
         token: identifies the part; only its sender has the token.
@@ -181,7 +181,7 @@ class IncomingPart:
             with self._turn:
                 while at < len(block):
                     at += os.pwrite(descriptor, block[at:], begin + at)
-            if self._durable:  # flushed at once, so that the page cache stays free for training
+            if self._durable:  # flushed immediately, so that the page cache stays free for training
                 os.fdatasync(descriptor)
                 os.posix_fadvise(descriptor, begin, len(block), os.POSIX_FADV_DONTNEED)
         finally:
@@ -293,7 +293,7 @@ class _Session:
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
         part = Part.loads(request["part"])
         if part.save.run != os.path.basename(self._folder.path):
-            raise CheckpointError(f"the part is of run {part.save.run}, not of the run of this server")
+            raise CheckpointError(f"the part belongs to run {part.save.run}, not to the run of this server")
         if (held := self._folder.find(part.save, part.rank)) is not None:
             if held != part:
                 raise CheckpointError("this machine has a different part of that rank and save")

@@ -20,7 +20,7 @@ from stagereg.extensions.tiers.step_reader import BlockFile, StepReader
 
 
 class TierSource(CheckpointSource):
-    """The steps of the tier, by branch, then by step; each before the same step in the checkpoint directory."""
+    """The steps of the tier, by branch, then by step. Each precedes the same step in the checkpoint directory."""
 
     name = "tier"
     shares_reads = False  # each rank fetches its bytes from the nearest machine that has them
@@ -63,7 +63,7 @@ class TierSource(CheckpointSource):
 def with_steps_of_tier(
     listed: Sequence[Candidate], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
 ) -> list[Candidate]:
-    """Insert the steps of the tier into ``listed``, newest first: by branch, then by step, before an equal checkpoint.
+    """Insert the steps of the tier into ``listed``, the newest first, by branch and step. Each precedes an equal step.
 
     ``steps`` maps paths to steps; ``branch_of`` returns the branch of a checkpoint by its serial number.
     """

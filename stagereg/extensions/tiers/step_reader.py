@@ -1,9 +1,9 @@
 """Reads a step whose parts are on several machines: each block from this machine if possible, otherwise from a peer.
 
-Blocks of parts on this machine are compared with their checksums in the mapped files. Blocks of other machines arrive
-over the network, and are compared on arrival. If a block is corrupt, or a machine does not answer, the reader tries the
-next machine that has the part. :meth:`StepReader.fetch` changes only its own memory, and all bytes read afterwards are
-verified.
+Blocks on this machine are verified in memory-mapped files. Blocks of other machines arrive over the network and are
+verified on arrival. If a block is corrupt, or a machine does not answer, the reader tries the next machine that has the
+part. :meth:`StepReader.fetch` writes only to the reader's own memory, and :meth:`StepReader.read_into` returns only
+verified bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 class StepReader(ExitStack):
     """A reader of one step on one rank; a context manager that closes its files. Only :meth:`read_into` is thread-safe.
 
-    ``here`` is the name of this machine, and ``folder`` has its parts. ``connect`` takes the name of a machine.
+    ``here`` is the name of this machine, and ``folder`` has its parts. ``connect`` connects to a machine by its name.
     """
 
     def __init__(self, step: TierStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:

@@ -1,7 +1,7 @@
 """The local tier as a target of saves: each machine stores the files of its ranks, in the native format.
 
-The index of the entries is one more file in the part of rank 0. A step is complete once the part of every rank is.
-A save does not wait for its peer copies: the next save checks their progress.
+The index of the entries is one more file in the part of rank 0. A step is complete once the parts of all ranks are
+complete. A save does not wait for its peer copies; the next save checks their progress.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from stagereg.checkpoint.targets import SaveTarget, Schedule
 from stagereg.extensions.tiers.near import LocalTier
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
-_PRIVATE = 0o600  # whatever the umask is
+_PRIVATE = 0o600  # file mode, independent of the umask
 
 
 class _TierStorage(DcpStorage):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Touch no disk: a failure while ranks plan would fail the save to the checkpoint directory too."""
+        """Do not access the disk: a failure during planning would also fail the save to the checkpoint directory."""
         return plan
 
 
@@ -60,7 +60,7 @@ class TierTarget(SaveTarget):
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Omit the metadata of torch: only this package reads a tier."""
+        """Omit the metadata of torch, because only this package reads a tier."""
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:

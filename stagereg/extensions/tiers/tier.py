@@ -20,8 +20,8 @@ from stagereg.errors import ConfigError, at_least, one_of
 
 
 class Tier(ABC):
-    """Base class of local tiers. A plugin overrides :meth:`prepare`, which creates the folder, sets ``durable``, and
-    may override :meth:`lacking` if it knows limits beyond the free space of the file system.
+    """Base class of local tiers. A plugin sets ``durable`` and overrides :meth:`prepare`, which creates the folder. It
+    may override :meth:`lacking` to apply limits in addition to the free space of the file system.
 
     Promises of a tier, which ``stagereg.testing.TierContract`` checks:
 
@@ -29,7 +29,7 @@ class Tier(ABC):
     2. *One folder per machine.* :meth:`prepare` creates the folder, for this user only, and returns the same full path
        in every process of the machine. Several processes may call it at once. Existing files stay unchanged, and files
        survive the processes that wrote them.
-    3. *That folder or an error.* If :meth:`prepare` cannot use the folder, it raises and does not use another one.
+    3. *This folder or an error.* If :meth:`prepare` cannot use the folder, it raises and does not use another folder.
     4. *Ordinary files.* Files can be flushed, locked, mapped, renamed atomically over others, and read meanwhile.
     5. *Space is checked first.* :meth:`lacking` reports a lack of space and changes nothing. If files still do not fit,
        the operating system raises ``OSError``.
@@ -37,9 +37,9 @@ class Tier(ABC):
 
     Args:
         dir: the folder of the tier; each run has a subfolder.
-        every: steps between saves; ``"auto"``: the interval that loses the least training time.
+        every: steps between saves; ``"auto"`` chooses the interval that loses the least training time.
         copies: number of peer copies of each part, on other machines; 0 makes no copies.
-        keep: number of steps to retain, at least 1. An older step is deleted when a newer one is copied.
+        keep: number of steps to retain, at least 1. An older step is deleted when a newer step is copied.
         domain: the failure domain of this machine, such as its rack; copies go to other domains. By default the
             domain in Slurm's topology, otherwise each machine is its own domain.
         host_memory: maximum bytes of the files of this run on this machine; ``None`` for the free space.
@@ -95,10 +95,10 @@ class Tier(ABC):
 
 
 def made(path: str) -> str:
-    """Create a folder for this user, and return its real path. A link is accepted if this user or root owns both ends.
+    """Create a folder for this user, and return its real path.
 
-    Other users may write to the folder: this user owns the folder of each run (:func:`.folder.make_private`).
-
+    A link is accepted if this user or root owns both the link and its target. Other users may have write access,
+    because each run has a subfolder that only this user may write to (:func:`.folder.make_private`).
     Raises: ``OSError``; ``ConfigError`` if another user owns the folder.
     """
     with contextlib.suppress(FileExistsError):  # the path is a dangling link or a file

@@ -39,7 +39,7 @@ class Tiering(CheckpointExtension):
         self._tier, self._schedule = tier, schedule
 
     def targets(self, setup: Setup) -> list[TierTarget]:
-        """Create the tier. A run with a tier holds the lock of its directory from the start. Collective."""
+        """Create the tier. Acquires the lock of the run's directory, which the run holds from the start. Collective."""
         tier, stores = self._tier, setup.stores
         if not stores:
             failing = f"{option('tier.dir', tier.dir)} cannot be used"

@@ -2,8 +2,8 @@
 
 Both sides prove that they know the secret of the run before any other byte is read. The data is not encrypted: the
 secret rejects other programs and users, and the network of the cluster is trusted. Messages are JSON and never
-unpickled; files go from the page cache to the socket without a copy in this process. A call fails when no byte has
-moved for :data:`PROGRESS_S`; its total duration is not limited.
+unpickled; files go from the page cache to the socket without a copy in this process. A call fails if no byte has been
+transferred for :data:`PROGRESS_S`; its total duration is not limited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HELLO = b"stagereg-tier/1\n"
 class Connection:
     """A connection to another process of this run. Only :meth:`end` is thread-safe.
 
-    All errors are ``OSError``: errors of the system, ``TimeoutError`` if no byte has moved for :data:`PROGRESS_S`,
+    All errors are ``OSError``: errors of the system, ``TimeoutError`` if no byte is transferred for :data:`PROGRESS_S`,
     ``ConnectionError`` if the other process has closed the connection or sent an invalid message.
     """
 
@@ -53,7 +53,7 @@ class Connection:
             opened.setsockopt(socket.IPPROTO_TCP, name, seconds)
 
     def send(self, message: dict[str, Any], more: bool = False) -> None:
-        """Send a message; with ``more`` the bytes of a file follow."""
+        """Send a message. If ``more``, the bytes of a file follow in the next call."""
         text = json.dumps(message).encode()
         data = memoryview(_LENGTH.pack(len(text)) + text)
         while data:

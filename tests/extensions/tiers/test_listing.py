@@ -62,8 +62,8 @@ def test_each_step_is_shown_with_the_machines_that_have_it(tmp_path: Path, comma
     assert re.sub(r"\d+ s ", "", found["10"]) == (
         "1 3.91 KiB 0-3 of 4 copied 0-1: copied to node2; 2-3: from another machine"
     )
-    assert found["20"].endswith("0-1, 3 of 4 written 0: copied to node2, node3; 1: here alone; 3: from another machine")
-    assert "The newest step is 20. The newest that survives a failure of this machine is 10." in seen
+    assert found["20"].endswith("0-1, 3 of 4 written 0: copied to node2, node3; 1: only here; 3: from another machine")
+    assert "The newest step is 20. Step 10 is the newest that survives if this machine fails." in seen
     assert command("ls", tmp_path / RUN).out == seen
 
 
@@ -104,9 +104,9 @@ def test_a_program_gets_all_of_it(tmp_path: Path, command: Command) -> None:
 @pytest.mark.parametrize(
     ("copied", "expected"),
     [
-        ({10: True, 20: False}, "newest step is 20. The newest that survives a failure of this machine is 10."),
+        ({10: True, 20: False}, "newest step is 20. Step 10 is the newest that survives if this machine fails."),
         ({10: False, 20: False}, "No step has peer copies: step 20 does not survive a failure of this machine."),
-        ({10: False, 20: True}, "newest step is 20. The newest that survives a failure of this machine is 20."),
+        ({10: False, 20: True}, "newest step is 20. Step 20 is the newest that survives if this machine fails."),
     ],
 )
 def test_the_newest_copied_step_is_named(
@@ -173,7 +173,7 @@ def change(manifest: Path) -> None:
         ),
         (lambda at: (at / "__1_0.distcp").unlink(), "__1_0.distcp: missing", True),
         (lambda at: instead(at / "__1_0.distcp", os.mkfifo), "__1_0.distcp: not a regular file", True),
-        (lambda at: change(at / "part-1.json"), "part-1.json: corrupt: the manifest differs from the written", True),
+        (lambda at: change(at / "part-1.json"), "part-1.json: corrupt: invalid manifest: its text and", True),
         (lambda at: (at / "part-1.json").write_text("[" * 10000), "part-1.json: corrupt: ", True),
         (lambda at: (at / "part-0.json").replace(at / "part-1.json"), "part-1.json: corrupt: the manifest is of", True),
     ],
