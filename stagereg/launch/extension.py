@@ -210,8 +210,8 @@ class RankExtension:
     def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
         """Return a context manager around the process group and the job of this rank. Training thread.
 
-        It is entered before the process group exists. Not called in a process that is the only rank and has no
-        launcher.
+        The process group does not exist yet when the context is entered. Not called in a process that is the only rank
+        and has no launcher.
         """
         return nullcontext()
 

@@ -93,11 +93,11 @@ def process_group(store: Any, rank: int, world_size: int, local_rank: int, local
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():  # by the caller of the job
+    if dist.is_initialized():  # the caller of the job initialized it
         yield
         return
     if is_one_machine() and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is the address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would use the address of the hostname
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())

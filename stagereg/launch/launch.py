@@ -34,7 +34,7 @@ from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
 _LEAVE_S = 60.0  # seconds that a task waits for the other tasks to end, since one of them hosts the store
 _MORE_S = 5.0  # seconds for running ranks to report errors and exit after a rank was killed
-_RANKS_PER_CORE = 4  # maximum
+_RANKS_PER_CORE = 4  # maximum number of local ranks for each core
 
 
 class RanksFailedError(LaunchError):

@@ -43,7 +43,7 @@ class LocalRanks:
                 handler = signal.getsignal(number)
                 if handler is signal.SIG_IGN:  # set by nohup, or by a script that runs this program in the background
                     continue
-                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # otherwise a launcher handles SIGUSR1
+                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # another handler is of a launcher
                     self._handlers[number] = signal.signal(number, self._receive)
         return self
 

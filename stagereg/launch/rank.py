@@ -94,7 +94,7 @@ class Rank:
         if self.launched or self.rank > 0:  # otherwise this process writes .hydra and runs the callbacks
             follow += ["hydra.output_subdir=null", "hydra.callbacks=???"]
         if self.rank > 0:
-            follow += ["++hydra.job_logging.root=null", "++hydra.hydra_logging.root=null"]  # rank 0 alone logs
+            follow += ["++hydra.job_logging.root=null", "++hydra.hydra_logging.root=null"]  # only rank 0 logs
         return follow
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:

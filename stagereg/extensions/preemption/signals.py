@@ -104,7 +104,7 @@ class SignalListener:
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._read, args=(self._pipe[0],), name="stagereg-preemption", daemon=True).start()
         before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if before != -1:  # set by the program, for example for an event loop
+        if before != -1:  # the program has its own wakeup descriptor, for example for an event loop
             signal.set_wakeup_fd(before)
         for number in self._taken:
             signal.signal(number, self._handle)
@@ -118,7 +118,7 @@ class SignalListener:
         current = signal.set_wakeup_fd(-1)
         if current != write:
             signal.set_wakeup_fd(current)
-        os.close(write)  # ends the thread, which closes the other end
+        os.close(write)  # makes the thread return and close the other end
         if not self.saved:
             for number in self._own():
                 signal.signal(number, signal.SIG_DFL)

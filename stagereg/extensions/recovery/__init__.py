@@ -1,1 +1,1 @@
-"""Recovery: heartbeats, emergency saves, restarts of a run, and quarantine of checkpoints that crash it."""
+"""Recovery: heartbeats, emergency saves, restarts, and quarantine of checkpoints after which a run keeps crashing."""

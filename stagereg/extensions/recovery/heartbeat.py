@@ -125,7 +125,7 @@ class Heartbeat:
         self._lines: dict[int, Line] = {}  # connections to other heartbeat processes, by descriptor
         self._strangers: dict[int, Line] = {}  # unauthenticated connections, by descriptor
         self._ranks: dict[int, Line] = {}  # authenticated connections, by rank
-        self._awaited: dict[int, Awaited] = {}  # by rank
+        self._awaited: dict[int, Awaited] = {}  # ranks that may connect again, by rank
         self._failed: dict[int, tuple[str, str]] = {}  # name and reason, by rank
         self._leaves = False  # whether the rank has sent ``bye``
         self._ends_by: float | None = None

@@ -1,4 +1,4 @@
-"""Quarantine: counts the crashes of runs after restores of a checkpoint, and skips checkpoints that keep crashing."""
+"""Quarantine: counts the crashes of runs after a restore, and skips checkpoints after which runs keep crashing."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _version_of = operator.attrgetter("_version")
 
 
 class StepSnapshot:
-    """The snapshot of one rank. The training thread calls :meth:`note` and :meth:`close`; another thread the others."""
+    """The snapshot of one rank. Only :meth:`note` and :meth:`close` are called on the training thread."""
 
     def __init__(self, names: ParameterNames) -> None:
         self.step: int | None = None  # the last completed step
@@ -90,7 +90,7 @@ class StepSnapshot:
         return changed
 
     def close(self) -> bool:
-        """Stop recording and release the state, unless :meth:`hold` was called; return whether. Idempotent."""
+        """Stop recording and release the state unless :meth:`hold` was called; return whether it is released."""
         with self._lock:
             if not self._held:
                 self._guard.close()

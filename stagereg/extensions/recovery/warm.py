@@ -65,7 +65,7 @@ class WarmProcess:
 
 
 class WarmStart:
-    """Starts the server in the launcher, and ranks through the server; ``start`` is their command. Any thread."""
+    """The launcher's side: starts the server, and through it ranks with the command of ``start``. Any thread."""
 
     def __init__(self, start: Start) -> None:
         self._processes: dict[int, WarmProcess] = {}

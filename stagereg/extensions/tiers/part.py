@@ -114,7 +114,7 @@ class Part:
         except RecursionError:
             raise ValueError("invalid manifest: nested too deeply") from None
         except TypeError:  # a message from a peer may have any type here
-            raise ValueError("invalid manifest: not a text") from None
+            raise ValueError("invalid manifest: not a string") from None
         if type(data) is not dict or data.get("format") != _FORMAT:
             raise ValueError(f"not the manifest of a part in format {_FORMAT}")
         save, rank, files = SaveId.of(data.get("save")), data.get("rank"), data.get("files")

@@ -23,10 +23,10 @@ from typing import Any
 from stagereg.base.address import close_in_forks
 from stagereg.checkpoint.format.checksum import crc32
 
-PROGRESS_S = 10.0  # seconds without a byte after which a transfer has failed
+PROGRESS_S = 10.0  # seconds without a transferred byte after which a transfer fails
 HANDSHAKE_TIMEOUT_S = 5.0  # seconds in which a new connection must prove that it belongs to the run
 
-_MOST_BYTES = 64 << 20  # maximum size of a message: the manifest of a part of 20 TB
+_MOST_BYTES = 64 << 20  # maximum size of a message, enough for the manifest of a part of 20 TB
 _LENGTH = struct.Struct("!I")
 _PIECE_BYTES = 1 << 18  # small enough to stay in the processor's cache until the checksum is computed
 _NONCE_BYTES = _PROOF_BYTES = 32

@@ -160,7 +160,7 @@ def test_strangers_harm_nobody(here: MachineFolder, there: MachineFolder, caplog
                 stranger.settimeout(BOUND_S)
                 until(partial(has_ended, stranger))
     assert there.find(part.save, 0) is not None
-    assert sum("not of this run" in each.getMessage() for each in caplog.records if each.levelname == "WARNING") == 1
+    assert sum("from outside this run" in each.getMessage() for each in caplog.records if each.levelname == "WARNING") == 1
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_part_that_names_other_places_is_refused(
 
 def test_a_part_of_another_run_is_refused(here: MachineFolder, there: MachineFolder, peer: Peer) -> None:
     part = write_part(here, SEVERAL, run="f" * 16)
-    with pytest.raises(CheckpointError, match="of run ffffffffffffffff, not of the run of this server"):
+    with pytest.raises(CheckpointError, match="belongs to run ffffffffffffffff, not to the run of this server"):
         peer.put(part, here.directory(part.save))
     assert files_below(there) == []
 
