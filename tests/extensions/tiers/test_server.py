@@ -160,7 +160,7 @@ def test_strangers_harm_nobody(here: MachineFolder, there: MachineFolder, caplog
                 stranger.settimeout(BOUND_S)
                 until(partial(has_ended, stranger))
     assert there.find(part.save, 0) is not None
-    assert sum("from outside this run" in each.getMessage() for each in caplog.records if each.levelname == "WARNING") == 1
+    assert sum("outside this run" in each.getMessage() for each in caplog.records if each.levelname == "WARNING") == 1
 
 
 @pytest.mark.parametrize(
