@@ -196,7 +196,7 @@ def read_part(folder: str, name: str, owner: int | None = None) -> Part:
     """
     part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
-        raise ValueError("the manifest belongs to another save or rank")
+        raise ValueError("manifest of another save or rank")
     return part
 
 
