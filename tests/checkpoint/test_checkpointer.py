@@ -142,7 +142,7 @@ def test_a_bare_name_is_a_checkpoint_of_the_directory_first(tmp_path: Path, monk
 
     assert (restored("step-00000005"), state["x"]) == (5, 1)
     assert (restored("step-00000006"), state["x"]) == (6, 2)
-    where = f"is in {runs} and in the working folder. Give the path: {runs}/step-00000004 or {work}/step-00000004."
+    where = f"is in {runs} and in the working directory. Choose one: {runs}/step-00000004 or {work}/step-00000004."
     with pytest.raises(CheckpointError, match=f"step-00000004 {where}"):
         restored("step-00000004")
     assert (restored("./step-00000004"), state["x"]) == (4, 2)

@@ -69,7 +69,7 @@ def test_another_number_of_ranks_is_an_error_that_says_what_to_do(
         with caplog.at_level(logging.WARNING):
             state = {"loader": stagereg.per_rank(loader_of(0, 0)), "epoch": 9}
             assert checkpointer.restore(state) == 10
-    assert "loader (each rank's own) stay as the program made them" in caplog.text
+    assert "loader (saved per rank) keep the values of the program" in caplog.text
     assert len(list(state["loader"].value)) == LENGTH // 2
 
 

@@ -32,7 +32,7 @@ def train(cfg):
     if what == "restore alone" and rank > 0:
         from hydra.core.hydra_config import HydraConfig
         log = os.path.join(HydraConfig.get().runtime.output_dir, "app.log")
-        while "made a Checkpointer" not in open(log).read():  # rank 0 waits, and says so
+        while "constructed a Checkpointer" not in open(log).read():  # rank 0 waits, and says so
             time.sleep(0.05)
     began = time.monotonic()
     try:
@@ -96,7 +96,7 @@ with an empty batch too, and not under `if rank == 0`. {NONE}"""
 RESTORE_ALONE = """\
 rank N: Nothing was restored from RUN/checkpoints: rank 1 did not call restore(), which all ranks must call; rank 2 \
 did not call restore(), which all ranks must call"""
-MADE_ALONE = "rank 0 made a Checkpointer, ranks 1, 2 did not: make it on all ranks."
+MADE_ALONE = "rank 0 constructed a Checkpointer, but ranks 1, 2 did not. Construct it on all ranks."
 INTERRUPT = """\
 stopped by SIGINT
 The newest checkpoint is step 20, in RUN/checkpoints. To resume, run the same command with \

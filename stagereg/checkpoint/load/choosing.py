@@ -21,7 +21,7 @@ from stagereg.checkpoint.store.located import nothing_in
 from stagereg.checkpoint.store.open_store import local_part, open_parent_store, open_store
 from stagereg.errors import CheckpointError, CorruptCheckpointError
 
-RESUME = ("auto", "latest", "never")  # values of `resume` besides the path of a checkpoint
+RESUME = ("auto", "latest", "never")  # values of `resume` other than the path of a checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -43,27 +43,27 @@ def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]
                 f"{each.manifest.lacks}. Resume from the newest exact checkpoint with "
                 f"{option('checkpoint.resume', 'auto')}; or from this one with {_exact(False)}."
             )
-        advice = f"To resume from the newest inexact checkpoint, give {_exact(False)}.\n"
+        advice = f"To resume from the newest inexact checkpoint, add {_exact(False)}.\n"
         why = Rejection(NOT_EXACT, NOT_EXACT, f"it lacks {each.manifest.lacks}", advice=advice)
         found.append(replace(each, rejections=(*each.rejections, why)))
     return found
 
 
 def no_reader(path: str) -> CheckpointError:
-    """Return the error if no source reads the directory that ``resume`` names."""
+    """Return the error for a directory that ``resume`` names, and that no source reads."""
     return CheckpointError(f"torch wrote {path}, and reading it {needs('interop')}")
 
 
 def none_complete(root: str) -> CheckpointError:
-    """Return the error if ``resume="latest"`` finds no checkpoint."""
+    """Return the error for ``resume="latest"`` without a checkpoint."""
     return CheckpointError(
-        f"{option('checkpoint.resume', 'latest')}, but there is no complete checkpoint in {root}. "
-        f"{option('checkpoint.resume', 'auto')} starts from scratch."
+        f"{option('checkpoint.resume', 'latest')} was given, but there is no complete checkpoint in {root}. "
+        f"To start from scratch in this case, use {option('checkpoint.resume', 'auto')}."
     )
 
 
 def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
-    """Log that a resume is not exact. ``seeded``: generators, by the rank that seeded them; ``names``: of the state."""
+    """Warn that a resume is not exact; ``seeded`` are the seeded generators by rank, ``names`` those of the state."""
     for each, missing in chosen.manifest.lost.items():
         if not missing:
             continue
@@ -71,7 +71,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
         new = [] if generators is None else generators.anew
         began = [name for name in missing if name in names and name not in new]
         how = f" Random numbers of rank {each}: {generators}." if generators else ""
-        how += f" Left as the program made them: {', '.join(began)}." if began else ""
+        how += f" These keep the values of the program: {', '.join(began)}." if began else ""
         _log.warning(
             "The resume from step %d is not exact: %s was saved after rank %s had failed, and lacks %s of that rank.%s "
             "To repeat the steps since the newest exact checkpoint instead, add %s.",
@@ -80,7 +80,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
 
 
 def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
-    """Log the candidates that are skipped, except inexact ones, which :func:`log_fallback` logs."""
+    """Log the skipped candidates on rank 0, except inexact candidates, which :func:`log_fallback` logs."""
     for each in skipped if ranks.rank == 0 else ():
         if each.word != NOT_EXACT:
             hints = "".join(f"\n  {why.hint}" for why in each.rejections if why.hint)
@@ -90,7 +90,7 @@ def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
 def log_begin(
     restored: Checkpoint | None, asked: RestoreRequest, dir: object, source: str | os.PathLike[str] | None
 ) -> None:
-    """Log on rank 0 the checkpoint that a run resumes from, and its directory, unless ``source`` chose the checkpoint.
+    """Log on rank 0 the restored checkpoint, and the directory of the run unless ``source`` chose the checkpoint.
 
     Raises: ``CheckpointError``, on all ranks, if ``source`` has no checkpoint.
     """
@@ -118,7 +118,7 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Candidate], ranks: RankGro
 
 
 def nothing_good(root: str, skipped: Sequence[Candidate]) -> CheckpointError:
-    """Return the error if no checkpoint is valid; ``root`` is the directory, or the directory of the tier."""
+    """Return the error for a restore without a valid checkpoint; ``root`` is the checkpoint directory or the tier's."""
     names = [each.found.name if os.path.dirname(each.path) == root else each.path for each in skipped]
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
     words = {each.word for each in skipped}
@@ -136,7 +136,7 @@ def nothing_good(root: str, skipped: Sequence[Candidate]) -> CheckpointError:
 
 
 def not_that_one(resume: str, damaged: Candidate) -> CorruptCheckpointError:
-    """Return the error if the checkpoint that ``resume`` names is not valid."""
+    """Return the error for an invalid checkpoint that ``resume`` names."""
     what = f"it is corrupt:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.found.damages.values()) == {"missing"}:
         there = local_part(damaged.path) is None or os.path.exists(damaged.path)
@@ -157,7 +157,7 @@ def _indented(skipped: Candidate) -> str:
 
 
 def resolve_source(source: str) -> tuple[CheckpointStore, str]:
-    """Return the store and ``resume`` for the path of one checkpoint, or of a directory of checkpoints."""
+    """Return the store and the value of ``resume`` for the path of one checkpoint or of a checkpoint directory."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
     one = name == LATEST or step_of(name) is not None or above.look(source).manifest
@@ -167,7 +167,7 @@ def resolve_source(source: str) -> tuple[CheckpointStore, str]:
 def resolve_resume(
     store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
 ) -> tuple[CheckpointStore, str]:
-    """Return the store and ``resume``; ``source`` replaces both. Collective."""
+    """Return the store and the value of ``resume`` for a restore; ``source``, if given, replaces both. Collective."""
     found, what = (store, resume) if source is None else resolve_source(os.fspath(source))
     if what not in RESUME and os.path.basename(what) == what:  # a bare name
         [what, *_] = ranks.run_on_all("Nothing was restored", lambda: path_named(found, what))
@@ -175,10 +175,10 @@ def resolve_resume(
 
 
 def path_named(store: CheckpointStore, name: str) -> str:
-    """Return the path of a bare name: in ``store``, unless only the working folder has it."""
+    """Return the path of a checkpoint's bare name: in ``store``, unless it exists only in the working directory."""
     inside, here = f"{store.root}/{name}", os.path.realpath(name)
     if not os.path.exists(here) or here == os.path.realpath(inside):
         return inside
     if not os.path.lexists(inside) and store.look(inside).manifest is None:
         return here
-    raise CheckpointError(f"{name} is in {store.root} and in the working folder. Give the path: {inside} or {here}.")
+    raise CheckpointError(f"{name} is in {store.root} and in the working directory. Choose one: {inside} or {here}.")

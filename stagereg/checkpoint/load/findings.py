@@ -1,4 +1,4 @@
-"""The results of the ranks' check of a checkpoint before loading: corrupt files, and entries that fit no object."""
+"""The results of the check of a checkpoint on all ranks before loading: corrupt files, and unmatched entries."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ScanResult(NamedTuple):
     can_load: bool = True
     left: Mapping[str, Sequence[str]] = {}
     missing: Sequence[str] = ()  # parameters without saved values that ``allow_missing`` permits
-    unused: Sequence[str] = ()  # names of ``allow_missing`` that match nothing of this rank
-    corrupt: str = ""  # why no copy that this rank can reach is valid, if reading has shown that
+    unused: Sequence[str] = ()  # names in ``allow_missing`` that match no name on this rank
+    corrupt: str = ""  # the error if no copy of the data that this rank can read is valid
 
 
 class MergedScan(NamedTuple):
-    """The results of all ranks: errors of the files, whether a rank cannot load, and entries that no rank takes."""
+    """The results of all ranks: errors of the files, whether a rank cannot load, and entries that no rank loads."""
 
     unclear: list[str]
     missed: list[tuple[int, str]]

@@ -23,16 +23,16 @@ from stagereg.checkpoint.state.nested import is_module_state, state_dicts
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, MissingEntryError, listed
 
-_LISTS = ("_schedulers", "lr_lambdas")  # states that a scheduler passes to its schedulers and functions one by one
+_LISTS = ("_schedulers", "lr_lambdas")  # lists in a scheduler's state, one item per inner scheduler or function
 _DATA_PARALLEL = "module."  # prefix that DataParallel and DistributedDataParallel add to names
 
 
 def select_of_modules(
     name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool, name_map: NameMap
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the values that modules take of the entry ``name``, and the rest of it. Raises: ``CheckpointError``.
+    """Split the entry ``name`` into the values that modules load and the rest. Raises: ``CheckpointError``.
 
-    ``exact``: the modules load as torch's own modules do, so everything must match.
+    With ``exact`` the modules load as torch's own modules do, so all names, shapes and dtypes must match.
     """
     if not isinstance(structure, Mapping):
         raise CheckpointError("it is not the state of a module")
@@ -62,7 +62,7 @@ def select_of_modules(
 
 
 def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Any]:
-    """Return the state of a module without the prefixes that wrappers add to names, as :func:`plain_names`."""
+    """Return the state of a module without the name prefixes that wrappers add; see :func:`plain_names`."""
     plain = plain_names(saved, wanted)
     if [*plain] == [*plain.values()]:
         return saved
@@ -74,9 +74,9 @@ def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str
 
 
 def plain_names(saved: Iterable[str], wanted: set[str]) -> dict[str, str]:
-    """Return the saved names without wrappers' prefixes, by the saved names, if more of ``wanted`` match then.
+    """Map saved names to names without wrappers' prefixes, or to themselves if that matches no more of ``wanted``.
 
-    torch's ``state_dict()`` of a wrapped module has ``module.`` before all names, or ``_orig_mod`` in some.
+    ``state_dict()`` of a wrapped module has ``module.`` before all names, or ``_orig_mod`` in some names.
     """
     same = {name: name for name in saved}
     strips = all(_plain(name).startswith(_DATA_PARALLEL) for name in same) and not wanted & same.keys()
@@ -98,7 +98,7 @@ def _misfits(
     rest: Mapping[str, Any],
     cast: bool,
 ) -> tuple[list[str], bool]:
-    """Return all parameters that are missing or differ, and whether they differ only in dtypes that can be cast."""
+    """Describe all parameters that are missing or differ; return also whether only castable dtypes differ."""
     other: list[str] = []
     unfilled, converts = [], True
     for key, leaf in saved.items():
@@ -127,9 +127,9 @@ def _misfits(
 
 
 def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> None:
-    """Raise ``CheckpointError`` if the state dict of a module in a plain value has other names or kinds of tensors.
+    """Raise ``CheckpointError`` if a module's state dict in a plain value has other names, shapes or dtypes.
 
-    A restore would change that dict, and leave the module as it is.
+    A restore would change only that dict, and not the module.
     """
     saved = structure if isinstance(structure, Mapping) else {}
     if not is_module_state(value):
@@ -151,7 +151,7 @@ def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> Non
 
 
 def not_filled(path: str, value: Any, structure: Any, cast: bool) -> Iterator[str]:
-    """Yield the tensors in the dicts of a plain value that a restore leaves as they are, with the reason."""
+    """Yield the tensors in the dicts of a plain value that a restore leaves unchanged, with the reason."""
     if isinstance(value, torch.Tensor):
         there = _kind_of(structure)
         if structure is None:
@@ -178,15 +178,15 @@ def _kind_of(saved: Any) -> entries.TensorKind | None:
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
-    """Raise ``CheckpointError`` if an object surely refuses a state; ``rank`` as in :func:`.placing.assign`."""
+    """Raise ``CheckpointError`` if an object is certain to reject a state. For ``rank`` see :func:`.placing.assign`."""
     if isinstance(value, GeneratorState):
         value.expect_loadable(structure)
     elif isinstance(value, ResumableSampler) and isinstance(structure, list):
-        copy.copy(value).load_state_dicts(structure, rank)  # sets only attributes
+        copy.copy(value).load_state_dicts(structure, rank)  # sets attributes of the copy only
     elif is_stateful(value) and type(value).__module__.startswith("torch."):
         live = value.state_dict()
         if live and structure == {}:
-            raise MissingEntryError("the state dict is empty, as saved from an object that was disabled")
+            raise MissingEntryError("the saved state dict is empty, because the saved object was disabled")
         if isinstance(live, Mapping) and not isinstance(structure, Mapping):
             raise CheckpointError(f"it is not the state of a {type(value).__name__}")
         for key in _LISTS if isinstance(value, LRScheduler) else ():
@@ -196,6 +196,6 @@ def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
         there, here = (len(each.get("base_lrs", ())) for each in (structure, live))
         if isinstance(value, LRScheduler) and there != here:  # torch would leave the other groups without a schedule
             raise MissingEntryError(
-                f"it has {there} groups of parameters, but the optimizer here has {here}. Put new parameters into an "
-                "existing group"
+                f"it was saved with {there} parameter groups, but the optimizer here has {here}. Put new parameters "
+                "into an existing group"
             )

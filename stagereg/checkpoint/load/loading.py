@@ -1,4 +1,4 @@
-"""The data that one rank reads from a checkpoint, and how the objects of a state take it."""
+"""Reads one rank's data from a checkpoint, and loads it into the objects of a state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """The part of a restore that runs on this rank; all methods run on the training thread, and none is collective.
+    """The restore of one checkpoint on this rank. All methods run on the training thread, and are not collective.
 
-    ``once``: whether :meth:`prepare` leaves all bytes to :class:`.SharedReader`. ``twins`` is from
+    ``once``: whether a :class:`.SharedReader` reads all bytes, instead of :meth:`prepare`. ``twins``: the result of
     :func:`.seeding.lowest_twins`. ``touched``: whether objects have changed in part, so that all of them need a value.
     """
 
-    files: CheckpointFiles  # of the checkpoint, from :meth:`prepare` on
-    transfer: Transfer  # data read straight into objects; with ``once`` all data, which is read before :meth:`assign`
+    files: CheckpointFiles  # the files of the checkpoint, after :meth:`prepare`
+    transfer: Transfer  # the reads into the memory of objects; with ``once`` all reads, done before :meth:`assign`
 
     def __init__(
         self, chosen: Checkpoint, asked: RestoreRequest, once: bool, twins: Mapping[str, list[int]], touched: bool
@@ -39,14 +39,14 @@ class Loading:
         self._chosen, self._asked, self._once, self._twins, self._touched = chosen, asked, once, twins, touched
         self._found: dict[str, Any] = {}
         self._seeding: seeding.Seeding | None = None  # set if the checkpoint has no generators of this rank
-        self._sources: dict[int, str] = {}  # generators that this rank reads instead, by their rank
-        # Parts of entries that this rank does not take, by entry and by the names of parameters.
+        self._sources: dict[int, str] = {}  # entries of other ranks' generators to read instead, by rank
+        # Parts of entries that this rank does not load, by the name of the entry and of the parameter.
         self.left: dict[str, dict[str, Any]] = {}
         self.names = NameMap(asked.rename, asked.allow_missing)
-        self.missing: Sequence[str] = ()  # parameters of all ranks that stay as the program made them
+        self.missing: Sequence[str] = ()  # parameters of any rank that keep the program's values
 
     def prepare(self, files: CheckpointFiles) -> None:
-        """Read from ``files`` all data that does not go straight into the objects."""
+        """Read from ``files`` all data that is not read directly into the memory of objects."""
         chosen, asked = self._chosen, self._asked
         self.files = files
         files.match(asked.state, asked.names, self.names)
@@ -63,7 +63,7 @@ class Loading:
         self._read()
 
     def take_rests(self, found: MergedScan) -> None:
-        """Take the parts of entries that no rank has taken, if an object accepts them."""
+        """Add the parts of entries that no rank loads to the values of objects that accept additional values."""
         if found.unused:
             raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():
@@ -86,13 +86,13 @@ class Loading:
                 rng.expect_valid(fill(self._found[entries.rng_name(self._asked.ranks.rank)]))
 
     def assign(self) -> seeding.Seeded | None:
-        """Give the objects their values, and read the rest into them; return the generators that were seeded."""
+        """Load the values into the objects, and read the remaining data into them; return the seeded generators."""
         saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None
         own = [name for name in state if name not in self._found]
         new = [name for name in own if self.names.may_miss(name)]
         if (begun := [*new, *self.missing]) and ranks.rank == 0:
-            _log.warning("%s has nothing for %s: started from scratch.", self._chosen.path, listed(begun))
+            _log.warning("%s does not contain %s: started from scratch.", self._chosen.path, listed(begun))
         for name in (each for each in state if each in self._found):
             placing.expect_forms(state, name, self._found[name])
         if ranks.rank == 0:
@@ -116,16 +116,16 @@ class Loading:
         if self._seeding is None:
             try:
                 rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
-            except CheckpointError as error:  # if a checkpoint is read once; otherwise :meth:`_read` has raised it
+            except CheckpointError as error:  # only with ``once``; otherwise :meth:`_read` checks the generators
                 raise CheckpointError(placing.changed_in_part(error)) from error
             return None
         saved = {each: fill(self._found[name]) for each, name in self._sources.items()}
         seeded = self._seeding.apply(state, self._found, saved)
         if rank is None and ranks.rank == 0:
             own = [name for name in own if name not in new and name not in seeded.anew]
-            more = f"; {', '.join(own)} (each rank's own) stay as the program made them" if own else ""
-            by = f"of {saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "of plain torch"
+            more = f"; {', '.join(own)} (saved per rank) keep the values of the program" if own else ""
+            by = f"{saved_size} rank{'s' * (saved_size > 1)}" if saved_size else "plain torch"
             seed = "the checkpoint" if saved_size else "the seed of the program"
-            text = "%s is %s: random numbers do not continue; they are seeded from %s, the step and the rank%s."
+            text = "%s was saved by %s: random numbers do not continue; they are seeded from %s, step and rank%s."
             _log.warning(text, self._chosen.path, by, seed, more)
         return seeded

@@ -1,7 +1,7 @@
-"""Where saved values go: gives the entries of a checkpoint to the caller's objects and values.
+"""Loads the entries of a checkpoint into the objects and values of the program.
 
-:func:`find` selects the leaves that each object takes, which are not read yet; :func:`pair_live` gives the leaves the
-tensors to read into; :func:`assign` loads them. An entry that does not match is refused before anything is read.
+:func:`find` selects the leaves (saved tensors and values) for each object, :func:`pair_live` pairs them with the
+tensors to read into, and :func:`assign` loads them. An entry that does not match is rejected before anything is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stagereg.errors import CheckpointError, MissingEntryError, listed, nearest,
 
 _log = logging.getLogger(__name__)
 
-# Hooks that copy nothing: parameters are shards and own their memory; lazy ones get their shape.
+# Modules of load hooks that copy no values: FSDP2's parameters are shards already, and lazy parameters get their shape.
 _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
 _RANKS_OWN = re.compile(r"\.rank\d+$")
 _MORE_GROUPS = (
@@ -49,7 +49,7 @@ _MORE_GROUPS = (
 
 
 def refusal(name: str, why: str) -> str:
-    """Return the message about an entry that does not match, with advice."""
+    """Return the error message, with advice, for an entry that an object does not accept."""
     return (
         f"{name!r} does not accept its saved state: {why.rstrip('.')}. If the checkpoint is of "
         f"another model, use another directory, {option('checkpoint.dir', 'PATH')}, or start from scratch "
@@ -58,7 +58,7 @@ def refusal(name: str, why: str) -> str:
 
 
 def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
-    """Return the message about an object that refused its state after the objects ``changed`` had taken theirs."""
+    """Return the error message for an object that rejected its state after the objects ``changed`` were loaded."""
     others = [each for each in changed if each != name]
     more = f" Objects that were restored before it have changed: {listed(others)}." if others else ""
     return (
@@ -68,7 +68,7 @@ def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
 
 
 def changed_in_part(error: Exception) -> str:
-    """Return the message about a restore that failed while objects were taking values."""
+    """Return the error message for a restore that failed while values were loaded into objects."""
     return (
         f"{error}. The objects have changed in part. Do not train with them: restore another checkpoint, or start the "
         "program again"
@@ -76,28 +76,29 @@ def changed_in_part(error: Exception) -> str:
 
 
 def from_scratch(name: str) -> str:
-    """Return the advice if nothing was saved for an entry."""
+    """Return the advice for an entry that the checkpoint does not have."""
     return f"To begin {name!r} alone from scratch, add {option('checkpoint.restore.allow_missing', [name])}"
 
 
 def find(
     files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name_map: NameMap
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the structures that the objects and values of a state take. Each rank on its own.
+    """Return the saved structures for the objects and values of a state. Not collective.
 
     ``name_map`` has the renamed names, and the names that may be missing. If the checkpoint was saved without this
     rank, values that only this rank had may be missing.
 
     Returns:
-        By name the argument of :func:`assign`, with leaves that are not read yet; under :func:`.rng_name` the random
-        number generators of this rank, if equally many ranks saved. And by name the parameters that this rank skips.
+        First the structures by name, with unread leaves, for :func:`assign`. If the world size is the same, they
+        include this rank's random number generators, named by :func:`.rng_name`. Second, by entry, the parameters that
+        this rank does not load.
 
     Raises:
-        CheckpointError: an entry is missing or of another kind; modules and optimizers do not accept it; or a data
+        CheckpointError: an entry is missing or of another kind; a module or optimizer does not accept it; or a data
             loader's state was saved with another world size.
     """
     state, size = asked.state, chosen.manifest.world_size
-    rank = asked.ranks.rank if size == asked.ranks.size else None  # in the checkpoint
+    rank = asked.ranks.rank if size == asked.ranks.size else None  # this rank in the checkpoint
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
     for name in sorted(state, key=lambda name: not module_state.modules_of(state[name])):
@@ -111,7 +112,7 @@ def find(
                 continue
             structure = _structure(files, name, rank)
             if structure == {} and name_map.may_miss(name):
-                continue  # for example a GradScaler that was disabled
+                continue  # for example the state of a disabled GradScaler
             with _refusing(name):
                 found[name], left[name] = _taken(asked, name, structure, name_map)
         except MissingEntryError:
@@ -135,7 +136,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
-    """Return the names that ``allow_missing`` may have: of entries, and of parameters with and without the entry's."""
+    """Return the names that ``allow_missing`` may have: entries, and parameters with or without the entry's name."""
     found = {*state}
     for name, value in state.items():
         own: set[str] = set()
@@ -148,7 +149,7 @@ def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of saved plain values in a container with objects, if the container does not have them yet."""
+    """Return the names of saved plain values that a container with objects in ``state`` does not have yet."""
     names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
     names = [name for name in names if not _RANKS_OWN.search(name)]
     structures = {name: files.structure(name) for name in names}
@@ -160,14 +161,14 @@ def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
 
 
 def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Add to containers of ``state`` the plain values of ``found`` that they lack, so that these are restored."""
+    """Add the plain values of ``found`` that containers of ``state`` lack, so that they are restored."""
     if isinstance(state, NestedState):
         for name in filter(state.takes, found):
             state.add(name)
 
 
 def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name: str) -> Any | None:
-    """Return the value that this rank takes of a per-rank entry; ``None`` if there is none."""
+    """Return this rank's value of a per-rank entry; ``None`` if it does not exist."""
 
     def of(rank: int) -> Any:
         own = entries.rank_name(name, rank)
@@ -184,9 +185,9 @@ def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name
         return None
     raise CheckpointError(
         f"{name!r} is the state of a data loader that each of {saved_size} ranks saved, and the world size is "
-        f"now {size}: a {type(value).__name__} can only resume with as many ranks. Start {saved_size} ranks; or start "
-        f"its data from the first sample with stagereg.per_rank({name}). A stagereg.data.ResumableSampler resumes with "
-        "any number of ranks."
+        f"now {size}: a {type(value).__name__} can resume only with the same world size. Start {saved_size} ranks, or "
+        f"start its data from the first sample with stagereg.per_rank({name}). A stagereg.data.ResumableSampler can "
+        "resume with any world size."
     )
 
 
@@ -194,7 +195,7 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     there = files.index.state
     if name in there:
         return files.structure(name, rank)
-    for outer, keys in outer_names(name):  # of a container that was a plain value when it was saved
+    for outer, keys in outer_names(name):  # containers that were saved as plain values
         if outer in there and (inner := find_inside(files.structure(outer, rank), keys)) is not NOTHING:
             return inner
     if entries.rank_name(name, 0) in there:
@@ -205,7 +206,7 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
 
 
 def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) -> tuple[Any, dict[str, Any]]:
-    """Return the part of an entry that this rank takes, and the rest of it."""
+    """Split an entry into the part that this rank loads and the rest."""
     state, value = asked.state, entries.value_of(asked.state, name)
     if modules := module_state.modules_of(value):
         return fits.select_of_modules(name, modules, structure, _are_torchs_own(modules), asked.cast, name_map)
@@ -239,7 +240,7 @@ def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) 
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Give the rest of an entry to a module with its own loading method. Raises: ``CheckpointError`` otherwise."""
+    """Add the rest of an entry for a module with its own loading method. Raises: ``CheckpointError`` for others."""
     modules = module_state.modules_of(state[name])
     if modules and not _are_torchs_own(modules):
         structure.update(rest)
@@ -249,10 +250,10 @@ def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping
 
 
 def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
-    """Give the leaves of a structure the tensors of the object or value that takes it, and return the leaves.
+    """Pair the leaves of a structure with the live tensors of its object or value, and return the leaves.
 
-    A parameter stands for optimizer state that does not exist yet. Tensors are written in place only if torch would
-    do the same. With ``asked.cast`` leaves get the floating-point dtype of these tensors.
+    Optimizer state that does not exist yet is paired with its parameter. Tensors are written in place only if torch
+    would do the same. With ``asked.cast`` leaves get the floating-point dtype of their live tensors.
     """
     state, names, found = asked.state, asked.names, list(marks(structure))
     if name not in state or is_position(entries.value_of(state, name)):
@@ -261,7 +262,7 @@ def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
     modules, optimizers = module_state.modules_of(value), optimizer_state.optimizers_of(value)
     each = [*modules, *optimizers] or [value]
     live = entries.current_value(state, name, names)
-    if modules:  # modules get their extra state as it was saved
+    if modules:  # extra state is not paired: modules load it unchanged
         live = {key: each for key, each in live.items() if not module_state.is_extra_state(key)}
     _pair(structure, live, _are_torchs_own(each), asked.cast)
     for optimizer in optimizers if optimizer_forms.is_by_name(structure) else ():
@@ -277,7 +278,7 @@ def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
 
 
 def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[str, list[Leaf]], list[Leaf]]:
-    """Return the leaves that a restore writes to live tensors: of modules, by entry, and of plain values."""
+    """Return the leaves of modules (by entry) and of plain values that a restore writes to live tensors."""
     modules: dict[str, list[Leaf]] = {}
     plain: list[Leaf] = []
     for name in (name for name in found if name in state):
@@ -298,14 +299,14 @@ def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, 
     if lost:
         _log.warning(
             "stagereg: the state has tensors that %s does not fill: %s. restore() replaces them in their dicts, or "
-            "drops them; a module or a variable that refers to them keeps their values. If they are the weights of a "
+            "drops them, so modules and variables that refer to them keep the old values. If they are the weights of a "
             "module, put the module itself into the state, as in {'model': model}.",
             *(path, listed(lost)),
         )
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
-    """Return the merger of the plain values of ``state``, which have been read. Raises as :func:`.differing`."""
+    """Return the merger for plain values of ``state`` that were read. Raises the error of :func:`.differing`."""
     own = sharing.buffers_of_ranks(state)  # entries that change the memory of their modules
     modules, plain = written(state, {name: each for name, each in found.items() if name not in own})
     exact = {name: _are_torchs_own(module_state.modules_of(entries.value_of(state, name))) for name in modules}
@@ -334,7 +335,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
 
 
 def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
-    """Raise ``CheckpointError`` if a module would round a tensor that was read, to keep its own form."""
+    """Raise ``CheckpointError`` if a module would round a tensor subclass because its own has another form."""
     modules = module_state.modules_of(entries.value_of(state, name))
     for leaf in marks(structure) if modules and _are_torchs_own(modules) else ():
         if leaf.live is None or not (wraps(leaf.value) and wraps(leaf.live)):
@@ -346,7 +347,7 @@ def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
 
 
 def _is_plain(live: torch.Tensor) -> bool:
-    """Whether bytes can be read straight into the memory of a tensor."""
+    """Return whether bytes can be read directly into the memory of a tensor."""
     x = entries.local_part(live)
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
 
@@ -356,7 +357,7 @@ def _are_torchs_own(values: Iterable[Any]) -> bool:
 
 
 def _is_torchs_own(value: Any) -> bool:
-    """Whether the state of an object consists of its tensors, and loading only copies into them."""
+    """Return whether the state of an object consists of its tensors, and loading only copies into them."""
     if isinstance(value, Optimizer):
         return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
     if isinstance(value, torch.nn.Module):
@@ -379,20 +380,20 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
 def assign(
     asked: RestoreRequest, name: str, structure: Any, merger: sharing.Merger, rank: int | None, missing: Sequence[str]
 ) -> None:
-    """Load one entry, which was read, into ``state[name]``: into the object in place, or instead of the plain value.
+    """Load one entry that was read into ``state[name]``: in place into an object, or as the new plain value.
 
-    ``rank`` is this rank, if equally many ranks saved the entry. ``missing`` names of modules stay as they are.
+    ``rank`` is this rank if the entry was saved with the same world size. Modules keep the values named in ``missing``.
 
     Raises:
-        CheckpointError: a tensor is still on the meta device, where torch loads nothing and raises nothing; or the
-            object has changed the form of a tensor that wraps others. Also any error of the object.
+        CheckpointError: a tensor is still on the meta device, which torch silently ignores; or the object has changed
+            the form of a tensor subclass. Other errors of the object are raised unchanged.
     """
     state, names, value = asked.state, asked.names, entries.value_of(asked.state, name)
     read = [*marks(structure)]
     loaded = fill(structure)
     wrapped = {path: x for path, x in leaves(loaded, name) if wraps(x)}
     if is_position(value):  # reading its state would start the workers of a loader
-        if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # plain torch has one state
+        if isinstance(value, LoadsEveryRank) and isinstance(loaded, list):  # plain torch saves one state for all ranks
             value.load_state_dicts(loaded, rank)
         else:
             value.load_state_dict(loaded)
@@ -414,8 +415,8 @@ def assign(
     keeps = bool(optimizer_state.optimizers_of(value)) or _are_torchs_own(modules)
     for path, x in leaves(entries.current_value(state, name, names), name):
         if keeps and path in wrapped and not same_bits(x, wrapped[path]):
-            kinds = f"{form_of(wrapped[path])}, and it has {form_of(x)} now"
-            raise CheckpointError(f"{path!r} was loaded with other bytes than were saved: it was {kinds}")
+            kinds = f"expected {form_of(wrapped[path])}, got {form_of(x)}"
+            raise CheckpointError(f"{path!r} does not have the saved bytes after it was loaded: {kinds}")
         shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
             raise CheckpointError(

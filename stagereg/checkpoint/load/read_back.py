@@ -1,8 +1,8 @@
 """Reads the first save of a storage back before the checkpoint is committed, as a restore would read the checkpoint.
 
-A storage of another package may write files that its own reader cannot read, or reads as other values. Without this
-check, a run would detect that only when it needs the checkpoint. Rank 0 compares the metadata of all entries, and the
-bytes of some entries with the CRC-32 of the values that each rank gave to the storage.
+A storage of another package may write files that its own reader cannot read, or reads as different values. Without this
+check, a run would detect that only when it needs the checkpoint. Rank 0 checks the metadata of all entries. It also
+compares the bytes of some entries with the CRC-32 of the values that each rank passed to the storage.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _UNREAD = 0xA5
 def read_back(
     storage: Storage, path: str, index: bytes, sizes: Mapping[str, int], written: Mapping[Written, int]
 ) -> None:
-    """Raise ``CheckpointError`` if ``storage`` does not read the values that it was given.
+    """Raise ``CheckpointError`` if ``storage`` does not read back the values that it wrote.
 
     Args:
         storage: the storage that wrote the files.
         path: directory of the files, which are not committed yet.
         index: the content of the index.
-        sizes: of the files, by name.
+        sizes: sizes of the files, by name.
         written: the CRC-32 values that the ranks computed.
     """
     reads = getattr(storage, "wraps", None) or storage
     with _Files(path, Index.loads(index, sizes), reads) as files:
-        entries = sorted(files.index.state, key=lambda name: name.startswith("stagereg."))  # the user's first
+        entries = sorted(files.index.state, key=lambda name: name.startswith("stagereg."))  # the user's entries first
         leaves = [leaf for name in entries for leaf in marks(files.structure(name))]
         try:
             elsewhere = [leaf for leaf in leaves if leaf.stored.chunks is None]
@@ -48,20 +48,20 @@ def read_back(
         except _NotReadError as error:
             name = name_of(storage) if reads is storage else type(storage).__qualname__
             raise CheckpointError(
-                f"the storage {name!r} does not read back the values that it wrote: {error}. Nothing was committed: "
-                "the first save of a storage of another package is read back before its commit. Test the "
-                f"storage with stagereg.testing.StorageContract, or use {choice('storage', 'dcp')} of stagereg"
+                f"the storage {name!r} does not read back the values that it wrote: {error}. Nothing was committed, "
+                "because stagereg checks the first save of another package's storage. Test the "
+                f"storage with stagereg.testing.StorageContract, or use stagereg's {choice('storage', 'dcp')}"
             ) from error.__cause__
 
 
 class _NotReadError(Exception):
-    """The name of an entry, and its difference."""
+    """An entry does not read back as it was written; the message has the name of the entry and the difference."""
 
 
 class _Files(CheckpointFiles):
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         for x in wanted.values():
-            if isinstance(x, torch.Tensor):  # new memory may hold the same bytes that a reader leaves out
+            if isinstance(x, torch.Tensor):  # bytes that are not read must not match by chance
                 torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage()).fill_(_UNREAD)
         super()._read_elsewhere(wanted)
 
@@ -113,7 +113,7 @@ def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Map
 
 
 def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf], error: Exception) -> _NotReadError:
-    """Return the error that names the first leaf that cannot be read alone; the last leaf if each of them can."""
+    """Return an error with the name of the first leaf that cannot be read alone, or of the last leaf if all can."""
     for leaf in leaves:
         try:
             files.read([leaf])

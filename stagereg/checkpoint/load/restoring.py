@@ -1,9 +1,9 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
 Rank 0 lists the candidates of all sources. The ranks restore the first candidate that has no rejection and no corrupt
-file. Each rank reads its portion of the files (of the files of its machine, if each machine has its own disk) and
-compares the content with the manifest. A file that cannot be accessed is an error, not corruption. Every rank opens and
-reads the entries that do not go straight into a live tensor; then the ranks agree, and no object changes before that.
+file. The ranks that see the same files divide the files between them, and compare the content with the manifest. A file
+that cannot be accessed is an error, not corruption. Every rank then reads the entries that are not read directly into
+live tensors. No object changes before the ranks have agreed that all of them can load.
 
 From an object store or a network file system one rank reads each byte, and checks it while reading
 (:class:`.SharedReader`), so objects may have changed in part when corruption is found. The next candidate then
@@ -37,21 +37,21 @@ def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Calla
     """Load the checkpoint that ``asked.resume`` names into the objects and values of ``asked.state``. Collective.
 
     With ``"auto"`` a corrupt checkpoint is skipped, with a warning, before any object changes; with ``read="once"`` the
-    next candidate overwrites the changes of the corrupt one.
+    next candidate overwrites all values from the corrupt one.
 
     Args:
         asked: the checkpoint, state and options.
         own: the extensions of the checkpointer; all installed extensions that need no options are called before them.
-        ready: called first, on each rank; an exception of one rank keeps all ranks from restoring.
+        ready: called first, on each rank. If it raises an exception on one rank, no rank restores.
 
     Returns:
         The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is no checkpoint.
 
     Raises:
         CheckpointError: on all ranks: the checkpoint is missing or corrupt; ``"auto"`` found no valid checkpoint;
-            objects of some rank refuse the state; or reading failed after the check, and objects have changed in part.
+            an object of some rank rejects the state; or reading failed after objects had changed in part.
     """
-    announce_write()  # also into the memory of an unfinished staged copy
+    announce_write()  # an unfinished staged copy may still read this memory
     run = _Restore(asked, [*installed(), *own])
     try:
         return run.restore(ready)
@@ -68,13 +68,13 @@ def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Calla
 
 
 def installed() -> Iterator[RestoreExtension]:
-    """Yield the restore extensions that the installed extensions list in ``EXTENSIONS`` of their ``restoring``."""
+    """Yield the restore extensions that installed extensions list in ``EXTENSIONS`` of their module ``restoring``."""
     for module in providers("restoring"):
         yield from (extension() for extension in module.EXTENSIONS)
 
 
 class _Report(NamedTuple):
-    """The message of one rank: the candidates (rank 0), whether all machines see the files, and the rank's seed."""
+    """The message of one rank: candidates (rank 0), machine, whether all machines see the same files, and seeds."""
 
     listed: list[Candidate]
     machine: str
@@ -92,7 +92,7 @@ class _Agreed(NamedTuple):
 
 
 class _Restore:
-    """One restore on all ranks; ``touched`` has the paths of candidates that objects have taken in part."""
+    """One restore on all ranks; ``touched`` lists the paths of candidates whose values may be in objects."""
 
     def __init__(self, asked: RestoreRequest, extensions: Sequence[RestoreExtension]) -> None:
         self.asked, self.extensions = asked, extensions
@@ -129,7 +129,7 @@ class _Restore:
         raise choosing.nothing_good(root, passed) if skips else choosing.not_that_one(asked.resume, passed[0])
 
     def _sources(self) -> list[CheckpointSource]:
-        """Return the sources in the order in which they list; the source that claims a path reads the path."""
+        """Return the sources in the order of listing, or only the source that claims the path in ``resume``."""
         every = [StoreSource(self.asked), *(each for one in self.extensions for each in one.sources(self.asked))]
         claiming = [each for each in every if self.asked.is_path and each.claims(self.asked.resume)]
         return claiming or every
@@ -173,7 +173,7 @@ class _Restore:
 
 
 class _Attempt:
-    """The restore of one candidate, on all ranks. Nothing has changed until its path is in ``touched``."""
+    """The restore of one candidate, on all ranks. Its path is in ``touched`` before a shared read changes objects."""
 
     def __init__(
         self, run: _Restore, chosen: Checkpoint, candidate: Candidate, source: CheckpointSource, agreed: _Agreed
@@ -181,12 +181,12 @@ class _Attempt:
         self._run, self._chosen, self._candidate, self._source = run, chosen, candidate, source
         self._machines, self._asked, self._ranks = agreed.machines, run.asked, run.asked.ranks
         self._shared = self._shared_reader(agreed.shared)
-        # A shared reader checks each byte as it reads, so the files are not read before.
+        # A shared reader checks each byte while it reads, so the files are not checked before.
         self._checks = self._asked.verify == "full" and self._shared is None
         self._failing = f"{chosen.path} could not be restored"
         touched = bool(run.touched)
         self._loading = Loading(chosen, self._asked, self._shared is not None, agreed.twins, touched)
-        self._failure: Exception | None = None  # of this rank; raised only after all ranks know the corrupt files
+        self._failure: Exception | None = None  # the error of this rank, raised after all ranks know the corrupt files
 
     def _shared_reader(self, shared: bool) -> SharedReader | None:
         read = self._asked.read
@@ -207,7 +207,7 @@ class _Attempt:
                     return damages
                 failed = self._failure is not None
             if failed:
-                # An unreadable entry may be corrupt: then the candidate is skipped, and there is no error.
+                # An unreadable entry may be corrupt. The candidate is then skipped, and no error is raised.
                 if damages := self._exchange(self._check)[1]:
                     return damages
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
@@ -238,7 +238,7 @@ class _Attempt:
         return found, found.wrong
 
     def _check(self) -> ScanResult:
-        """Read this rank's portion of the files that the ranks of its machine see."""
+        """Check this rank's portion of the files that its machine sees."""
         [own] = [machine for machine in self._machines if self._ranks.rank in machine]
         found = self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
         corrupt = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
@@ -264,7 +264,7 @@ class _Attempt:
             return None
 
     def _take_rests(self, found: MergedScan) -> bool:
-        """Give objects the entries that no rank takes; return whether that failed on some rank."""
+        """Add the values that no rank loads to objects that accept them; return whether that failed on a rank."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
             return False
@@ -275,7 +275,7 @@ class _Attempt:
         return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
 
     def _read_once(self, reader: SharedReader) -> Mapping[str, str]:
-        """Read each byte on one rank, which checks it, into the objects of all; return the corrupt files."""
+        """Read and check each byte on one rank, for the objects of all ranks; return the corrupt files."""
         loading, full = self._loading, self._asked.verify == "full"
         try:
             read = reader.begin(self._chosen, loading.files, loading.transfer, self._ranks, full)

@@ -1,9 +1,9 @@
-"""Seed the random number generators that a checkpoint does not have: a failed rank's, or with another world size.
+"""Seeds the random number generators of a rank that had failed, or of all ranks after a change of the world size.
 
-A generator that stays as the program began it repeats the random numbers of step 0. So it is seeded from the state that
+Without a new seed, such a generator would repeat the random numbers of step 0. The seed is computed from the state that
 another rank has saved, the step and the rank. Some programs seed ranks identically on purpose, for example ranks that
-must drop the same activations. Such ranks are *twins*, and stay twins: a failed rank takes the generator state of a
-surviving twin, and with another world size the ranks that are twins before the restore get the same seed.
+must drop the same activations. Such ranks are *twins*, and remain twins: a failed rank takes the generator state of a
+surviving twin; with another world size, ranks that are twins before the restore get the same seed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OF_RANK = entries.rng_name(0)[:-1]  # prefix of the names of generator entries
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the seed of each generator of this process, and of each generator in ``state``, whose name gets a dot."""
+    """Return the seed of each generator of this process, and of each generator in ``state``, with a dot in its name."""
     return rng.seeds() | {f".{name}": each.seed for name, each in _generators(state)}
 
 
 def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return by generator, for each rank, the lowest of its twins; ``seeds`` is from :func:`seeds_of`, by rank."""
+    """Return, for each generator, the lowest twin of each rank; ``seeds`` lists the :func:`seeds_of` of each rank."""
     found: dict[str, list[int]] = {}
     for name in set().union(*seeds):
         first: dict[str, int] = {}
@@ -37,7 +37,7 @@ def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 class Seeded(NamedTuple):
-    """The names of the seeded generators, and of those that took the state of a twin, by its rank."""
+    """The names of newly seeded generators, and of generators with the state of a twin, by the twin's rank."""
 
     anew: list[str]
     taken: dict[int, list[str]]
@@ -50,7 +50,7 @@ class Seeded(NamedTuple):
 
 
 class Seeding:
-    """Seeds the generators of this rank, if a checkpoint lacks them; ``twins`` is from :func:`lowest_twins`."""
+    """Seeds the generators that a checkpoint lacks on this rank; ``twins`` is the result of :func:`lowest_twins`."""
 
     def __init__(self, manifest: Manifest, twins: Mapping[str, list[int]], rank: int, size: int) -> None:
         self._lowest_twins, self._rank, self._size, self._step = twins, rank, size, manifest.step
@@ -58,7 +58,7 @@ class Seeding:
         self._saved: list[int] = []  # the ranks whose generators are in the checkpoint
 
     def sources(self, there: Collection[str]) -> list[int]:
-        """Return the ranks whose generators this rank reads; ``there`` has the names of the saved entries."""
+        """Return the ranks whose generators this rank reads; ``there`` are the names of the saved entries."""
         ranks = sorted(int(name[len(_OF_RANK) :]) for name in there if re.fullmatch(f"{_OF_RANK}[0-9]{{1,18}}", name))
         self._saved = [rank for rank in ranks if rank < self._saved_size and entries.rng_name(rank) in there]
         return sorted({*self._saved[:1], *(twin for name in rng.seeds() for twin in self._twins(name))})
@@ -74,9 +74,9 @@ class Seeding:
     def apply(
         self, state: Mapping[str, Any], restored: Collection[str], saved: Mapping[int, Mapping[str, torch.Tensor]]
     ) -> Seeded:
-        """Set the generators of the process and of ``state``; ``saved`` has the states of :meth:`sources`, by rank.
+        """Set the generators of the process and of ``state``; ``saved`` are the states of :meth:`sources`, by rank.
 
-        ``restored`` are the names of the entries of ``state`` that took a saved value.
+        ``restored`` are the names of the entries of ``state`` that were restored.
         """
         seeded, numbers = Seeded([], {}), dict[str, int]()
         found: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ class Seeding:
                 found[name] = states[0]
                 seeded.taken.setdefault(twins[0], []).append(name)
                 continue
-            own = self._rank if states else self._lowest(name)[self._rank]  # ignores twins that differ by now
+            own = self._rank if states else self._lowest(name)[self._rank]  # differing twins get different seeds
             numbers[name] = rng.seed_from(name, _bytes(first, name) or seed, self._step, own)
             seeded.anew.append(name)
         rng.restore(found | rng.seeded(numbers))

@@ -1,7 +1,7 @@
-"""Tensors of a state that share memory in the program: values that differ are not written into one memory.
+"""Handles tensors of a state that share memory in the program, but have different values in the checkpoint.
 
-A new program may begin with ``{"model": model, "best": model.state_dict()}``, and the checkpoint has other values for
-``best``. Modules keep their memory; a plain value gets new memory if another value in its memory differs.
+For example, a program starts with ``{"model": model, "best": model.state_dict()}``, but the saved ``best`` differs from
+``model``. Modules keep their memory; a plain value gets new memory if another value in its memory differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagereg.kernel.state_dict import span_of
 
 
 class _View(NamedTuple):
-    """The bytes of a storage that a live tensor takes, and the leaf that is restored into the tensor."""
+    """The bytes that a live tensor occupies in its storage, and the leaf that is restored into the tensor."""
 
     begin: int
     end: int
@@ -31,7 +31,7 @@ class _View(NamedTuple):
 
 
 def read_apart(leaves: Collection[Leaf]) -> None:
-    """Read leaves whose live tensors share memory into new memory; ``leaves`` are those that a restore writes to."""
+    """Let leaves whose live tensors share memory be read into new memory; ``leaves`` are all leaves to write."""
     users = Counter(entries.memory_of(leaf.live) for leaf in leaves if leaf.live is not None)
     for leaf in leaves:
         leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
@@ -40,11 +40,11 @@ def read_apart(leaves: Collection[Leaf]) -> None:
 def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], plain: Iterable[Leaf]) -> set[int]:
     """Return the ``id`` of each live tensor of a plain value that cannot keep its memory.
 
-    ``modules`` has the leaves of modules by entry, which have been read; ``exact``: whether they load as torch's own
-    modules do.
+    ``modules`` are the leaves of modules, by entry, after they were read. ``exact`` is True for an entry whose modules
+    load as torch's own modules do.
 
     Raises:
-        CheckpointError: two tensors of such modules share memory, and the checkpoint has different values for them.
+        CheckpointError: two tensors of exact modules share memory, and the checkpoint has different values for them.
     """
     refusing = {leaf for name, each in modules.items() if exact[name] for leaf in each}
     owners = dict.fromkeys(leaf for each in modules.values() for leaf in each)
@@ -115,7 +115,7 @@ def _value(view: _View) -> torch.Tensor:
 
 
 def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
-    """Return the entries such as ``per_rank([*model.buffers()])``, which are restored after ``model``."""
+    """Return the per-rank entries with buffers of modules, such as ``per_rank([*model.buffers()])``."""
     modules = (each for name in state for each in module_state.modules_of(entries.value_of(state, name)))
     buffers = {id(buffer) for module in modules for buffer in module.buffers()}
     ranks = {name: each.value for name, each in state.items() if isinstance(each, entries.PerRank)}
@@ -124,7 +124,7 @@ def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
 
 
 class Merger:
-    """Copies values that were read into the tensors and containers of plain values, where shape and dtype match.
+    """Copies values that were read into the tensors and containers of plain values, if shape and dtype match.
 
     Args:
         apart: the result of :func:`differing`.
@@ -132,10 +132,10 @@ class Merger:
 
     def __init__(self, apart: set[int]) -> None:
         self._apart = apart
-        self._met: dict[int, tuple[Any, Any]] = {}  # containers of the program, each with the values that it took
+        self._met: dict[int, tuple[Any, Any]] = {}  # containers of the program with their new values, by id
 
     def merged(self, value: Any, loaded: Any) -> Any:
-        """Return ``loaded``, in the tensors and containers of ``value`` where they match."""
+        """Return ``loaded``, copied into the tensors and containers of ``value`` that match."""
         if value is loaded:
             return value
         if is_config(loaded):

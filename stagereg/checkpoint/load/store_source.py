@@ -1,4 +1,4 @@
-"""The checkpoint directory of a run as a source of restores, or the one checkpoint that ``resume`` names."""
+"""The source of restores for the checkpoint directory of a run, or for one checkpoint that ``resume`` names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreSource(CheckpointSource):
-    """All checkpoints of a directory, or one that ``resume`` names: of this project, with a manifest."""
+    """Lists all checkpoints of a directory, or the checkpoint that ``resume`` names, if they have a manifest."""
 
     name = "store"
 
@@ -64,7 +64,7 @@ class StoreSource(CheckpointSource):
         named = store.retention.pointed()
         complete, damaged = store.checkpoints()
         there = {step_of(each.name) for each in complete} | {step_of(each.name) for each in damaged} | {None}
-        if step_of(named) not in there and store.retention.pointed() == named:  # no run is saving there
+        if step_of(named) not in there and store.retention.pointed() == named:  # unchanged: no run saves there now
             _report_deleted(store.root, named, resume, complete)
         pointed = store.latest()
         found = [VerificationResult(each.path, each.manifest) for each in complete]
@@ -89,15 +89,15 @@ def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint
     instead = f"resumes from {left[0].name}" if left else "starts from scratch"
     if resume == "latest":
         raise CheckpointError(
-            f"{option('checkpoint.resume', 'latest')}, but `latest` in {root} points to {name}, which was deleted or "
-            f"moved. Restore {name}, or use {option('checkpoint.resume', 'auto')}, which {instead}."
+            f"{option('checkpoint.resume', 'latest')} was given, but `latest` in {root} points to {name}, which was "
+            f"deleted or moved. Move {name} back, or use {option('checkpoint.resume', 'auto')}, which {instead}."
         )
     text = "stagereg: `latest` in %s points to %s, which was deleted or moved. The run %s."
     _log.warning(text, root, name, instead)
 
 
 def _is_newer(damaged: VerificationResult, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
-    """Whether a corrupt checkpoint was committed after a complete one, as far as is known."""
+    """Return whether a corrupt checkpoint was committed after a complete one, as far as is known."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
     if damaged.manifest is not None:

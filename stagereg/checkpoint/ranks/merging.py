@@ -2,9 +2,9 @@
 
 Each rank sends digests of its structures (:mod:`.encoding`); rank 0 requests one structure for each digest, except for
 structures that it has from the previous save. Mappings are merged key by key.
-A plain value that differs between ranks, such as a loss, is kept per rank (``per_rank``). In an optimizer that applies
-only to floating-point numbers in its state, such as the last loss of LBFGS: other differences (tensors, counters,
-options of groups) mean that the ranks train different models, and are refused.
+A plain value that differs between ranks, such as a loss, is saved per rank (``per_rank``). In an optimizer this applies
+only to floating-point numbers in its state, such as the last loss of LBFGS. Other differences (tensors, counters,
+options of groups) mean that the ranks train different models, and raise an error.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ T = TypeVar("T", bound=Hashable)
 
 
 def digest(what: object) -> bytes:
-    """Return a value that is equal for two objects only if their texts are equal."""
+    """Return a digest of the text (``repr``) of an object."""
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
 def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tuple[T, bytes], list[int]]:
-    """Return the ranks with equal values under one name, in order, by name and digest."""
+    """Return, for each name and digest, the ranks that have this value, in the given order."""
     found: dict[tuple[T, bytes], list[int]] = {}
     for rank in order:
         for entry in digests[rank].items():
@@ -46,12 +46,12 @@ def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tu
 
 
 class RankEntries:
-    """The values of one rank for the entries of a save. Raises: ``CheckpointError`` if a value is not readable."""
+    """The encoded values of one rank in a save. Raises: ``CheckpointError`` if a value cannot be encoded."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.structures = {name: encode(value, name) for name, value in entries.items()}
-        self.objects = {name for each in self.structures.values() for name in each.objects}  # not possible in JSON
-        # Of the objects in them, and the groups of optimizers.
+        self.objects = {name for each in self.structures.values() for name in each.objects}  # not in JSON
+        # The digest of the names of these objects and of the parameter groups of optimizers.
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(entries)))
 
     def digests(self) -> dict[str, bytes]:
@@ -62,14 +62,14 @@ class RankEntries:
 
 
 class EntryMerger:
-    """On rank 0: merges the values of the ranks in one save.
+    """Merges the values of all ranks in one save. On rank 0.
 
     Args:
         digests: the first message of each rank.
-        order: the ranks, those with precedence first.
+        order: the ranks by descending precedence.
         stale: the ranks that have left their loop.
         before: the structures of the previous save.
-        numbers: the rank in the checkpoint for each of these ranks; the same by default.
+        numbers: the number of each rank in the checkpoint; the rank itself by default.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class EntryMerger:
         before: Structures,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        self.entries: Structures = {}  # the structures of this save, once they are merged
+        self.entries: Structures = {}  # the structures of this save, after the merge
         self._numbers = range(len(digests)) if numbers is None else numbers
         self._digests, self._stale, self._before = digests, stale, before
         self._alike = alike(digests, order)
 
     def ask_ranks(self) -> list[Asked]:
-        """Return the requests to each rank; for replicated structures, only the first rank is asked."""
+        """Return the entries to request from each rank; replicated structures are requested from the first rank."""
         asked: list[Asked] = [[] for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
@@ -94,10 +94,10 @@ class EntryMerger:
         return asked
 
     def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
-        """Return one structure of each entry.
+        """Return the merged structure of each entry.
 
         Raises:
-            CheckpointError: as :func:`merge`; or a rank has sent a structure that does not match its digest.
+            CheckpointError: the errors of :func:`merge`; or a structure does not match its digest.
         """
         parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
         for (name, own), ranks in self._alike.items():
@@ -116,16 +116,16 @@ class EntryMerger:
 
 
 def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:
-    """Return the groups of each optimizer in the structures of a state: their parameters, by the first one's name."""
+    """Return the parameter groups of each optimizer in a state, by the name of each group's first parameter."""
     trees = {name: json.loads(encoded.text) for name, encoded in state.items()}
     groups = {name: _groups(tree) for name, tree in trees.items() if _is_optimizer(tree)}
     return {name: {first: group["value"]["params"] for first, group in each.items()} for name, each in groups.items()}
 
 
 def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
-    """Return one structure from the structures of ranks for the entry ``name``, each with its ranks.
+    """Merge the structures of the entry ``name``; each comes with its ranks.
 
-    Ranks without a value do not remove values of others; for example ranks that have left their loop.
+    An empty list of ranks marks a structure of ranks that have left their loop: it adds values, but replaces none.
 
     Raises:
         CheckpointError: ranks have different kinds of values at one place, or different states of one optimizer.
@@ -178,7 +178,7 @@ def _merge(
 
 
 def _is_real(tree: Any) -> bool:
-    """Whether a value is a floating-point number, or a list of them."""
+    """Return whether a value is a floating-point number, or a list of floating-point numbers."""
     if type(tree) is list:
         return bool(tree) and all(map(_is_real, tree))
     if type(tree) is not dict or not tree:
@@ -189,7 +189,7 @@ def _is_real(tree: Any) -> bool:
 
 
 def _items(tree: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return keys and items of a mapping by the keys' text; ``None`` if the value is not a mapping."""
+    """Return the keys and items of a mapping, by the text of the key; ``None`` if the value is not a mapping."""
     if type(tree) is not dict or not tree or tree["type"] == PER_RANK:
         return None
     value = tree["value"]
@@ -226,14 +226,14 @@ def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
 
 
 def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
-    """Merge the parameters of a group that both ranks have: each may have some alone, such as experts."""
+    """Merge the parameters of groups that both ranks have; each rank may have its own, such as experts."""
     for first in ones.keys() & others.keys():
         one, other = ones[first]["value"], others[first]["value"]
         one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
 
 
 def _may_differ(path: str, is_real: bool) -> bool:
-    """Whether ranks may differ in a value of an optimizer: a note, or a number of the state that is not a counter."""
+    """Return whether a value of an optimizer may differ between ranks: tensor metadata, or a float except counters."""
     section, _, rest = path.partition(".")
     if section == "tensors" or not is_real:
         return section == "tensors"
@@ -245,15 +245,14 @@ def _expect_one_optimizer(name: str, tree: Any, differing: _Differing) -> None:
     wrong = [path for path, is_real in differing if not _may_differ(path.removeprefix(f"{name}."), is_real)]
     if wrong:
         raise RankMismatchError(
-            f"{wrong[0]!r} is not the same on all ranks, so they do not train one model: give all ranks the same "
-            "groups of parameters and options. If each rank trains its own model, save the models under different "
-            "names."
+            f"{wrong[0]!r} is not the same on all ranks, so they do not train the same model. Use the same parameter "
+            "groups and options on all ranks. If each rank trains its own model, save the models under different names."
         )
     group_of: dict[str, str] = {}
     for first, group in _groups(tree).items():
         for param in group["value"]["params"]:
             if group_of.setdefault(param, first) != first:
                 raise RankMismatchError(
-                    f"Ranks have {param!r} of {name!r} in different groups of parameters: {group_of[param]!r} and "
-                    f"{first!r}. Make the same groups on all ranks."
+                    f"Ranks have {param!r} of {name!r} in different parameter groups: {group_of[param]!r} and "
+                    f"{first!r}. Create the same parameter groups on all ranks."
                 )

@@ -1,16 +1,15 @@
 """The ranks that save and restore together, and the exchanges between them.
 
-An exchange follows each action that can fail on one rank alone, so that all ranks raise together, with the failed rank
-and the reason, and none waits for another that has raised. The exchanges use their own gloo group: they never mix with
-the collectives of training, and one thread at a time uses the group.
+After each action that can fail on a single rank, the ranks exchange the result. So all ranks raise the error together,
+with the failed rank and the reason, and no rank waits for a rank that has raised. The exchanges use their own gloo
+group, separate from the collectives of training, and only one thread at a time uses the group.
 
-Gloo aborts a group permanently when one operation takes too long. So the group has a timeout of days, and each exchange
-has its own limit, or none: a rank whose storage hangs keeps the others waiting, and when it returns, all ranks continue
-together.
+Gloo aborts a group permanently if one operation takes too long. So the group has a timeout of 30 days, and an exchange
+has its own limit or none. If the storage of a rank hangs, the others wait, and all continue together when it returns.
 
-A rank that dies closes its connections. The first rank that detects that records the failed ranks in the rendezvous
-store, and closes its own connections: so all ranks raise at once, with the same message. A rank that waits long records
-that in the store, so that after the timeout the missing ranks are known.
+When a rank dies, its connections close. The first rank that detects this records the failed ranks in the rendezvous
+store, and closes its own connections, so that all ranks raise the same error. A rank that waits long records that in
+the store, so that the missing ranks are known after the timeout.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ _TOGETHER_S = 120.0  # seconds within which all ranks must construct their group
 _TURN_S = 1.0  # seconds until a rank records in the store that it waits
 _ANSWER_S = 2.0  # timeout of a call to the store, in seconds
 _TAG = 0x90E5  # tag of a message that is never received
-_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # first bytes of a message and of its length, sent first
-_SHOWN = 4  # ranks whose errors a message has
+_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # sizes of a message's beginning and of its length, sent first
+_SHOWN = 4  # maximum number of ranks' errors in a message
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return the cause of an error if the cause's message has all of the text of ``error``."""
+    """Return the exception to chain: the cause of a ``CheckpointError``, whose text the new error repeats, or it."""
     return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
 def _listed(errors: Mapping[int, BaseException]) -> str:
-    """Return the error of each rank; ranks with equal errors are named together."""
+    """List the errors of the ranks; ranks with equal errors are listed together."""
     alike: dict[str, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault(reason(error), []).append(rank)
-        # The rank that has found a mismatch is not at fault.
+    # A rank that has detected a mismatch is not at fault, so the text does not name it.
     blameless = {reason(error) for error in errors.values() if isinstance(error, RankMismatchError)}
     texts = [text if text in blameless else f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
@@ -70,7 +69,7 @@ def _listed(errors: Mapping[int, BaseException]) -> str:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error that can be sent to another rank or process: itself, or a ``RuntimeError`` with its text."""
+    """Return ``error`` if another process can unpickle it, otherwise a ``RuntimeError`` with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -79,7 +78,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
-    """Run ``act`` on this rank; return its message to rank 0, and its error: the other ranks wait in any case."""
+    """Run ``act``; return the message for rank 0, and the error, which is not raised because other ranks wait."""
     try:
         return pickle.dumps((act(), None)), None
     except BaseException as error:
@@ -89,14 +88,14 @@ def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
 def _answer(
     posts: Sequence[bytes], answer: Callable[[list[T]], Sequence[U]]
 ) -> tuple[list[bytes], BaseException | None]:
-    """Return the messages of rank 0 to each rank for their posts, and the error of ``answer``."""
+    """Return the messages of rank 0 to each rank, and the error of ``answer``, if any."""
     failure: BaseException | None = None
     try:
         values, found = zip(*map(pickle.loads, posts), strict=True)
         errors = {rank: error for rank, error in enumerate(found) if error is not None}
         if not errors:
             answers = answer(list(values))
-            packed = {id(each): each for each in answers}  # equal objects are pickled once
+            packed = {id(each): each for each in answers}  # each object is pickled only once
             messages = {key: pickle.dumps((each, {})) for key, each in packed.items()}
             return [messages[id(each)] for each in answers], None
     except BaseException as error:
@@ -109,32 +108,33 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _head(data: bytes = b"") -> torch.Tensor:
-    """Return the length of a message and its beginning; few messages are longer."""
+    """Return the length and the beginning of a message; most messages fit into it."""
     head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_HEAD_BYTES]
     return _as_tensor(head.ljust(_LENGTH_BYTES + _HEAD_BYTES))
 
 
 def _read_head(head: torch.Tensor) -> tuple[bytes, int]:
-    """Return the beginning of a message, and the length of all of it."""
+    """Return the beginning of a message, and the length of the message."""
     data = bytes(view_of(head))
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES:][:length], length
 
 
 class RankGroup:
-    """The ranks that save together; a process alone if ``torch.distributed`` is not initialised.
+    """The ranks that save together; a single process if ``torch.distributed`` is not initialised.
 
-    Constructing is collective: every rank constructs the group, in the same order as its other groups. ``timeout`` is
-    for the exchanges without their own limit, at least half an hour.
+    Constructing is collective: all ranks construct their groups in the same order. ``timeout`` is the limit of
+    exchanges
+    without their own limit, and is at least half an hour.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # of exchanges without their own limit
+        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # limit of exchanges without their own
         self.rank, self.size = 0, 1
-        self.numbers: Sequence[int] = range(1)  # the rank in the checkpoint for each of these ranks
+        self.numbers: Sequence[int] = range(1)  # the number of each rank in the checkpoint
         self._store: Any = None
         self._why = ""  # why the ranks cannot continue
         if not (dist.is_available() and dist.is_initialized()):
@@ -162,7 +162,7 @@ class RankGroup:
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
             there = [each for each in range(size) if store.check([str(each)])]
             missing = name_ranks([each for each in range(size) if each not in there])
-            text = f"{name_ranks(there)} made a Checkpointer, {missing} did not: make it on all ranks."
+            text = f"{name_ranks(there)} constructed a Checkpointer, but {missing} did not. Construct it on all ranks."
             if not warned and rank == there[0]:
                 _log.warning("stagereg: %s", text)
             warned = True
@@ -178,7 +178,7 @@ class RankGroup:
         return found
 
     def check_still_all(self) -> None:
-        """Raise ``CheckpointError`` if the process group was initialised after a process alone constructed this."""
+        """Raise ``CheckpointError`` if ``torch.distributed`` was initialised after the construction of this object."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError("The Checkpointer was constructed before init_process_group. Construct it after.")
 
@@ -191,9 +191,9 @@ class RankGroup:
         return self.numbers[self.rank]
 
     def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
-        """Begin to find the greatest of each value among all ranks. Collective.
+        """Begin to compute the maximum of each value over all ranks. Collective.
 
-        Returns a function that waits for the results, at most the given seconds, and raises ``CheckpointError`` if they
+        Returns a function that waits at most the given seconds for the results. It raises ``CheckpointError`` if they
         do not arrive in time.
         """
         greatest = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -208,7 +208,7 @@ class RankGroup:
                 except RuntimeError as error:
                     if seconds is None or not is_timeout(error):
                         raise
-                    # A slow rank still takes part, and then the ranks save together as before.
+                    # The all-reduce continues, so the ranks save together again once the slow rank takes part.
                     raise CheckpointError(f"The ranks could not agree on a step in {limit}: {reason(error)}") from error
             found: list[float] = greatest.tolist()
             return found
@@ -216,9 +216,9 @@ class RankGroup:
         return wait
 
     def any(self, failing: str, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank; waits as long as the others live. Collective.
+        """Return whether ``flag`` is set on any rank; waits as long as the other ranks are alive. Collective.
 
-        ``failing`` and the errors are those of :meth:`round_trip`.
+        See :meth:`round_trip` for ``failing`` and the errors.
         """
         if self.size == 1:
             return flag
@@ -230,7 +230,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def explaining(self, failing: str) -> Iterator[None]:
-        """Use the group inside. Raises ``CheckpointError``, soon on all ranks, naming failed or missing ranks."""
+        """Raise ``CheckpointError`` with the failed or missing ranks, on all ranks, if the group fails inside."""
         began = time.monotonic()
         try:
             yield
@@ -245,7 +245,7 @@ class RankGroup:
             raise CheckpointError(f"{failing}: {self._why}") from error
 
     def wait(self, work: Any, limit: datetime.timedelta) -> None:
-        """Wait for a collective; not for a message, which would end the connections at the turn. Raises as torch."""
+        """Wait for a collective. Not for messages: their timeout closes connections. Raises the errors of torch."""
         key, ends, waits = f"waits/{self.rank}", time.monotonic() + limit.total_seconds(), False
         while not work.is_completed():
             turn = max(min(_TURN_S, ends - time.monotonic()), 0.001)
@@ -262,7 +262,7 @@ class RankGroup:
             self._ask(lambda: self._store.delete_key(key))
 
     def end(self, why: str) -> None:
-        """Make every exchange fail with ``why``, including those under way; does not contact other ranks or the store.
+        """Make every exchange fail with ``why``, also a running one, without contact to other ranks or the store.
 
         Any thread; not collective.
         """
@@ -271,7 +271,7 @@ class RankGroup:
             abort(self.group)
 
     def _gone(self, error: RuntimeError) -> str:
-        """Return which ranks have lost their connection to this rank."""
+        """Return a sentence about the ranks that are no longer connected to this rank."""
         gone = []
         for rank in range(self.size):
             try:
@@ -282,9 +282,9 @@ class RankGroup:
                 gone.append(rank)
         if not gone:
             return reason(error)
-        if self._ask(lambda: str(self._store.check(["failure"]))) is None:  # the first rank had it; others end for that
+        if self._ask(lambda: str(self._store.check(["failure"]))) is None:  # the first rank hosted the store
             gone = gone[:1]
-        return f"{name_ranks(gone)} ended, or the connection was lost: check the end of the output there."
+        return f"{name_ranks(gone)} terminated, or the connection was lost: check the end of the output there."
 
     def _missing(self, seconds: float) -> str:
 
@@ -296,7 +296,7 @@ class RankGroup:
         return f"{who} did not reach this exchange within {seconds:.3g} s, and may hang: check the output there."
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """Return the answer of the store; ``None`` if the store is gone or does not answer soon (a frozen process)."""
+        """Return the result of a call to the store; ``None`` if the store is gone or does not respond (frozen host)."""
         answer: Future[T | None] = Future()
 
         def ask() -> None:
@@ -314,7 +314,7 @@ class RankGroup:
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Run ``act`` on every rank, and return the results in rank order. Collective.
 
-        Raises as :meth:`round_trip`, and ``CheckpointError`` if the other ranks do not take part in time.
+        Raises the errors of :meth:`round_trip`, and ``CheckpointError`` if the other ranks do not take part in time.
         """
         return self.round_trip(failing, act, lambda values: [values] * self.size, self.limit)
 
@@ -332,15 +332,15 @@ class RankGroup:
             act: the action of this rank; must not be collective itself.
             answer: called on rank 0 if no rank has failed, with the results of ``act`` in rank order; returns an answer
                 for each rank.
-            limit: how long to wait for the others; ``None`` for as long as they live.
+            limit: how long to wait for the other ranks; ``None``: as long as they are alive.
 
         Returns:
             The answer for this rank.
 
         Raises:
-            CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
-                of them, otherwise to the first one's; an error of ``answer`` is an error of rank 0.
-            BaseException: on the rank that raised one that is not an ``Exception``; the others raise for it.
+            CheckpointError: on every rank, with the failed ranks and their errors. The cause is this rank's error or,
+                without one, the error of the first failed rank. An error of ``answer`` counts as an error of rank 0.
+            BaseException: ``act`` or ``answer`` raised it, and it is not an ``Exception``; only on that rank.
         """
         if self.size == 1:
             try:
@@ -349,7 +349,7 @@ class RankGroup:
                 raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
         post, failure = _post(act)
         self._expect_initialized(failing)
-        # Sent as bytes: an object that cannot be pickled or read on one rank must not keep it from the exchange.
+        # Messages are bytes, so that a rank takes part even if it cannot pickle or unpickle an object.
         with self.explaining(failing):
             posts = self._collect(post, limit or _PATIENCE)
         answers: list[bytes] = []
@@ -359,7 +359,7 @@ class RankGroup:
         with self.explaining(failing):
             answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
         if failure is not None:
-            errors[self.rank] = failure  # with its cause
+            errors[self.rank] = failure  # the original, with its cause
             if not isinstance(failure, Exception):
                 raise failure
         if errors:
@@ -374,7 +374,7 @@ class RankGroup:
             )
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:
-        """Return on rank 0 the posts of all; torch's ``gather_object`` would fill up each to the longest."""
+        """Return the messages of all ranks on rank 0; torch's ``gather_object`` would pad each to the longest."""
         heads = [_head() for _ in range(self.size)] if self.rank == 0 else None
         self.wait(dist.gather(_head(post), heads, group=self.group, group_dst=0, async_op=True), limit)
         if heads is None:
@@ -383,7 +383,7 @@ class RankGroup:
         return [post, *self._receive(list(enumerate(heads))[1:])]
 
     def _hand_out(self, answers: Sequence[bytes], limit: datetime.timedelta) -> bytes:
-        """Return on each rank its answer; rank 0 has all of them."""
+        """Send each rank its answer from rank 0, and return the answer of this rank."""
         head, heads = _head(), [_head(each) for each in answers]
         self.wait(dist.scatter(head, heads or None, group=self.group, group_src=0, async_op=True), limit)
         if self.rank == 0:
@@ -392,13 +392,13 @@ class RankGroup:
         return self._receive([(0, head)])[0]
 
     def _send(self, messages: Sequence[tuple[int, bytes]]) -> None:
-        """Send the rest of messages that are longer than their heads, each to its rank."""
+        """Send the remaining bytes of messages that are longer than their heads."""
         rests = [(rank, _as_tensor(data[_HEAD_BYTES:])) for rank, data in messages if len(data) > _HEAD_BYTES]
         for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in rests]:
             cast("dist.Work", work).wait(self.limit)
 
     def _receive(self, heads: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
-        """Return messages, each from its rank, whose heads have arrived."""
+        """Receive the remaining bytes of messages whose heads have arrived; return the messages."""
         begun = [(rank, *_read_head(head)) for rank, head in heads]
         rests = [torch.empty(length - len(begin), dtype=torch.uint8, device="cpu") for _, begin, length in begun]
         coming = [(rank, x) for (rank, *_), x in zip(begun, rests, strict=True) if len(x)]

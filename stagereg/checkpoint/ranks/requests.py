@@ -1,9 +1,9 @@
-"""The log of operations that all ranks do together: a rank that begins an operation appends it to a numbered list.
+"""The log of operations that all ranks perform: a rank that begins an operation appends it to a numbered list.
 
-So a rank that has left its loop, and shadows the steps of the others, can do the same at the same step. And a rank that
-has missed an operation is detected, so that the others do not wait for it: all ranks run the same collectives and joins
-in the same order, so a rank that has run more of them than another rank had at an entry will never
-reach that entry. The end of a run is the last operation: :class:`ShutdownBarrier`.
+A rank that has left its loop, and shadows the steps of the others, performs the operations in the list at the same
+steps. The list also detects a rank that has missed an operation, so that the others do not wait for it: all ranks run
+the same collectives and joins in the same order, so a rank that has already run more of them than an entry records has
+missed that entry. The end of a run is the last operation: :class:`ShutdownBarrier`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
 _GONE = b"gone"  # value of a rank that has left with an error
 _ADVICE = (
     "If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
-    "ranks take the same steps, and leave the Checkpointer's `with` together."
+    "ranks must take the same steps, and leave the Checkpointer's `with` block together."
 )
 
 
 class OperationLog:
-    """This rank's end of the list, in the rendezvous store of the process group.
+    """This rank's access to the list, which is in the rendezvous store of the process group.
 
     Args:
-        group: of the ranks that train together; ``None`` for a process alone, which keeps no list.
-        name: the same on all ranks, and unique in the job.
+        group: the process group that trains; ``None`` for a single process, which has no list.
+        name: the name of the list; the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
@@ -49,14 +49,14 @@ class OperationLog:
         self._suspected = 0
 
     def post(self, what: str = "") -> None:
-        """Append ``what``, which this rank begins now and all others must do. On the training thread."""
+        """Append the operation ``what``, which this rank begins and all ranks must perform. On the training thread."""
         with self._lock:
             self._number += 1
             if self._store is not None:
                 self._store.set(str(self._number), f"{position_in(self._group)} {what}")
 
     def take_next(self) -> str | None:
-        """Return the next entry that this rank has not met, because it has left its loop, and count it as met."""
+        """Return the next entry, and mark it as processed; ``None`` if there is none. After this rank left its loop."""
         with self._lock:
             entry = self._next()
             if entry is None:
@@ -65,12 +65,12 @@ class OperationLog:
             return entry[1]
 
     def take_missed(self) -> str | None:
-        """Return an entry that this rank has missed, and count it as met. On any thread, about once a second."""
+        """Return an entry that this rank has missed, and mark it as processed. Any thread, about once per second."""
         with self._lock:
             entry = self._next()
             if entry is None or entry[0] >= position_in(self._group):
                 return None
-            if self._suspected <= self._number:  # the rank may be about to do it: check once more
+            if self._suspected <= self._number:  # the rank may be about to begin: decide in the next call
                 self._suspected = self._number + 1
                 return None
             self._number += 1
@@ -84,19 +84,19 @@ class OperationLog:
 
 
 def position_in(group: dist.ProcessGroup | None) -> int:
-    """Return how many collectives this rank has run, and how many joins it has entered."""
+    """Return the number of collectives that this rank has run plus the number of joins that it has entered."""
     return 0 if group is None else collectives_of(group) + resources_of(group).counts["join"]
 
 
 class ShutdownBarrier:
-    """The end of a run: each rank reports that it has reached it, and waits for the others, so they save the last step.
+    """The end of a run: each rank reports that it has reached the end, and waits for the others before the last save.
 
-    A rank that waits here takes no part in the training of others. So a rank that has run more collectives than the
-    first rank that reached the end will never reach the end with it: it reports that, and the waiting ranks raise.
+    A waiting rank takes no part in training. So a rank that has run more collectives than the first waiting rank cannot
+    reach the end together with it. It reports that, and the waiting ranks raise an error.
 
     Args:
-        group: of the ranks that train together; ``None`` for a process alone.
-        name: the same on all ranks, and unique in the job.
+        group: the process group that trains; ``None`` for a single process.
+        name: the name of the barrier; the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
@@ -119,7 +119,7 @@ class ShutdownBarrier:
         except dist.DistError as error:
             raise CheckpointError(
                 f"The last step was not saved: the rendezvous store does not respond ({error}). The process that hosts "
-                "it, rank 0 or the launcher, has ended: check the end of its output."
+                "the store (rank 0 or the launcher) has terminated: check the end of its output."
             ) from error
 
     def _wait(self, group: dist.ProcessGroup, step: int | None, meanwhile: Callable[[], None], limit_s: float) -> None:
@@ -135,7 +135,7 @@ class ShutdownBarrier:
             if (waited > _LONG_S and not warned) or waited > limit_s:
                 came = [int(each) for each in ranks if self._store.check([each])]
                 missing = name_ranks([each for each in range(len(ranks)) if each not in came])
-                text = f"{name_ranks(came)} reached the end{_text(step)}, {missing} did not. {_ADVICE}"
+                text = f"{name_ranks(came)} reached the end{_text(step)}, but {missing} did not. {_ADVICE}"
                 if waited > limit_s:
                     raise RankMismatchError(text)
                 if rank == came[0]:
@@ -147,21 +147,21 @@ class ShutdownBarrier:
             raise CheckpointError(f"The last step was not saved: {name_ranks(gone)} left with an error.")
 
     def leave(self) -> None:
-        """Report that this rank does not reach the end, unless it has; no other rank must wait for it."""
+        """Report that this rank will not reach the end, unless it has, so that no other rank waits for it."""
         if self._group is not None and not self._came:
             self._came = True
-            with contextlib.suppress(RuntimeError):  # the rendezvous store is gone
+            with contextlib.suppress(RuntimeError):  # if the rendezvous store is gone
                 self._store.set(str(dist.get_rank(self._group)), _GONE)
 
     def look(self) -> None:
-        """Report that this rank has continued after another rank reached the end. On the background thread."""
+        """Check whether this rank trains after another rank reached the end, and report that. Background thread."""
         here = position_in(self._group)
         if self._group is None or self._came or not self._store.check(["first"]):
             return
         rank, there, ended = self._store.get("first").decode().split(" ", 2)
         if here > int(there):
             own = name_ranks([dist.get_rank(self._group)])
-            text = f"rank {rank} reached the end{ended}, {own} continued with another step. {_ADVICE}"
+            text = f"rank {rank} reached the end{ended}, but {own} continued with another step. {_ADVICE}"
             self._store.compare_set("beyond", "", text)
 
 

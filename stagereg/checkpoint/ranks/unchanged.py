@@ -1,9 +1,9 @@
 """An exchange in which the ranks send large parts only if a part has changed on some rank.
 
-The plan of a save, and the places at which the storage wrote each value, are large, and the same in every save of a
-state that keeps its shapes. Each rank compares its parts with its parts of the previous save, and one all-reduce finds
-out whether they differ on any rank. If they do, all ranks send all parts. Otherwise rank 0 uses the result of the
-previous save, so its memory and time do not grow with the number of ranks and tensors.
+The plan of a save, and the positions at which the storage wrote each value, are large, but the same in every save of a
+state whose shapes do not change. Each rank compares its parts with its parts of the previous save, and one all-reduce
+determines whether they differ on any rank. If they do, all ranks send all parts. Otherwise rank 0 uses the result of
+the previous save, so its memory and time do not grow with the number of ranks and tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ V = TypeVar("V")
 
 
 class Exchange:
-    """One of the exchanges of a save. One thread at a time.
+    """An exchange between the ranks in each save. Not thread-safe.
 
     Args:
-        repeats: whether ranks may leave out unchanged parts; the same on all of them.
+        repeats: whether ranks may omit unchanged parts; the same on all ranks.
     """
 
     def __init__(self, repeats: bool) -> None:
@@ -34,7 +34,7 @@ class Exchange:
         self._sent: Sequence[Any] | None = None  # the parts of the previous save
 
     def forget(self) -> None:
-        """Send all parts next time."""
+        """Send all parts in the next exchange."""
         self._sent = None
 
     def round_trip(
@@ -44,13 +44,13 @@ class Exchange:
         act: Callable[[], tuple[V, Sequence[Any], Sequence[Any]]],
         answer: Callable[[Sequence[V], Sequence[Sequence[Any]] | None], Sequence[U]],
     ) -> U:
-        """Do as :meth:`.RankGroup.round_trip`, whose other arguments these are. Collective.
+        """Run :meth:`.RankGroup.round_trip`, which also documents the other arguments. Collective.
 
         Args:
-            act: returns a value that differs in every save; the parts that rarely change; and parts that go along with
-                these when they are sent. Nothing may write a part afterwards.
-            answer: gets the values of all ranks, and the parts of all ranks, equal ones as one object; ``None`` instead
-                of the parts if they have changed on no rank.
+            act: returns a value that differs in every save, the parts that rarely change, and further parts that are
+                sent together with these. The parts must not be modified afterwards.
+            answer: called with the values of all ranks and the parts of all ranks, or with ``None`` instead of the
+                parts if no part has changed. Equal parts are one object.
         """
         acted: Future[tuple[V, Sequence[Any], Sequence[Any]]] = Future()
         is_known = False
@@ -81,7 +81,7 @@ def pack(parts: Sequence[Any], ranks: int) -> Sequence[Any]:
 
 
 def unpack(packed: Sequence[Sequence[Any]], ranks: int) -> Sequence[Sequence[Any]]:
-    """Return the parts of all ranks, equal ones as one object."""
+    """Return the parts of all ranks; equal parts become one object."""
     if ranks == 1:
         return packed
     load = functools.cache(lambda part: pickle.loads(zlib.decompress(part)))

@@ -74,7 +74,7 @@ def test_a_rank_that_dies_in_an_exchange_is_named_at_once(
         run_ranks(on_three_ranks, 3, args=(str(tmp_path), dying, where))
     texts = raised.value.returned
     assert texts.keys() == {0, 1, 2} - {dying}
-    expected = f"{failing.replace('ROOT', str(tmp_path))}rank {dying} ended, or the connection was lost: check the"
+    expected = f"{failing.replace('ROOT', str(tmp_path))}rank {dying} terminated, or the connection was lost: check the"
     assert all(text.startswith(expected) for text in texts.values()), texts
 
 

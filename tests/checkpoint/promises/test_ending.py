@@ -28,7 +28,7 @@ SECONDS = 20
 STEP_2 = " The newest valid checkpoint is step 2, in ROOT."
 ADVICE = (
     ". If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
-    "ranks take the same steps, and leave the Checkpointer's `with` together."
+    "ranks must take the same steps, and leave the Checkpointer's `with` block together."
 )
 
 
@@ -108,7 +108,7 @@ def trained(rank: int, world_size: int, root: str, train: Any) -> tuple[float, s
             "Step 4 was not saved: rank 1 called save(step 4), rank 0 did not: call save and maybe_save on all ranks, "
             f"with an empty batch too, and not under `if rank == 0`.{STEP_2}",
         ),
-        (forgets_the_join, f"rank 0 reached the end after step 2, rank 1 continued with another step{ADVICE}"),
+        (forgets_the_join, f"rank 0 reached the end after step 2, but rank 1 continued with another step{ADVICE}"),
         (fails, "The last step was not saved: rank 1 left with an error."),
     ],
 )
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_end_together_say_so_in_seconds(tmp_path: Path, train:
 def test_ranks_wait_for_a_slow_one_and_save_the_last_step(tmp_path: Path) -> None:
     ended = run_ranks(trained, 2, args=(str(tmp_path), is_slow), timeout_s=60)
     assert [error for _, error, _ in ended] == ["", ""]
-    assert ended[0][2] == [f"stagereg: rank 0 reached the end after step 3, rank 1 did not{ADVICE}"]
+    assert ended[0][2] == [f"stagereg: rank 0 reached the end after step 3, but rank 1 did not{ADVICE}"]
     assert (tmp_path / "step-00000003").is_dir()
 
 
@@ -165,8 +165,8 @@ def alone(rank: int, world_size: int, root: str) -> str:
 
 def test_a_checkpointer_on_one_rank_alone_is_an_error(tmp_path: Path) -> None:
     assert run_ranks(alone, 2, args=(str(tmp_path),), timeout_s=60)[0] == (
-        "rank 0 made a Checkpointer, rank 1 did not: make it on all ranks. This rank has waited 1 s. If a rank "
-        "prepares data first, let the others wait in torch.distributed.barrier()."
+        "rank 0 constructed a Checkpointer, but rank 1 did not. Construct it on all ranks. This rank has waited 1 s. "
+        "If a rank prepares data first, let the others wait in torch.distributed.barrier()."
     )
 
 
@@ -179,6 +179,6 @@ def without_store(rank: int, world_size: int, root: str) -> str:
 
 def test_a_store_that_is_gone_at_the_end_is_named(tmp_path: Path) -> None:
     assert run_ranks(without_store, 2, args=(str(tmp_path),), timeout_s=60) == 2 * [
-        "The last step was not saved: the rendezvous store does not respond (Broken pipe). The process that hosts it, "
-        "rank 0 or the launcher, has ended: check the end of its output."
+        "The last step was not saved: the rendezvous store does not respond (Broken pipe). The process that hosts the "
+        "store (rank 0 or the launcher) has terminated: check the end of its output."
     ]

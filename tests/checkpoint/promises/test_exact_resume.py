@@ -117,7 +117,7 @@ def test_inexact_checkpoints_alone_are_an_error_and_nothing_starts_from_scratch(
     with pytest.raises(CheckpointError, match="none of them is exact") as told:
         restore(root)
     assert not isinstance(told.value, CorruptCheckpointError)
-    assert "To resume from the newest inexact checkpoint, give restore=Restore(exact=False)." in str(told.value)
+    assert "To resume from the newest inexact checkpoint, add restore=Restore(exact=False)." in str(told.value)
     assert 'resume="never"' in str(told.value)
     (root / "step-00000010/__0_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match="none of them is valid") as told:

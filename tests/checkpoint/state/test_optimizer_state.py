@@ -196,7 +196,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_unless_it_may_begin_f
             keeper.restore({"model": other, "optimizer": fresh})
         assert (fresh.param_groups[0]["lr"], len(fresh.state)) == (0.7, 0)
         assert torch.equal(model[0].weight, other[0].weight)
-        assert "has nothing for optimizer: started from scratch" in caplog.text
+        assert "does not contain optimizer: started from scratch" in caplog.text
     for own in ({}, {"mine": 1}):
         again = torch.optim.Adam([{"params": [*other.parameters()], **own}])
         with Checkpointer(str(tmp_path), restore=Restore(allow_missing=["optimizer"])) as keeper:

@@ -26,5 +26,7 @@ def test_a_rank_that_dies_while_it_reads_for_others_is_named_at_once(
     monkeypatch.setattr(harness, "_LINGER_S", SECONDS)
     with pytest.raises(RankFailure, match="1 of 3 ranks failed: rank 1") as raised:
         run_ranks(reading_once, 3, args=(str(tmp_path),))
-    expected = f"{tmp_path}/step-00000001 could not be restored: rank 1 ended, or the connection was lost: check the"
+    expected = (
+        f"{tmp_path}/step-00000001 could not be restored: rank 1 terminated, or the connection was lost: check the"
+    )
     assert [text.startswith(expected) for text in raised.value.returned.values()] == [True, True]
