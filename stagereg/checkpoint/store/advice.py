@@ -1,4 +1,4 @@
-"""Advice for errors of the storage, found among all the causes of the error that was raised."""
+"""Advice for storage errors, which may be any cause of a raised error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FULL = (
 _READ_ONLY = "{root} is now mounted read-only. Linux does that after disk errors: see `dmesg`."
 _FORBIDDEN = "This process may no longer write in {root}. Check the owner and the permissions of its files."
 _DENIED = (
-    "The storage refuses the credentials of this process, or the right to write, list or delete in {root}. Renew the "
-    "credentials if they have expired, correct the clock of this machine if it is wrong, or grant the right. A bucket "
-    "that is read-only can only be read."
+    "The storage rejects the credentials of this process, or denies it the right to write, list or delete in {root}. "
+    "Renew the credentials if they have expired, correct the clock of this machine if it is wrong, or grant the right. "
+    "A read-only bucket can be restored from, but not saved to."
 )
 _BROKEN = (
-    "The disk or the server of {root} fails. Check `dmesg`, and check the older checkpoints with "
+    "The disk or the server of {root} reports errors. Check `dmesg`, and check the older checkpoints with "
     "`stagereg verify {root}`."
 )
 _DELETED = "A file in {root} was deleted or moved during the save. Check whether another program deletes files there."
@@ -39,12 +39,12 @@ _ADVICE = {
     errno.ESTALE: _AWAY,
     errno.ETIMEDOUT: _AWAY,
     errno.EMFILE: "This process has too many files open: see `ulimit -n`.",
-    errno.ENOMEM: "The memory of this machine, or of the job's group, is used up.",
+    errno.ENOMEM: "The memory of this machine, or of the job's cgroup, is used up.",
 }
 
 
 def advice(error: BaseException, root: str) -> str:
-    """Return the advice for ``error``, raised while ``root`` was written; empty if there is none."""
+    """Return the advice for ``error``, which was raised while writing to ``root``, or an empty text."""
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
             text = _DENIED if "://" in root and each.errno == errno.EACCES else _ADVICE[each.errno]
@@ -53,7 +53,7 @@ def advice(error: BaseException, root: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and all its causes and contexts, once each; for a torch error, the errors of its ranks too."""
+    """Yield ``error``, all its causes and contexts, and the ranks' errors in torch's errors; each only once."""
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:

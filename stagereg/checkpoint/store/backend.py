@@ -1,7 +1,7 @@
-"""The operations of a place that has checkpoints: a local directory, or an extension's backend for a URL.
+"""The protocol of storage backends for checkpoints: a local directory, or an extension's backend for a URL.
 
-:class:`.Directory` renames a save to commit it; an object store cannot rename, and gets the manifest last.
-:class:`.CheckpointStore` and :class:`.Retention` do everything else, the same for both.
+:class:`.Directory` commits a save by renaming it. An object store cannot rename, so its manifest is written last.
+:class:`.CheckpointStore` and :class:`.Retention` do everything else in the same way for all backends.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Sink(Protocol):
-    """A new file that is written in order. Errors are ``OSError``.
+    """A new file that is written sequentially. Its methods raise ``OSError``.
 
     Attributes:
-        refused: whether the file system has refused to write past the page cache.
+        refused: whether the file system has refused direct I/O, which bypasses the page cache.
     """
 
     refused: bool
@@ -33,27 +33,27 @@ class Sink(Protocol):
         """Make the complete file durable."""
 
     def close(self, whole: bool) -> None:
-        """Close the file; ``whole`` is False for an incomplete file, which is useless. Raises nothing."""
+        """Close the file; ``whole`` is False for an incomplete file, which is not used. Raises nothing."""
 
 
 class Files(Protocol):
-    """Opens and creates the files that a storage reads and writes. Errors are ``OSError``. Thread-safe.
+    """Opens and creates the files that a storage reads and writes. Its methods raise ``OSError``. Thread-safe.
 
     Attributes:
-        remote: whether the files are accessed by requests to URLs, which mean the same on every machine.
+        remote: whether the files are accessed by requests to URLs, which name the same files on every machine.
     """
 
     remote: bool
 
     @property
     def shared(self) -> bool:
-        """Whether all machines see the same files, as far as this machine can know."""
+        """Whether all machines see the same files, as far as this machine can determine."""
 
     def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
-        """Return the result of ``act``, which may be repeated if the network loses a request."""
+        """Call ``act`` and return its result; it may be called again if the network loses a request."""
 
     def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-        """Return the result of ``act``; if requests hang, raise ``TimeoutError``; ``give_back`` gets a late result."""
+        """Return the result of ``act``; raise ``TimeoutError`` if it hangs, and pass a late result to ``give_back``."""
 
     def fetch(self, path: str, part: range) -> bytes:
         """Read a range of a file in one request. Any thread."""
@@ -65,14 +65,14 @@ class Files(Protocol):
         """Create a directory below the root, if the backend has directories; it may exist."""
 
     def create(self, path: str, direct: bool = False, mode: int = 0o666) -> Sink:
-        """Begin a new file; ``direct``: past the page cache if possible; ``mode``: less the umask."""
+        """Create a file, with direct I/O if ``direct`` is set and possible; the umask applies to ``mode``."""
 
 
 class Backend(Files, Protocol):
-    """Directories with files in them, below one root.
+    """The directories below one root, and their files. Thread-safe.
 
-    Paths are full paths or URLs, as text. A write is durable when the call returns. Errors are ``OSError`` unless the
-    docstring differs. Thread-safe; any process reads; the run that holds the lock writes.
+    Paths are full paths or URLs, as text. A write is durable when the call returns. Methods raise ``OSError`` unless
+    their docstrings differ. Any process may read; only the run that holds the lock may write.
 
     Attributes:
         root: the directory of checkpoints, without a slash at its end.
@@ -84,56 +84,56 @@ class Backend(Files, Protocol):
     in_place: bool
 
     def list(self, path: str, files: Iterable[str] = ()) -> dict[str, int | str | None]:
-        """Return the content of a directory, if it exists: sizes or errors of files; ``None`` for directories.
+        """List a directory, if it exists: the size of each file, or its error, and ``None`` for each subdirectory.
 
-        If listings are eventually consistent, each of ``files`` is looked up by its name.
+        If listings are eventually consistent, each of ``files`` is also looked up by its name.
         """
 
     def resolve(self, path: str) -> str:
-        """Return the directory of a path, which may be a ``latest`` (:meth:`point`)."""
+        """Return the directory that a path names, after following a ``latest`` (:meth:`point`)."""
 
     def read(self, path: str) -> bytes:
         """Read a small file. Raises ``FileNotFoundError``, and ``UnfitFileError`` if it is not a regular file."""
 
     def mark(self, path: str, part: range = WHOLE, flush: bool = False) -> FileDigest:
-        """Read a file, or a range of it, and return the digest; ``flush``: first make the file durable."""
+        """Read a file, or a range of it, and return the digest; ``flush`` makes the file durable first."""
 
     def holder(self) -> Owner | None:
-        """Return the owner of the lock at this moment, or ``None``; neither waits nor locks."""
+        """Return the current owner of the lock, or ``None``. Does not wait or lock."""
 
     def lock(self) -> StoreLock:
-        """Lock the root, and create it, until the lock is released. Raises: ``CheckpointError``, ``OSError``."""
+        """Lock the root, which is created if it does not exist. Raises: ``CheckpointError``, ``OSError``."""
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file that no process reads yet, or whose first half does no harm."""
+        """Write a small file that no process reads yet, or that may be read when it is half written."""
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write or replace a small file of the root in one step; delete the file if ``data`` is empty."""
+        """Atomically write or replace a small file of the root; delete the file if ``data`` is empty."""
 
     def delete(self, path: str) -> None:
         """Delete a small file, if it exists."""
 
     def commit(self, written: str, manifest: Manifest) -> str:
-        """Write the manifest of ``written``, and make a checkpoint of it in one step; return its path.
+        """Write the manifest of the save ``written``, atomically make it a checkpoint, and return the new path.
 
-        Overwrites nothing: if the plain name of the step is taken, the new name has a token. After an error
-        ``written`` is not a checkpoint, as far as that can be undone.
+        Nothing is overwritten: if the plain name of the step is taken, the new name has a token. After an error the
+        commit is undone as far as possible.
         """
 
     def point(self, name: str) -> None:
-        """Make ``latest`` point to a directory of the root, in one step."""
+        """Atomically make ``latest`` point to a directory of the root."""
 
     def link(self, checkpoint: Checkpoint) -> str:
-        """Link a checkpoint under its plain name too, in one step; return that path, empty if the name is taken."""
+        """Atomically link a checkpoint under its plain name; return that path, or an empty text if it exists."""
 
     def hide(self, each: VerificationResult) -> str:
-        """Hide a checkpoint in one step, and return its new path, for :meth:`discard` or :meth:`bring_back`."""
+        """Atomically hide a checkpoint, and return its new path, for :meth:`discard` or :meth:`bring_back`."""
 
     def bring_back(self, each: VerificationResult, hidden: str) -> None:
-        """Undo :meth:`hide` of a checkpoint with a manifest, in one step."""
+        """Atomically undo :meth:`hide` of a checkpoint with a manifest."""
 
     def discard(self, path: str) -> None:
-        """Delete a directory that is not a checkpoint; files that cannot be deleted stay and do no harm."""
+        """Delete a directory that is not a checkpoint; files that cannot be deleted remain, without harm."""
 
     def tidy(self) -> Sequence[str]:
-        """Delete the files of killed runs outside of the directories of saves; return full paths. Raises nothing."""
+        """Delete leftover files of killed runs outside the directories of saves; return full paths. Raises nothing."""

@@ -1,10 +1,11 @@
 """A checkpoint store: lists the checkpoints, and commits new ones; docs/commit-protocol.md shows its files.
 
-*Reading*: any process at any time, without a lock. *Writing*: rank 0 of the run that holds the lock; each rank calls
-:meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once; for each save ``temporary``, the storage writes
-there, ``mark``, ``publish`` and ``retention.clear``, or after an error ``backend.discard``; ``settle`` in the end.
+*Reading*: any process may read at any time, without a lock. *Writing*: only rank 0 of the run that holds the lock may
+write; each rank calls :meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once. For each save it calls
+``temporary``, lets the storage write there, and calls ``mark``, ``publish`` and ``retention.clear``, or
+``backend.discard`` after an error. It calls ``settle`` at the end.
 
-Paths are full paths, or URLs, as text. Errors are ``OSError`` unless the docstring differs.
+Paths are full paths or URLs, as text. Methods raise ``OSError`` unless their docstrings differ.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints below one root, in a file system or an object store; :func:`.open_store` makes it."""
+    """The checkpoints below one root, in a file system or an object store; created by :func:`.open_store`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.readers = Readers(backend)
         self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
-        self._serial: int | None = None  # serial of the last commit that this run knows since it took the lock
-        self._put: dict[str, list[str]] = {}  # files of one save that were written here and not read back
+        self._serial: int | None = None  # serial of the last commit that this run knows, while it holds the lock
+        self._put: dict[str, list[str]] = {}  # files of one save that :meth:`put` wrote, not read back yet
 
     @property
     def root(self) -> str:
@@ -58,20 +59,20 @@ class CheckpointStore:
     # -- reading
 
     def checkpoints(self) -> tuple[list[Checkpoint], list[VerificationResult]]:
-        """Return the complete checkpoints, newest first, and the other step directories, the highest step first.
+        """Return the complete checkpoints, newest first, and the other step directories, highest step first.
 
-        Complete by manifest and sizes; no content is read. Neither list has :meth:`leftovers` and :meth:`of_torch`.
+        Only manifests and sizes are checked. Neither list includes :meth:`leftovers` and :meth:`of_torch`.
         """
         found = conditions.conditions(self.backend)
         damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
         return conditions.complete(found), damaged
 
     def of_torch(self, every: bool = False) -> list[VerificationResult]:
-        """Return the step directories that torch wrote, by sizes; with ``every`` the directories of any name."""
+        """Return the step directories that torch wrote, checked by sizes; with ``every``, directories of any name."""
         return conditions.of_torch(self.backend, every)
 
     def look(self, path: str, content: bool = False) -> VerificationResult:
-        """Return the condition of one checkpoint, also of torch. If the checkpoint is deleted, it has no manifest.
+        """Check one checkpoint, also one of torch. If it was deleted, the result has no manifest.
 
         Args:
             path: the directory of a checkpoint, or a ``latest`` that points to one; may be outside of this store.
@@ -88,7 +89,7 @@ class CheckpointStore:
         return dataclasses.replace(found, damages=wrong)
 
     def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
-        """Read these bytes of files of a checkpoint, and return the results by name. Any rank.
+        """Read the ranges ``parts`` of files of a checkpoint, and return their digests or errors by name. Any rank.
 
         :func:`.damage.differences` compares them with the manifest, after :func:`.damage.marks_of_shares` merges them.
         """
@@ -110,9 +111,9 @@ class CheckpointStore:
         return self.look(f"{self.root}/{LATEST}").checkpoint
 
     def note(self, name: str, needed: bool = False) -> bytes:
-        """Return a small file of the root, which ``backend.replace`` has written; empty if the file does not exist.
+        """Return the content of a small file of the root, written by ``backend.replace``; empty if it does not exist.
 
-        A directory or link of that name is skipped with a warning; if ``needed``, raises ``UnfitFileError``.
+        A directory or link of that name is skipped with a warning, or raises ``UnfitFileError`` if ``needed``.
         """
         path = f"{self.root}/{name}"
         try:
@@ -126,13 +127,13 @@ class CheckpointStore:
             return b""
 
     def leftovers(self) -> list[str]:
-        """Return the full paths of half-written saves, of a dead run or of a run that is writing now."""
+        """Return the full paths of unfinished saves, of a killed run or of a run that is saving now."""
         return conditions.leftovers(self.backend)
 
     # -- writing
 
     def holder(self) -> Owner | None:
-        """Return the owner of the lock at this moment, or ``None``; neither waits nor locks."""
+        """Return the current owner of the lock, or ``None``. Does not wait or lock."""
         return self.backend.holder()
 
     def last_serial(self) -> int:
@@ -141,16 +142,16 @@ class CheckpointStore:
         return _last_serial([*complete, *damaged])
 
     def lock(self) -> StoreLock:
-        """Lock the store until the lock is released, or return the lock that the store holds."""
+        """Lock the store, unless it is locked already, and return the lock."""
         if self._lock is None or not self._lock.held:
             self._lock, self._serial = self.backend.lock(), None
             self.retention.check = self._lock.check
         return self._lock
 
     def sweep(self, but: Collection[str] = ()) -> list[str]:
-        """Delete the half-written saves of killed runs, except ``but``, and finish a commit that a kill interrupted.
+        """Delete the unfinished saves of killed runs, except ``but``, and finish an interrupted commit.
 
-        With the lock held. Returns the full paths of the deleted directories.
+        The lock must be held. Returns the full paths of the deleted directories.
         """
         left = [path for path in self.leftovers() if path not in but]
         for path in left:
@@ -160,12 +161,12 @@ class CheckpointStore:
         complete, damaged = self.checkpoints()
         self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
-        # A link to a corrupt or deleted checkpoint stays, so that the loss of the newest checkpoint is reported.
+        # ``latest`` may keep pointing to a corrupt or deleted checkpoint, so that its loss is reported.
         pointed, names = self.retention.pointed(), [each.name for each in complete]
         is_there = pointed in names or pointed in [each.name for each in damaged]
         is_saved_again = not is_there and step_of(pointed) in map(step_of, names)  # under a name with a token
         if complete and (step_of(pointed) is None or pointed in names[1:] or is_saved_again):
-            self.backend.point(complete[0].name)  # a kill hit its run right after the commit
+            self.backend.point(complete[0].name)  # the run was killed right after the commit
         return left
 
     def temporary(self, step: int, token: str) -> str:
@@ -189,14 +190,13 @@ class CheckpointStore:
     def publish(self, written: str, manifest: Manifest, keep: int | KeepRule) -> Checkpoint:
         """Commit the checkpoint in ``written``, and hide the checkpoints that are no longer retained.
 
-        A kill is safe between any two of the following steps. The sizes of the files and the lock are checked; one step
-        commits; manifest and index are read back; another step moves ``latest``; then old checkpoints are hidden; a
-        step that was saved again gets its plain name. A run that lost the lock detects the loss before it commits, and
-        before it hides each checkpoint.
+        The process may be killed between any two of these steps: check the file sizes and the lock; commit; read back
+        manifest and index; move ``latest``; hide old checkpoints; give a step that was saved again its plain name. A
+        lost lock is detected before the commit, and before each checkpoint is hidden.
 
         Args:
             written: the path of :meth:`temporary`; all of its files are durable.
-            manifest: with the digest of every file in ``written``; gets its serial and its time here.
+            manifest: has the digest of every file in ``written``. This method sets its serial and time.
             keep: the rule for complete checkpoints, or the number of newest checkpoints to retain.
 
         Raises:
@@ -230,7 +230,7 @@ class CheckpointStore:
             try:
                 self.backend.point(made.name)
                 failpoint("pointed")
-            finally:  # otherwise a file system without links would fill up
+            finally:  # also without links, otherwise the disk would fill up
                 stay = self.retention.retire(before, made, policy)
             made = Checkpoint(self.retention.use_plain_names(stay).get(made.path, made.path), manifest)
         except Exception as error:
@@ -245,7 +245,7 @@ class CheckpointStore:
     def _expect_stored(self, made: Checkpoint, put: Sequence[str]) -> str:
         """Raise ``CheckpointError`` if the manifest or the files do not read back as they were committed.
 
-        Return why the check was not possible, or an empty text. Reads the content of the files ``put`` only.
+        Return why the check was not possible, or an empty text. Only the files ``put`` are read completely.
         """
         found = conditions.look(self.backend, made.path)
         wrong = {**found.damages} or ({} if found.manifest == made.manifest else {MANIFEST: "another manifest"})
@@ -263,7 +263,7 @@ class CheckpointStore:
         return text
 
     def settle(self) -> None:
-        """Give steps that were saved again, and were read until now, their plain names. Raises nothing."""
+        """Give steps that were saved again their plain names, if readers have prevented this. Raises nothing."""
         try:
             if self._lock is not None:
                 self.retention.settle(self._lock)

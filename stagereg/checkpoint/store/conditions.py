@@ -1,6 +1,6 @@
-"""The condition of a store's checkpoints by manifest and sizes. Any process, without a lock.
+"""Checks the checkpoints of a store by manifest and file sizes. Any process may do so, without a lock.
 
-Reading follows no link: a file of a checkpoint is a regular file inside its directory.
+Links are not followed: a file of a checkpoint is a regular file inside its directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some
 
 
 def look(backend: Backend, path: str) -> VerificationResult:
-    """Return the condition of the checkpoint at ``path``, by its manifest and the sizes; also for torch's."""
+    """Check the checkpoint at ``path``, also one of torch, by its manifest and the file sizes."""
     try:
         return _settled(lambda: [_look(backend, backend.resolve(path))])[0]
     except OSError as error:
@@ -27,13 +27,13 @@ def look(backend: Backend, path: str) -> VerificationResult:
 
 
 def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, int | str]:
-    """Return the size of each file in a directory, or its kind if it is not a file; see :meth:`.Backend.list`."""
+    """Return the size of each file in a directory, or a text if it is not a regular file; see :meth:`.Backend.list`."""
     there = backend.list(path, files).items()
     return {name: "not a regular file" if size is None else size for name, size in there}
 
 
 def conditions(backend: Backend) -> list[VerificationResult]:
-    """Return the conditions of all step directories except :func:`leftovers` and :func:`of_torch`."""
+    """Check all step directories except :func:`leftovers` and :func:`of_torch`."""
     return [each for each in _steps(backend) if not _is_begun(backend, each) and not each.writer]
 
 
@@ -49,14 +49,14 @@ def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
 
 
 def leftovers(backend: Backend) -> list[str]:
-    """Return the full paths of half-written saves, of a dead run or of a run that is writing now."""
+    """Return the full paths of unfinished saves, of a killed run or of a run that is saving now."""
     if backend.in_place:
         return sorted(each.path for each in _steps(backend) if _is_begun(backend, each))
     return sorted(f"{backend.root}/{name}" for name in backend.list(backend.root) if _LEFTOVER.fullmatch(name))
 
 
 def complete(found: list[VerificationResult]) -> list[Checkpoint]:
-    """Return the complete checkpoints, the last committed one first; of two names of one, the plain name."""
+    """Return the complete checkpoints, newest first; a checkpoint with two names is listed under its plain name."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
     those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
     return [*{each.key: each for each in those}.values()][::-1]
@@ -75,12 +75,12 @@ def _steps(backend: Backend) -> list[VerificationResult]:
 
 
 def _is_begun(backend: Backend, each: VerificationResult) -> bool:
-    """Whether a directory has no manifest yet; a name without a token is another program's directory."""
+    """Return whether a directory is a save without a manifest yet; only names with a token belong to this project."""
     return backend.in_place and each.damages == {MANIFEST: "missing"} and "." in each.name
 
 
 def _settled(look: Callable[[], list[VerificationResult]]) -> list[VerificationResult]:
-    """Repeat the check until errors persist: a run may have deleted a checkpoint meanwhile, or moved ``latest``."""
+    """Repeat a check until its errors are stable: a run may delete a checkpoint or move ``latest`` meanwhile."""
     found = look()
     while any(each.damages for each in found) and (again := look()) != found:
         found = again

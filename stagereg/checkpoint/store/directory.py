@@ -1,6 +1,6 @@
 """A directory of checkpoints in a file system: a save is written into a hidden directory, and committed by renaming.
 
-``latest`` is a symbolic link. Reading follows no link inside a checkpoint: its files are regular files.
+``latest`` is a symbolic link. Links inside a checkpoint are not followed: its files are regular files.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from stagereg.checkpoint.store.local_files import LocalFiles, local_path, mark_f
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.errors import CheckpointError
 
-_MOST_BYTES = 1 << 30  # bound for files in the directory of a checkpoint
+_MOST_BYTES = 1 << 30  # size limit for reading a file of a checkpoint
 _NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 
 _log = logging.getLogger(__name__)
 
 
 class Directory(LocalFiles):
-    """A directory of this machine's file systems, including shared ones, by its full path; see :class:`.Backend`."""
+    """The backend for a full path in a local or network file system; see :class:`.Backend`."""
 
     in_place = False
 
@@ -98,7 +98,7 @@ class Directory(LocalFiles):
             os.unlink(path)
 
     def commit(self, written: str, manifest: Manifest) -> str:
-        self.delete(f"{written}/{MANIFEST}")  # left by a copy that was killed here and is resumed
+        self.delete(f"{written}/{MANIFEST}")  # left by a copy that was killed at this point
         write_new(f"{written}/{MANIFEST}", manifest.dumps().encode())
         sync(written)
         failpoint("described")
@@ -110,7 +110,7 @@ class Directory(LocalFiles):
         try:
             sync(self.root)
         except OSError:
-            with contextlib.suppress(OSError):  # as far as possible if the disk fails
+            with contextlib.suppress(OSError):  # best effort: the disk may fail
                 os.rename(final, written)
             raise
         return final
@@ -122,7 +122,7 @@ class Directory(LocalFiles):
             os.replace(link, latest)
         except OSError as error:
             discard(link)
-            if isinstance(error, IsADirectoryError):  # it may be the user's
+            if isinstance(error, IsADirectoryError):  # a user may own it
                 text = f"{latest} is a directory; some copy programs make one from a link. Delete it or move it away."
                 raise CheckpointError(text) from error
             raise
@@ -157,11 +157,11 @@ class Directory(LocalFiles):
 
     def discard(self, path: str) -> None:
         hidden = self._hidden(os.path.basename(path).removeprefix("."))
-        with contextlib.suppress(OSError):  # a rank that still writes would create files under the old name
+        with contextlib.suppress(OSError):  # stop a rank that still writes from adding files
             os.rename(path, hidden)
             path = hidden
         discard(path)
-        with contextlib.suppress(OSError):  # usually the directory is gone
+        with contextlib.suppress(OSError):  # usually the directory no longer exists
             if (owner := os.lstat(path).st_uid) != os.geteuid():
                 _warn_of_another_users(self.root, owner)
 
@@ -169,13 +169,13 @@ class Directory(LocalFiles):
         left: list[str] = []
         with contextlib.suppress(OSError):
             for path in [f"{self.root}/{name}" for name in os.listdir(self.root) if temporary_of(name) in _NOTES]:
-                with contextlib.suppress(OSError):  # a directory of that name is not ours
+                with contextlib.suppress(OSError):  # a user may own a directory of that name
                     os.unlink(path)
                     left.append(path)
         return left
 
     def _hidden(self, name: str) -> str:
-        """Return a name that the next start deletes."""
+        """Return a hidden path; the next start deletes directories with such names."""
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
 

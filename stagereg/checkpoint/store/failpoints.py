@@ -1,7 +1,6 @@
-"""The named crash points of a save, for tests that end a process there.
+"""Named crash points of a save, at which tests kill a process.
 
-Each module that does a step of the commit calls :func:`failpoint` right after the step; a test sets an observer by
-:func:`watch`.
+Each module calls :func:`failpoint` right after its step of the commit. Tests register an observer with :func:`watch`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ POINTS = {
     "retained": "old checkpoints are deleted",
     "ended": "every rank knows that the save is complete",
 }
-"""The event just before each point, in order. Only rank 0 reaches "locked", "swept", and "marked" to "retained"."""
+"""The crash points in order, with the last event before each. Only rank 0 reaches "locked", "swept", and "marked" to
+"retained"."""
 
 TIER_POINTS = {
     "part": "a rank's part is complete in the folder of one machine",
@@ -39,9 +39,9 @@ TIER_POINTS = {
     "acknowledged": "the receiving machine has confirmed the part; the sender has not recorded the confirmation",
     "copied": "the sender has recorded the confirmation",
 }
-"""The same for a save into a tier. The receiving machine reaches "receiving", "received" and "part"."""
+"""The crash points of a save to a tier. The receiving machine reaches "receiving", "received" and "part"."""
 
-_observer: Callable[[str], None] | None = None  # of this process, because a test has no object of a save
+_observer: Callable[[str], None] | None = None  # one per process: tests have no access to the save
 
 
 def failpoint(name: str) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints of other formats in a directory: which programs wrote them, and the protocol of their readers.
+"""Detection of checkpoints in the formats of other programs, and the protocol of their readers.
 
-The store counts, replaces and deletes no directory of another format, whether an extension can read that format or not.
+The store does not count, replace or delete directories in other formats, even if an extension can read them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from stagereg.checkpoint.format.manifest import CHECKSUMS, MANIFEST, METADATA, p
 from stagereg.checkpoint.store.backend import Backend
 
 TORCH = "torch"
-"""The writer of a directory that has no checksums, as a :class:`.VerificationResult` names the writer."""
-_INDEX = "index.json"  # as in `format.index`, which imports torch
+"""``VerificationResult.writer`` for directories that torch wrote, which have no checksums."""
+_INDEX = "index.json"  # not imported from `format.index`, which imports torch
 
 
 class ForeignFormat(Protocol):
-    """Reads checkpoints of other programs. An extension offers objects in ``FORMATS`` of its module ``foreign``."""
+    """Reads checkpoints of other programs. Extensions list their readers in ``FORMATS`` of their module ``foreign``."""
 
     def look(self, backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-        """Return the condition, with a manifest, of another program's directory; ``there`` is its listing."""
+        """Check another program's directory, and return a result with a manifest; ``there`` is its listing."""
         ...
 
     def expect_none(self, path: str) -> None:
-        """Raise ``CheckpointError`` if a path is in another format, with the code that loads it."""
+        """Raise ``CheckpointError``, with the code that loads ``path``, if it is in another program's format."""
         ...
 
 
@@ -37,20 +37,20 @@ def foreign_formats() -> Iterator[ForeignFormat]:
 
 
 def is_foreign(path: str, names: Collection[str]) -> bool:
-    """Whether torch wrote a directory with these files. A name with a token belongs to a ``Checkpointer``'s save."""
+    """Return whether torch wrote a directory with these files. Names with a token belong to a ``Checkpointer``."""
     name = path.rpartition("/")[2]
     has_token = step_of(name) is not None and name != plain_name(name)
     return not has_token and not {MANIFEST, _INDEX} & {*names} and bool({METADATA, CHECKSUMS} & {*names})
 
 
 def look_at_foreign(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-    """Return the condition of another program's directory; without a reader extension there is no checkpoint."""
+    """Check another program's directory; without an extension that reads it, the result has no manifest."""
     for each in foreign_formats():
         return each.look(backend, path, there)
     return VerificationResult(path, None, {MANIFEST: "missing"}, TORCH)
 
 
 def expect_no_other_format(path: str) -> None:
-    """Raise ``CheckpointError`` if a path is in another format, with the code that loads it."""
+    """Raise ``CheckpointError``, with the code that loads ``path``, if it is in another program's format."""
     for each in foreign_formats():
         each.expect_none(path)

@@ -1,6 +1,6 @@
-"""Retention rules: the policy of ``checkpoint.keep``, or a component of the kind ``keep``. Touches no disk.
+"""Retention rules: the policy of ``checkpoint.keep``, or a component of the kind ``keep``. Does not access a disk.
 
-A checkpoint is retained if it is the newest or a rule of the policy selects it; over the budget the oldest go first.
+A checkpoint is retained if it is the newest or a rule selects it. If the budget is exceeded, the oldest are deleted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class KeepRule(Protocol):
-    """A retention rule for ``Checkpointer(keep=...)``, instead of a number, and for ``checkpoint/keep`` in a config.
+    """The protocol of custom retention rules, for ``Checkpointer(keep=...)`` or ``checkpoint/keep`` in a config.
 
     All ranks construct the rule. After each commit rank 0 alone calls ``select``, on the save thread. The newest
     checkpoint is always retained. If ``select`` raises, or returns nothing or another type, no checkpoint is deleted.
     """
 
     def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:
-        """Return the retained checkpoints by their paths, each with a reason of a few words for ``stagereg ls``.
+        """Return the paths of the checkpoints to retain, each with a short reason for ``stagereg ls``.
 
         Args:
-            checkpoints: the complete checkpoints, the newest (new) one first.
-            metrics: for each checkpoint, by its path, the values that were logged before it was saved.
+            checkpoints: the complete checkpoints, newest first, including the new one.
+            metrics: by the path of each checkpoint, the values that were logged before it was saved.
         """
 
 
@@ -47,12 +47,12 @@ class Keep:
     Args:
         newest: number of newest checkpoints to retain, at least 1.
         every: retain permanently each checkpoint whose step is a positive multiple of this number.
-        best: number of existing checkpoints with the best values of ``metric`` to retain; of equal ones the newer.
+        best: number of checkpoints to retain for the best values of ``metric``; the newer one of equal values.
         metric: the name under which rank 0 logs the metric for the step of a checkpoint, with :func:`stagereg.log`,
             before the step is saved. A checkpoint without the metric, or with NaN, is not one of the best.
-        direction: ``"min"`` if the least values are the best, ``"max"`` for the greatest.
-        budget: size of all retained checkpoints together, such as ``"500GiB"``; the least recent go first, and the
-            newest is retained even if it is larger. During a save, the disk needs space for one more.
+        direction: ``"min"`` if the lowest values are the best, ``"max"`` if the highest values are.
+        budget: maximum size of all retained checkpoints together, such as ``"500GiB"``; the oldest are deleted first.
+            The newest is retained even if it is larger. During a save, the disk needs space for one more.
 
     Raises:
         ConfigError: a value is invalid.
@@ -82,13 +82,13 @@ class Keep:
 
     @classmethod
     def of(cls, keep: int | KeepRule) -> Keep | GuardedRule:
-        """Return the rule for ``keep`` of a checkpointer: a policy, a number of newest, or another rule, guarded."""
+        """Return the rule for a checkpointer's ``keep``: a policy for a number, a guarded rule for a custom rule."""
         if isinstance(keep, GuardedRule) or type(keep) is Keep:
             return keep
         return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
     def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-        """Return the paths of the retained checkpoints, newest first, each with a reason; as :class:`KeepRule`."""
+        """Return the paths of the retained checkpoints, newest first, each with a reason; see :class:`KeepRule`."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:
@@ -109,7 +109,7 @@ class Keep:
         return stay
 
     def _raters(self) -> Iterator[Any]:
-        """Yield the module of the extension that rates checkpoints, if some are retained by a metric."""
+        """Yield the module of the extension that rates checkpoints by a metric, if ``best`` is set."""
         yield from providers("rating") if self.best else ()
 
     def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
@@ -125,7 +125,10 @@ class Keep:
 
 
 class GuardedRule:
-    """A rule whose errors do not fail the save: all checkpoints stay, with one warning. Raises: ``ConfigError``."""
+    """A custom rule whose errors do not fail saves: all checkpoints are retained, with one warning.
+
+    Raises: ``ConfigError`` if the rule is invalid.
+    """
 
     def __init__(self, rule: KeepRule) -> None:
         if isinstance(rule, type):

@@ -1,7 +1,8 @@
 """A lease: a small file that names the user of a resource; a thread renews the file every twenty seconds.
 
-A lease expires one minute after its last renewal, or at once if its owner was a process of this machine that has
-ended. Readers of checkpoints have leases, and so do writers on storage without locks that die with a process.
+A lease expires one minute after its last renewal, or immediately if its owner was a process of this machine that has
+terminated. Readers of checkpoints have leases, and so do writers on storage that cannot release the lock of a dead
+process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Lease:
     """A file that names the user of a resource; a thread renews it until it is ended or garbage collected.
 
-    With ``read``, another lease may replace the file, which is then neither renewed nor deleted.
+    With ``read``, another lease may replace the file; this lease then does not renew or delete it.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Lease:
         self._busy = threading.Lock()  # the renewing thread must not write after the file is deleted
 
     def content(self) -> bytes:
-        """Return the current content."""
+        """Return the current content of the file."""
         return LeaseRecord(self._owner, self._token, machine_name(), time.time()).dumps()
 
     def is_ours(self) -> bool:
-        """Whether the file does not belong to another lease."""
+        """Return whether the file belongs to this lease; without ``read`` always True."""
         there = None if self._read is None else self._read(self._path)
         return self._read is None or (there is not None and there.token == self._token)
 
@@ -71,7 +72,7 @@ class Lease:
         """Delete the file, if this lease owns it, unless the process is a forked child. Raises nothing."""
         self._ended.set()
         if self._process == os.getpid():
-            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # a leftover counts for a minute
+            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # a leftover expires after a minute
                 if self.is_ours():
                     self._delete(self._path)
 
@@ -86,7 +87,7 @@ def _keep(held: weakref.ref[Lease], ended: threading.Event, level: int) -> None:
 
 
 class LeaseRecord(NamedTuple):
-    """The content of a lease: the owner, which of its leases, on which machine, and when it was last renewed."""
+    """The content of a lease file: the owner, the token of the lease, the machine, and the time of the last renewal."""
 
     owner: Owner = Owner()
     token: str = ""
@@ -95,7 +96,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def loads(cls, data: bytes) -> LeaseRecord:
-        """Parse the content; a content of another format has expired."""
+        """Parse the content of a lease file; content in another format gives an expired lease."""
         try:
             read = json.loads(data)
             owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
@@ -105,24 +106,24 @@ class LeaseRecord(NamedTuple):
         return record if math.isfinite(record.renewed) else cls()
 
     def dumps(self) -> bytes:
-        """Return the content."""
+        """Return the content of the file."""
         return json.dumps({**self._asdict(), "owner": asdict(self.owner)}).encode()
 
     def is_over(self) -> bool:
-        """Whether the owner has ended, or has not renewed the lease in time by the clock of this machine."""
+        """Return whether the owner has terminated, or has not renewed the lease in time by this machine's clock."""
         return time.time() > self.renewed + LEASE_S or self.is_orphaned()
 
     def is_near(self) -> bool:
-        """Whether the owner is another process of this machine."""
+        """Return whether the owner is another process of this machine."""
         return self.machine == machine_name() and self.owner.pid != os.getpid()
 
     def is_orphaned(self) -> bool:
-        """Whether the owner was a process of this machine that has ended."""
+        """Return whether the owner was a process of this machine that has terminated."""
         return self.is_near() and not _lives(self.owner.pid)
 
 
 def _lives(pid: int) -> bool:
-    try:  # a zombie has ended, though no process has read its exit status yet
+    try:  # a zombie has terminated, but its exit status was not read yet
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

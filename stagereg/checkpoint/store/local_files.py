@@ -1,4 +1,4 @@
-"""Files and directories of this machine: paths of URLs, digests, new files."""
+"""Access to files and directories in the file systems of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
-    """Read a regular file, or a range of it, once, on a few threads; return size and checksum."""
+    """Read a regular file, or a range of it, with a few threads; return its digest."""
     with open(path, "rb", buffering=0, opener=open_regular) as file:
         end = min(part.stop, os.fstat(file.fileno()).st_size)
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
@@ -50,7 +50,7 @@ def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
         with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
             try:
                 marks = threads.map(mark, pieces)
-            except RuntimeError:  # Python 3.12 starts no thread any more while a process ends
+            except RuntimeError:  # Python 3.12 starts no threads during shutdown
                 marks = map(mark, pieces)
             return joined(marks)
 
@@ -64,9 +64,9 @@ def _mark_piece(descriptor: int, piece: range) -> FileDigest:
 
 
 class DiskFile:
-    """A new, empty file at ``path``, past the page cache if ``direct`` and possible: a :class:`.Sink`.
+    """A :class:`.Sink` for a new file at ``path``, with direct I/O if ``direct`` is set and possible.
 
-    Replaces a regular file; anything else at the path is an error. ``mode`` is the mode of a new file, less the umask.
+    A regular file at the path is replaced; anything else is an error. The umask applies to the ``mode`` of a new file.
     """
 
     def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
@@ -107,7 +107,7 @@ class DiskFile:
         os.close(self._descriptor)
 
     def _use_cache(self) -> bool:
-        """Write through the page cache from now on; return whether that is a change."""
+        """Switch from direct I/O to the page cache; return whether direct I/O was in use."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)

@@ -1,4 +1,4 @@
-"""Resolve a path or URL of the user: a directory of checkpoints, or one checkpoint. Locks and changes nothing."""
+"""Finds the checkpoints at a path or URL of the user: a checkpoint directory or one checkpoint. Reads only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagereg.errors import CheckpointError, CorruptCheckpointError, listed
 
 @dataclass(frozen=True)
 class Located:
-    """A store with its checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
+    """The checkpoints of a store, highest step first, or ``one`` checkpoint; checked by manifest and sizes."""
 
     store: CheckpointStore
     conditions: Sequence[VerificationResult]
@@ -25,9 +25,9 @@ class Located:
 
 
 def located(target: str, empty: bool = False, every_name: bool = False) -> Located:
-    """Return the checkpoints at a path or URL; with ``empty`` a directory may have only leftovers.
+    """Return the checkpoints at a path or URL; with ``empty`` a directory may contain only unfinished saves.
 
-    Directories that torch wrote count if they are named like steps, or with ``every_name`` under any name.
+    Directories that torch wrote are included if they are named like steps; with ``every_name``, whatever their name.
 
     Raises: ``CheckpointError`` if there is no checkpoint, or the path cannot be accessed; ``ConfigError``.
     """
@@ -50,7 +50,7 @@ def located(target: str, empty: bool = False, every_name: bool = False) -> Locat
 
 
 def nothing_in(target: str) -> str:
-    """Return the message if a path or URL has no checkpoint."""
+    """Return the error message for a path or URL without a checkpoint."""
     store = open_store(target)
     others = [] if store.backend.remote else [each.name for each in store.of_torch(every=True)]
     if others:
@@ -60,7 +60,7 @@ def nothing_in(target: str) -> str:
 
 
 def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationResult]:
-    """Sort by the order of the saves; directories without a manifest, which may be newer, come first."""
+    """Sort by the order of the saves, newest first; directories without a manifest may be newer, and come first."""
     own = [each for each in conditions if not each.writer]
     own.sort(key=lambda each: -each.manifest.serial if each.manifest else -inf)
     return with_those_of_torch(own, [each for each in conditions if each.writer])
@@ -69,7 +69,7 @@ def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationR
 def with_those_of_torch(
     own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]
 ) -> list[VerificationResult]:
-    """Insert directories that torch wrote into a list, newest first: by the time of writing, then by step."""
+    """Insert directories that torch wrote into a newest-first list, by the time of writing and then by step."""
 
     def age(each: VerificationResult) -> tuple[float, float]:
         return (inf, inf) if each.manifest is None else (each.manifest.time, each.manifest.step)
@@ -82,7 +82,7 @@ def with_those_of_torch(
 
 
 def conditions(store: CheckpointStore) -> list[VerificationResult]:
-    """Return the condition of each checkpoint of a store by manifest and sizes, the highest step first."""
+    """Check each checkpoint of a store by manifest and sizes; return the results, highest step first."""
     complete, damaged = store.checkpoints()
     return sorted([*(VerificationResult(one.path, one.manifest) for one in complete), *damaged], key=_falling)
 
@@ -92,9 +92,10 @@ def _falling(each: VerificationResult) -> int:
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
-    """Return the newest valid checkpoint, and the newer ones, which are not valid; ``verify`` reads all content.
+    """Return the newest valid checkpoint, and the newer invalid checkpoints; ``verify`` reads all content.
 
-    Enters the lease that keeps the checkpoint into ``reading``. Raises: ``CheckpointError``, ``ConfigError``.
+    ``reading`` receives the lease that prevents the deletion of the checkpoint. Raises: ``CheckpointError``,
+    ``ConfigError``.
     """
     found = located(target)
     passed: list[VerificationResult] = []
@@ -108,13 +109,13 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationR
         reading.close()
         passed.append(condition)
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
-        return newest(target, verify, reading)  # a run has replaced the checkpoints by newer ones meanwhile
+        return newest(target, verify, reading)  # a run has replaced the checkpoints meanwhile
     every = "\n".join(f"{each.path}: {each}" for each in passed)
     raise CorruptCheckpointError(f"There is no valid checkpoint in {target}:\n{every}")
 
 
 def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
-    """Return the current path of a checkpoint, which may have its plain name by now; ``None`` if it was deleted."""
+    """Return the current path of a checkpoint, which may have got its plain name; ``None`` if it was deleted."""
     folder, _, name = checkpoint.path.rpartition("/")
     for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
         found = store.look(path)

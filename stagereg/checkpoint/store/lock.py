@@ -1,10 +1,10 @@
 """The lock that lets one run at a time write to a directory, and its owner.
 
-The run that writes locks the file ``.lock`` (``fcntl.lockf``), which names its owner. A POSIX record lock dies with its
-process; forked children do not inherit it; and it works across machines, on NFS and on cluster file systems, some of
-which (GPFS) keep ``flock`` within one machine.
+The run that writes locks the file ``.lock`` (``fcntl.lockf``), which contains the owner. A POSIX record lock is
+released when its process ends, is not inherited by forked children, and works across machines, on NFS and on cluster
+file systems. ``flock`` works only within one machine on some of these, such as GPFS.
 
-A process loses such a lock as soon as it closes the file a second time, so nothing else may open ``.lock``.
+A process loses such a lock as soon as it closes any descriptor of the file, so no other code may open ``.lock``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither follows a link nor waits for a pipe
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not wait for pipes
 
 _log = logging.getLogger(__name__)
-_held: dict[str, Owner] = {}  # locks that this process holds or is taking: real paths of directories, and URLs
+_held: dict[str, Owner] = {}  # locks that this process holds or is taking, by real path or URL
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Owner:
     """The owner of a directory lock, as its process recorded it.
 
     Attributes:
-        pid: its process; 0 if unknown.
-        host: the name of its machine.
-        since: seconds since the epoch.
-        command: its command line, shortened.
+        pid: the process ID; 0 if unknown.
+        host: the host name of the machine.
+        since: the time of locking, in seconds since the epoch.
+        command: the command line, shortened.
     """
 
     pid: int = 0
@@ -66,7 +66,7 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """The process, in words."""
+        """A text with the process ID and the host."""
         return f"process {self.pid} on {self.host}"
 
     @classmethod
@@ -76,24 +76,24 @@ class Owner:
 
     @classmethod
     def parse(cls, who: Mapping[str, Any]) -> Owner:
-        """Parse the record of an owner, for printing. Any error: it has another format, or is half written."""
+        """Parse the record of an owner. Raises any error if the record has another format or is half written."""
         host, command = (text if text.isprintable() else ascii(text) for text in (who["host"], who["command"]))
         owner = cls(int(who["pid"]), host, float(who["since"]), command)
-        str(owner)  # fails if a number is not a date
+        str(owner)  # raises if ``since`` is not a valid time
         return owner
 
 
 class StoreLock:
-    """Holds a checkpoint directory, from the construction on, for one object of this process; a context manager.
+    """The lock of a checkpoint directory for one object of this process, taken by the constructor. A context manager.
 
-    Garbage collection releases the lock; the end of the interpreter does not, as the last save may end after that. On
-    a file system without locks, one warning is logged, and only checkpointers of this process are kept out.
+    Garbage collection releases the lock. Interpreter shutdown does not, because the last save may end later. On a file
+    system without locks, one warning is logged, and only other checkpointers of this process are locked out.
 
     Raises ``OSError``, and ``CheckpointError`` if another run holds the lock for ``patience`` seconds.
     """
 
     _look_s = 0.05
-    _process = 0  # the process that holds the lock; a forked child has the object too, but holds no lock
+    _process = 0  # the process that holds the lock; a forked child has this object, but not the lock
 
     def __init__(self, root: str | os.PathLike[str], patience: float = LOCK_TIMEOUT_S) -> None:
         self.root, self._key, mine = os.fspath(root), _key(root), Owner.ourselves()
@@ -117,7 +117,7 @@ class StoreLock:
 
     @property
     def held(self) -> bool:
-        """Whether the lock is not released."""
+        """Whether this process has not released the lock."""
         return bool(self._process)
 
     def check(self) -> None:
@@ -148,16 +148,16 @@ class StoreLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be empty by then
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be cleared
         if not at_the_end():
             self.release()
 
     def _take(self, waited: float) -> bool:
-        """Try to take the lock; ``waited``: seconds so far. Raises if waiting longer is useless."""
+        """Try to take the lock, after ``waited`` seconds. Raises an error if waiting longer is useless."""
         return self._make()
 
     def _make(self) -> bool:
-        """Take the lock, unless another process holds it, or has just deleted it."""
+        """Take the lock and return True; return False if another process holds it or has just deleted the file."""
         self._close()
         try:
             self._descriptor = open_or_make(self._path, os.O_RDWR | os.O_CREAT | _FLAGS)
@@ -169,7 +169,7 @@ class StoreLock:
         ours = False
         try:
             ours = self._is_ours()
-            if ours and os.fstat(self._descriptor).st_nlink > 1:  # a write would change a file of another name
+            if ours and os.fstat(self._descriptor).st_nlink > 1:  # a write would change another file's content
                 os.unlink(self._path)
                 return self._make()
         finally:
@@ -177,14 +177,14 @@ class StoreLock:
                 self._close()
         if ours:
             self._share()
-            with contextlib.suppress(OSError):  # a save reports the full disk
+            with contextlib.suppress(OSError):  # a full disk fails the save later
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, json.dumps(asdict(Owner.ourselves())).encode(), 0)
         return ours
 
     def _share(self) -> None:
-        """Give write bits to users who may read and delete the file: a killed run leaves the file with its umask."""
-        with contextlib.suppress(OSError):  # another user has made the file, or the file system has no modes
+        """Allow users who may read and delete the file to write it: after a kill it stays, with the run's umask."""
+        with contextlib.suppress(OSError):  # another user owns the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
             may = 0 if folder.st_mode & stat.S_ISVTX else folder.st_mode & (group | stat.S_IWOTH)
@@ -196,7 +196,7 @@ class StoreLock:
         if self._descriptor < 0:
             return False
         try:
-            # Does nothing if the lock is held; the lock is lost if this process has closed the same file elsewhere.
+            # No effect if the lock is held. If this process lost it by closing the file elsewhere, it locks again.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
@@ -207,12 +207,13 @@ class StoreLock:
         return _is_at(self._descriptor, self._path)
 
     def _other(self) -> Owner:
-        """Return the other owner."""
+        """Return the process that has taken the lock instead of this one."""
         return _other(self._path) or Owner()
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):
-            # While it is locked: a process that waits with this file open sees the deletion, and opens the new file.
+            # Before unlocking, so that a process that waits with this file open detects the deletion and opens a new
+            # one.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         self._close()
@@ -220,7 +221,7 @@ class StoreLock:
     def _close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor = -1  # another file may get the number
+        self._descriptor = -1  # another file may reuse the number
 
     @property
     def _to_read(self) -> str:
@@ -234,12 +235,12 @@ class StoreLock:
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:
-    """Return the owner of a local directory's lock at this moment, or None; neither waits nor locks."""
+    """Return the current owner of a local directory's lock, or ``None``. Does not wait or lock."""
     return _held.get(_key(root)) or _other(os.path.join(root, LOCK))
 
 
 def _other(path: str) -> Owner | None:
-    """Return the other process that has locked a file that this process has not opened."""
+    """Return the process that has locked the file; this process must not have the file open."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -264,7 +265,7 @@ def _key(root: str | os.PathLike[str]) -> str:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is still the file at ``path``; a lock file may be deleted or replaced meanwhile."""
+    """Return whether an open file is still the file at ``path``, which may have been deleted or replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:

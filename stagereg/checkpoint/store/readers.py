@@ -1,8 +1,8 @@
-"""Readers of checkpoints: the run that writes in a directory does not delete a checkpoint that is being read.
+"""Leases of readers, which prevent the writing run from deleting a checkpoint that is being read.
 
-A reader keeps a lease next to the checkpoint, ``.reading.step-00000100.TOKEN``. The run lists the leases before it
-hides checkpoints, and again when all are hidden, and then restores those that are being read; a later save deletes
-them. A reader that may not write in the directory has no lease.
+A reader writes a lease next to the checkpoint, ``.reading.step-00000100.TOKEN``. The run lists the leases before it
+hides old checkpoints. It lists them again when all are hidden, and makes the checkpoints that are being read visible
+again; a later save deletes them. A reader without write permission in the directory has no lease.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Readers:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # with the time since when they have not changed
+        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # with the time of their last change
 
     @contextlib.contextmanager
     def read_lease(self, path: str) -> Generator[None, None, None]:
-        """Hold a lease on the checkpoint at ``path`` while the block runs or the generator exists."""
+        """Hold a lease on the checkpoint at ``path`` until the block ends or the generator is freed."""
         folder, _, name = self._backend.resolve(path).rpartition("/")
         if step_of(name) is None:
             yield
@@ -49,9 +49,9 @@ class Readers:
             lease.end()
 
     def found(self, delete: bool = False) -> dict[str, list[LeaseRecord]]:
-        """Return the current leases, by the names of checkpoints; ``delete`` the expired ones, with the lock held.
+        """Return the current leases by checkpoint name; ``delete`` deletes expired leases, and requires the lock.
 
-        A lease is current until its process on this machine ends, or until it has not changed for a minute.
+        A lease expires when its process on this machine ends, or when it has not changed for a minute.
         """
         now, root = time.monotonic(), self._backend.root
         there = [self._lease(name) for name in self._backend.list(root) if _being_read(name)]
@@ -77,12 +77,12 @@ class Readers:
 
 
 def reader_name(checkpoint: str) -> str:
-    """Return a name for a new lease of the checkpoint in the directory of that name."""
+    """Return the file name of a new lease on the checkpoint directory named ``checkpoint``."""
     return f"{_PREFIX}{checkpoint}.{new_token()}"
 
 
 def _being_read(name: str) -> str | None:
-    """Return the checkpoint of a lease's file, also of one that is being renewed; ``None`` for other names."""
+    """Return the checkpoint name in the name of a lease file, even during a renewal; ``None`` for other names."""
     name = temporary_of(name) or name
     checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
     return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None

@@ -1,8 +1,8 @@
-"""Retention: which checkpoints of a store are retained, and how the others are deleted; for the run that writes there.
+"""Retention: selects the checkpoints that a run retains, and deletes the others.
 
-A checkpoint is first hidden, in one step, and deleted later by :meth:`Retention.clear`. A checkpoint that is being
-read, or that ``latest`` points to, stays until a later save. A step that is saved again replaces the old checkpoint,
-and gets its plain name when that name is free.
+A checkpoint is first hidden atomically, and deleted later by :meth:`Retention.clear`. A checkpoint that is being read,
+or that ``latest`` points to, remains until a later save. A step that is saved again replaces its old checkpoint, and
+gets the plain name when that name is free.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Retention:
     """The retention of the run that holds the lock.
 
     Attributes:
-        distrusted: full paths of checkpoints that look complete, but are corrupt or skipped after crashes; neither
-            counted nor deleted.
-        spared: full paths of checkpoints of an earlier run, neither counted nor deleted before this run reaches their
-            step.
+        distrusted: full paths of checkpoints that look complete, but are corrupt or quarantined. They are not counted
+            and not deleted.
+        spared: full paths of checkpoints of an earlier run. They are not counted, and not deleted before this run
+            reaches their step.
         check: raises if the lock of the store is lost; called before each checkpoint is hidden.
     """
 
@@ -43,15 +43,15 @@ class Retention:
         self.spared: set[str] = set()
         self.check: Callable[[], object] = lambda: None
         self._backend, self._readers = backend, readers
-        self._why: dict[str, str] = {}  # why the last save has retained checkpoints, by their paths
+        self._why: dict[str, str] = {}  # reasons why checkpoints were retained in the last save, by path
         self._explains = True  # whether the file with the reasons exists, or may exist
         self._again: set[int] = set()  # existing steps that this run has saved again
-        self._hidden: list[tuple[VerificationResult, str]] = []  # with hidden paths; they may still be read
+        self._hidden: list[tuple[VerificationResult, str]] = []  # with hidden paths; readers may use them
         self._out_of_sight: list[str] = []
         self._warned: set[str] = set()
 
     def kept(self) -> dict[str, str]:
-        """Why the last save has retained checkpoints, by their names; empty if all are simply the newest."""
+        """Return the reasons why checkpoints were retained in the last save, by name; empty if all are the newest."""
         path = f"{self._backend.root}/{KEPT}"
         try:
             read = json.loads(self._backend.read(path))
@@ -65,16 +65,16 @@ class Retention:
     def retire(
         self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> list[VerificationResult]:
-        """Hide the checkpoints of ``before`` that are not retained now that ``made`` exists; return the others."""
+        """Hide the checkpoints of ``before`` that ``made`` makes obsolete; return the others and ``made``."""
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
         return [*self._remove(before, old), VerificationResult(made.path, made.manifest)]
 
     def use_plain_names(self, there: list[VerificationResult]) -> dict[str, str]:
-        """Give steps that were saved again their plain names, if these are free; return the new paths by the old ones.
+        """Give steps that were saved again their plain names, if these are free; return the new paths by the old paths.
 
-        At each moment ``latest``, and each reader, finds a complete checkpoint. Writes why each is retained.
+        ``latest`` and readers find a complete checkpoint at any time. Also records why checkpoints are retained.
         """
         plain: dict[str, str] = {}
         named = []
@@ -97,7 +97,7 @@ class Retention:
         return plain
 
     def settle(self, lock: StoreLock) -> None:
-        """Give steps that this run has saved again their plain names, if the old checkpoint was read until now."""
+        """Give steps that this run has saved again their plain names, if readers have prevented this so far."""
         if self._again:
             lock.check()
             found = [each for each in conditions(self._backend) if each.step in self._again]
@@ -110,17 +110,17 @@ class Retention:
             self._backend.discard(self._out_of_sight.pop())
 
     def pointed(self) -> str:
-        """Return the name of the directory that ``latest`` points to, or ``latest`` if it points to none."""
+        """Return the name of the directory that ``latest`` points to, or ``"latest"`` if it does not exist."""
         return self._backend.resolve(f"{self._backend.root}/{LATEST}").rpartition("/")[2]
 
     def trusted(self, found: list[VerificationResult]) -> list[Checkpoint]:
-        """Return the complete checkpoints that are not distrusted, the last commit first."""
+        """Return the complete checkpoints that are not distrusted, newest first."""
         return [each for each in complete(found) if each.path not in self.distrusted]
 
     def _choose(
         self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> tuple[dict[str, str], Collection[str]]:
-        """Return why checkpoints are retained, and the paths of the others, also of steps that were saved again."""
+        """Return the retained checkpoints with the reasons, and the paths to hide, including replaced checkpoints."""
         step = made.manifest.step
         self.distrusted.discard(made.path)
         spared = self.spared & {each.path for each in before if each.step is not None and each.step > step}
@@ -135,7 +135,7 @@ class Retention:
         return why | dict.fromkeys(spared, "earlier run"), old
 
     def _remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
-        """Hide the checkpoints of the paths ``old`` that are not being read; return the others of ``before``."""
+        """Hide the checkpoints at the paths ``old`` that are not being read; return the others of ``before``."""
         if not old:
             return before
         read = self._readers.found(delete=True)
@@ -155,7 +155,7 @@ class Retention:
         return [each for each in before if each.path not in gone]
 
     def _is_ours(self, each: VerificationResult) -> bool:
-        """Whether a directory has, or had, a checkpoint; a user may have given such a name to another directory."""
+        """Return whether a directory is or was a checkpoint; a user's own directory may have the name of a step."""
         there = {MANIFEST} if each.manifest is not None else self._backend.list(each.path).keys()
         if there and not _FILES & there:
             where = self._backend.root
@@ -164,9 +164,9 @@ class Retention:
         return True
 
     def _bring_back(self) -> set[str]:
-        """Restore hidden checkpoints that are being read by now; return the former paths of the others.
+        """Make hidden checkpoints that are being read visible again; return the former paths of the others.
 
-        One listing finds the readers of all of them. If the listing fails, the next removal tries again.
+        One listing finds all readers. If the listing fails, the next removal tries again.
         """
         read = self._readers.found() if self._hidden else {}
         gone = set()
@@ -180,14 +180,14 @@ class Retention:
         return gone
 
     def _explain(self) -> None:
-        """Write why checkpoints are retained, unless they are simply the newest."""
+        """Write the file with the reasons why checkpoints are retained, unless all of them are the newest."""
         explains = set(self._why.values()) != {"newest"}
         names = {os.path.basename(path): text for path, text in self._why.items()}
         if explains or self._explains:
             try:
                 self._backend.replace(KEPT, json.dumps(names, indent=1).encode() if explains else b"")
                 self._explains = explains
-            except OSError as error:  # the file is only for users
+            except OSError as error:  # only users read the file
                 self._warn_once(f"Cannot record in {self._backend.root} why checkpoints are retained: {error}")
 
     def _warn_once(self, text: str) -> None:
@@ -198,7 +198,7 @@ class Retention:
 
 
 def _replaced(found: list[VerificationResult], by: list[Checkpoint]) -> set[str]:
-    """Return the paths of the checkpoints that ``by``, newest first, replaces with a later one of the same step."""
+    """Return the paths of checkpoints that a later one of the same step in ``by`` (newest first) replaces."""
     last: dict[int | None, Checkpoint] = {each.manifest.step: each for each in reversed(by)}
 
     def is_older(each: VerificationResult, than: Checkpoint) -> bool:

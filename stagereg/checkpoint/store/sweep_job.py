@@ -1,7 +1,7 @@
-"""Refuses a checkpoint directory of another job of a sweep: resuming from it would mix two combinations.
+"""Refuses the checkpoint directory of another sweep job, because resuming from it would mix two combinations.
 
-Rank 0 records the job, its combination and its sweep in ``.sweep-job.json``. The same job resumes as usual, also in
-another sweep.
+Rank 0 records the job, its combination of overrides and its sweep in ``.sweep-job.json``. A job with the same
+combination resumes as usual, also in another sweep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stagereg.errors import MALFORMED, CheckpointError
 def expect_own_job(store: CheckpointStore, resume: str) -> None:
     """Raise ``CheckpointError`` if another job of a sweep has used the directory, unless the user asked to resume.
 
-    Another job has another combination, or another number in this sweep.
+    A job is another job if it has another combination, or another number in the same sweep.
     """
     own = _own_job()
     noted: dict[str, str] | None = None
@@ -46,13 +46,13 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
 
 
 def note_job(store: CheckpointStore) -> None:
-    """Record the job of a sweep that has the locked directory."""
+    """Record this sweep job as the user of the directory, which must be locked."""
     if (own := _own_job()) is not None:
         store.backend.replace(SWEEP_JOB, f"{json.dumps(own)}\n".encode())
 
 
 def _own_job() -> dict[str, Any] | None:
-    if "hydra.core.hydra_config" not in sys.modules:  # importing takes 0.3 s, which a program without Hydra saves
+    if "hydra.core.hydra_config" not in sys.modules:  # without Hydra, save the import time of 0.3 s
         return None
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf

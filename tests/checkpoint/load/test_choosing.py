@@ -74,7 +74,7 @@ def test_a_deleted_newest_checkpoint_is_named_with_the_one_that_the_run_resumes_
         assert all("points to step-00000003" in text for text in found)
     if told:
         with Checkpointer(root, resume="latest") as checkpointer:
-            why = rf"(?s)resume=.?latest.?, but .*step-00000003.*deleted.*{told[0]}"
+            why = rf"(?s)resume=.?latest.? was given, but .*step-00000003.*deleted.*{told[0]}"
             with pytest.raises(CheckpointError, match=why):
                 checkpointer.restore(state)
             assert said(caplog) == []
