@@ -240,7 +240,7 @@ def test_renames_that_a_later_run_could_not_tell_apart_are_refused() -> None:
     for rename in ({"a": "b", "b": "a"}, {"a": "b", "b.x": "c"}, {"a": "b.x", "b": "c"}):
         with pytest.raises(ConfigError, match=r"'b.*' is a new name, and '.*' an old one"):
             Restore(rename=rename)
-    for wrong, text in (("a", "must be a mapping"), ({"a": ""}, "the new name of 'a' cannot be"), ({"a": 3}, "not 3")):
+    for wrong, text in (("a", "must be a mapping"), ({"a": ""}, "new name of 'a'"), ({"a": 3}, "cannot be 3")):
         with pytest.raises(ConfigError, match=text):
             Restore(rename=wrong)  # type: ignore[arg-type]
     assert Restore(rename={"model": {"a": "inp", "b": {"0": "c"}}}).rename == {"model.a": "inp", "model.b.0": "c"}
