@@ -1,10 +1,10 @@
 """The allow-list of ``stagereg.instantiate``: the targets that a config may name, checked before any import.
 
 A config may name the components of the registry and, for one call, targets that the program allows in code. A name is
-compared as whole text, without attribute access. Only an object that the program passes (``torch.optim.AdamW``) has
-further names, in modules that are already imported. The registry's path is imported, not the config's text. Hydra's
-block-list is not used, so bypasses of it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) have no
-effect.
+compared as a whole string, without attribute access. An object that the program passes (``torch.optim.AdamW``) may also
+have its names in other modules that are already imported. Only the registry's path is imported, not the config's text.
+Hydra's block-list is not used, so bypasses of it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) have
+no effect.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TargetAllowList:
         self._allowed = {target.path: target for target in map(_allowed, allow)}
 
     def find(self, target: Any, where: str) -> Entry | AllowedTarget:
-        """Return the entry of a ``_target_``, a path or an object. Imports nothing. ``where`` is its key."""
+        """Return the entry of a ``_target_``, a path or an object; ``where`` is its key. Imports nothing."""
         path = _text(target)
         found = registry.find_target(path) or self._allowed.get(path) or self._given_as(path)
         if found is None:

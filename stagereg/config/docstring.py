@@ -21,13 +21,13 @@ _STYLES = (
     (rf"{_TITLE} *\n-{{3,}} *$((?:\n(?!.+\n-{{3,}} *$).*)*)", rf"{_NAMES} *(?::.*)?$({_INDENTED})"),
     (r"\A([\s\S]*)\Z", rf"^:(?:param|parameter|arg|argument|key|keyword) +(?:[^:]* )?\*{{0,2}}(\w+) *:(.*{_INDENTED})"),
 )
-"""Google, NumPy, reST: patterns of the section of a docstring with the items, and of the names and text of an item."""
+"""For Google, NumPy and reST: the pattern of the section with the items, and of the names and text of one item."""
 
 
 def parameters(component: Any) -> dict[str, str]:
     """Return the help text of each parameter of a class or function, as one line."""
     texts = [inspect.getdoc(component)]
-    if isinstance(component, type):  # the nearest first; the last class is object
+    if isinstance(component, type):  # the class and its bases, without object
         own = [vars(owner) for owner in component.__mro__[:-1]]
         texts = [text for of in own for text in (getattr(of.get("__init__"), "__doc__", ""), of.get("__doc__"))]
     found: dict[str, str] = {}

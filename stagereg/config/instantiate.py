@@ -1,8 +1,8 @@
 """``stagereg.instantiate``: build the components of a config if all of them are registered or allowed.
 
-Every ``_target_`` must be the component of a registry entry, or allowed by the program's code (``allow_list``): nested,
-in lists, in ``_args_``, or in the arguments passed at run time. Only then is anything imported. Each argument is
-checked against the component's signature (``schema``). Interpolations are resolved once, before the check, so the
+Every ``_target_`` must be the component of a registry entry, or allowed by the program's code (``allow_list``), also if
+it is nested, in a list, in ``_args_``, or in a run-time argument. Nothing is imported before this check. Each argument
+is checked against the component's signature (``schema``). Interpolations are resolved once, before the check, so the
 checked plan is the plan that runs. This is not a sandbox: a registered component is trusted with its arguments
 (SECURITY.md).
 """
@@ -36,8 +36,8 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
         args: positional arguments for the component, which replace the config's.
         allow: targets that the config may name in addition to the registry's components: full dotted paths, classes,
             functions, and ``"on_commit/command"``, which is registered but must be allowed.
-            Unknown keys of such a target are rejected, but their values are passed unchecked, since an allowed target
-            has no schema. Pass a component's own argument ``allow`` in its config.
+            Unknown keys of such a target are rejected, but the values of its known keys are not checked, since an
+            allowed target has no schema. Pass a component's own argument ``allow`` in its config.
         kwargs: keyword arguments, which replace the config's. Configs among them are checked and built. Values for
             options of the component are checked like the config's; all other objects are passed unchanged.
 
@@ -47,8 +47,8 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
     Raises:
         TargetNotAllowedError: A ``_target_`` is neither registered nor allowed; nothing was imported or called.
         ConfigError: A key, type or choice is invalid, or a value is missing; the message has the key and a valid value.
-        RegistryError: A component cannot be loaded, raised an error of another project (the cause), or built an object
-            that does not implement its kind.
+        RegistryError: A component cannot be loaded, raised an exception that is not stagereg's (the cause), or built an
+            object that does not implement its kind.
     """
     allow_list = TargetAllowList(allow)
     if config is None:
@@ -71,8 +71,9 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
 def check_values(config: DictConfig) -> None:
     """Check the values of the top-level components of a composed config, before any component is built.
 
-    A component may have a function ``check_options`` that takes a mapping of the known values. Unknown are missing and
-    ``null`` values, interpolations and nested components; :func:`instantiate` checks these.
+    If a component has a function ``check_options``, it is called with a mapping of the known values.
+    :func:`instantiate`
+    checks the other values: missing and ``null`` values, interpolations and nested components.
     """
     for key, node in cast("dict[Any, Any]", OmegaConf.to_container(config)).items():
         target = node.get("_target_") if isinstance(node, dict) else None
@@ -108,7 +109,7 @@ def targets(kind: str | None = None) -> list[str]:
 
 
 def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[str, str]:
-    """Return the key of a component of each kind in ``node``. Raises ``TargetNotAllowedError``."""
+    """Check the targets in ``node``; return a component's key for each kind. Raises ``TargetNotAllowedError``."""
     keys: dict[str, str] = {}
     if isinstance(node, dict) and "_target_" in node:
         found = allow_list.find(node["_target_"], str(path))
@@ -138,7 +139,7 @@ class _Component:
         self.function = self.signed = target.load()
         try:
             inspect.signature(self.function)
-        except ValueError:  # a function written in C may have no signature: then the call itself checks
+        except ValueError:  # a C function may have no signature; the call itself then checks the arguments
             self.signed = lambda *args, **kwargs: None
         self.parameters = list(inspect.signature(self.signed).parameters.values())
         self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -189,8 +190,8 @@ def _plan(
 ) -> Call:
     """Check the node of a component and its nested nodes; return the call that the node describes.
 
-    ``hint`` is the annotation of the parameter, ``kind`` its name if that is a kind. Hydra merges a chosen component
-    over ``below``, the default of the parameter; remaining keys of the default are dropped.
+    ``hint`` is the annotation of the parameter, and ``kind`` is its name if a kind has this name. Hydra merges a chosen
+    component over ``below``, the default of the parameter; remaining keys of the default are dropped.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product
@@ -235,7 +236,7 @@ def _argument(component: _Component, name: str, value: Any, path: NodePath, allo
             return value
         value = plain(value.value) if OmegaConf.is_config(value.value) else value.value
     if option and isinstance(value, dict) and isinstance(option.default, dict) and "_target_" not in value:
-        value = {**option.default, **value}  # the fields of a dataclass (the default of a mapping is a DictConfig)
+        value = {**option.default, **value}  # a dataclass's fields; the default of a mapping is a DictConfig instead
     kind = name if component.entry and name in registry.kinds() else ""  # also applies to items of lists and mappings
     build = functools.partial(_plan, allow_list=allow_list, kind=kind, below=option and option.default)
     return schema.from_config(inner, value, hint, build)

@@ -4,7 +4,7 @@ Hydra queries every source on the search path for each config that it reads. The
 reads the ``plugins`` of the configs that become part of the root: the primary config, its defaults, and configs with
 ``# @package _global_``. The modules are imported when Hydra looks up an option of a kind of the registry. Hydra reads
 a defaults list from its end, so a config with ``plugins`` may come after the option that needs its modules.
-:func:`from_overrides` reads overrides. Configs in directories that only ``hydra.searchpath`` adds are not read.
+:func:`from_overrides` reads the command line. Configs in directories of ``hydra.searchpath`` are not read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _note(config_path: str) -> None:
 
 
 def from_overrides(overrides: Iterable[str]) -> None:
-    """Import the modules that ``plugins=[...]`` on a command line names; for a sweep over it, those of all jobs."""
+    """Import the modules that ``plugins=[...]`` on a command line names, in a sweep the modules of all jobs."""
     for given in overrides:
         if given.lstrip("+").partition("=")[0] != _KEY:
             continue
@@ -87,7 +87,7 @@ def from_config(config: Any, where: str = "The config") -> None:
 
 
 def _named(config: Any) -> Any:
-    """Return the value of ``plugins`` as plain lists and strings, or why it cannot be resolved; ``None`` without it."""
+    """Return ``plugins`` as plain lists and strings, or the error if it cannot be resolved; ``None`` without it."""
     try:
         value = OmegaConf.select(config, _KEY)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -101,7 +101,7 @@ def _import_all(value: Any, where: str) -> None:
     if not isinstance(value, (list, tuple)):
         raise PluginError(f"{where} has {_KEY}={value}, but {_KEY} must be a list of modules: {_KEY}=[my_module]")
     for item in value:
-        module = str(getattr(item, "text", item))  # a quoted string in an override has a text
+        module = str(getattr(item, "text", item))  # a quoted string of an override has ``text``
         try:
             registry.imported(module)
         except RegistryError as error:

@@ -25,7 +25,7 @@ SWITCHES = {
     "stager": _NOTHING_SAVED,
     "storage": _NOTHING_SAVED,
 }
-"""Advice for a config without one of the groups that programs build."""
+"""Advice for a config that lacks one of these groups."""
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
@@ -34,7 +34,7 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 class NodePath:
     """The place of a node in the config, so that an error can name the override that corrects the node."""
 
-    key: str  # the full key; for a reference such as `${stager}`, the key of the original
+    key: str  # the full key; for a reference such as `${stager}`, the key that it refers to
     raw: Any = None  # the node before interpolations were resolved
 
     @classmethod
@@ -62,7 +62,7 @@ class NodePath:
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call that has not been made; with ``partial``, a callable that makes it. Arguments may be calls too."""
+    """A checked call to make later; ``partial`` builds a callable that makes the call. Arguments may be calls too."""
 
     function: Callable[..., Any]
     args: Sequence[Any]

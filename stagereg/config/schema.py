@@ -2,13 +2,13 @@
 
 Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default. Process
 groups, modules, tensors and the like are *runtime only*: the program passes them to ``stagereg.instantiate``. A
-parameter named like a kind of the registry takes a component of that kind, so its field holds any config; if it has a
-default, also values of its annotation. A parameter annotated ``Callable[..., X]``, or a mapping or list of these,
-receives callables that build the described objects.
+parameter with the name of a kind of the registry takes a component of that kind, so its field holds any config. If it
+has a default, the field also holds values of its annotation. A parameter annotated ``Callable[..., X]``, or a mapping
+or list of these, receives callables that build the described objects.
 
 OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
 ``list[X]`` of these types; every other field is untyped. :func:`from_config` converts the result of :func:`to_config`
-to an equal value, also after a YAML round trip.
+back to an equal value, also after a YAML round trip.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Option:
     """A parameter of a component that a config can hold."""
 
     name: str  # name of the parameter
-    hint: Any  # its annotation, resolved, `| None` added if the default is `None`; `typing.Any` for a component
+    hint: Any  # resolved annotation, with `| None` if the default is `None`; `typing.Any` for a component
     type: Any  # the annotation of the config field; `typing.Any` if OmegaConf does not check it
     default: Any  # the signature's default as the config shows it, or `omegaconf.MISSING`
     help: str  # help text from the component's docstring, one line; may be empty
@@ -70,7 +70,7 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
             if isinstance(default, (str, int, float)) and value_type(hint) is not None:
                 who = getattr(component, "__qualname__", component)
                 raise ConfigError(
-                    f"{who}: the default of {name}, {default!r}, is not of its type {hint.__name__}."
+                    f"{who}: the default of {name}, {default!r}, does not have the annotated type {hint.__name__}."
                 ) from error
     return found
 
@@ -163,7 +163,7 @@ def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
             hint = None
         hint = Any if parameter.annotation is parameter.empty else hint
         if default is None and hint not in (None, Any):
-            hint = typing.Optional[hint]  # noqa: UP045  # many write `x: int = None`
+            hint = typing.Optional[hint]  # noqa: UP045  # for the common `x: int = None`
         found[name] = (hint, default)
     return found
 
@@ -203,7 +203,7 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
         path: the place of the value in the config, for messages.
         value: the value in the config, or an object of the program.
         hint: the annotation of the parameter.
-        build: returns the replacement of a node with a ``_target_``, for its path, the node and the annotation.
+        build: called with the path, a node with a ``_target_``, and the annotation; returns the argument.
     """
     inner = functools.partial(from_config, build=build)
     plain, arguments = _parts(hint)
@@ -290,7 +290,7 @@ def _misfit(value: Any, hint: Any) -> str:
         classes = (hint, str)
     try:
         fits = plain is Any or isinstance(value, (int, float) if plain is float else classes)
-    except TypeError:  # an annotation that isinstance does not know: a protocol, a name that was not resolved
+    except TypeError:  # isinstance does not support the annotation, such as a protocol or an unresolved name
         fits = True
     return "" if fits else f", but must be {what}."
 
@@ -308,5 +308,5 @@ def _is_dataclass(hint: Any) -> bool:
 
 
 def _is_factory(hint: Any) -> bool:
-    """Return whether a type is ``Callable[..., X]``; with listed arguments, it means a function of the program."""
+    """Return whether a type is ``Callable[..., X]``. (A ``Callable`` with listed arguments is a program's function.)"""
     return typing.get_origin(hint) is Callable and typing.get_args(hint)[0] is Ellipsis

@@ -103,7 +103,7 @@ class RegistrySearchPath(SearchPathPlugin):
     """Appends the registry and the project's YAML files to every app's search path, after the app's own entries."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        plugins.noted.clear()  # entries of an app that was set up before
+        plugins.noted.clear()  # remove the entries of an earlier app
         search_path.prepend("stagereg", "stagereg://plugins")
         # A checkout that is not installed has the files next to the package.
         checkout = f"file://{Path(__file__).parents[2] / 'conf'}"

@@ -111,7 +111,7 @@ MISUSES = {
     ("stager=half_made",): "rank 0: HalfMade.__init__ must call super().__init__().",
     ("stager=unbuilt",): "rank 0: stager: stager/unbuilt was not built: KeyError: 'none' (FOLDER/mine.py:30). Correct "
     "its options or its code; set HYDRA_FULL_ERROR=1 for the whole traceback.",
-    ("stager=wrong_default",): "stagereg: WrongDefault: the default of n, 'abc', is not of its type int.",
+    ("stager=wrong_default",): "stagereg: WrongDefault: the default of n, 'abc', does not have the annotated type int.",
     (
         "stager=options",
         "stager.limit=null",

@@ -216,7 +216,7 @@ class CheckpointStore:
         there = conditions.sizes(self.backend, written, manifest.files)
         lost = VerificationResult(written, manifest, differences(manifest, there))
         if lost.damages:
-            raise CheckpointError(f"{written} did not reach the storage as it was written: {lost}")
+            raise CheckpointError(f"The files in {written} differ from the files that were written: {lost}")
         self.retention.check()
         failpoint("held")
         made = Checkpoint(self.backend.commit(written, manifest), manifest)
@@ -236,7 +236,7 @@ class CheckpointStore:
         except Exception as error:
             text = (
                 "stagereg: Step %d is saved in %s, but moving `latest` or deleting old checkpoints failed. The next "
-                "save does that again: %s"
+                "save tries again: %s"
             )
             _log.warning(text, manifest.step, made.path, error)
         failpoint("retained")
@@ -268,7 +268,7 @@ class CheckpointStore:
             if self._lock is not None:
                 self.retention.settle(self._lock)
         except Exception as error:
-            _log.warning("stagereg: Steps in %s keep a token in their names: %s", self.root, error)
+            _log.warning("stagereg: Some steps in %s keep a token in their names: %s", self.root, error)
 
 
 def _last_serial(found: Sequence[Checkpoint | VerificationResult]) -> int:

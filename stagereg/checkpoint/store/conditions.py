@@ -114,4 +114,4 @@ def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
     except MALFORMED as error:
         return f"corrupt ({error})"
     named = step_of(path.rpartition("/")[2])
-    return manifest if named in (None, manifest.step) else f"of step {manifest.step}, not of this step"
+    return manifest if named in (None, manifest.step) else f"it belongs to step {manifest.step}"

@@ -123,7 +123,7 @@ class Directory(LocalFiles):
         except OSError as error:
             discard(link)
             if isinstance(error, IsADirectoryError):  # a user may own it
-                text = f"{latest} is a directory; some copy programs make one from a link. Delete it or move it away."
+                text = f"{latest} is a directory, perhaps because a program copied the link. Delete it or move it away."
                 raise CheckpointError(text) from error
             raise
         sync(self.root)
@@ -183,7 +183,7 @@ class Directory(LocalFiles):
 def _warn_of_another_users(root: str, owner: int) -> None:
     _log.warning(
         "stagereg: old checkpoints in %s belong to another user, %d. Only that user can delete them: they stay hidden "
-        "until a run of that user starts there. Users who share a directory set `umask 002` before they train.",
+        "until that user starts a run there. Users who share a directory must set `umask 002` before they train.",
         root,
         owner,
     )

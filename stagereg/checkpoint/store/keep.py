@@ -125,10 +125,7 @@ class Keep:
 
 
 class GuardedRule:
-    """A custom rule whose errors do not fail saves: all checkpoints are retained, with one warning.
-
-    Raises: ``ConfigError`` if the rule is invalid.
-    """
+    """A custom rule whose errors do not fail saves; all checkpoints are then retained. Raises: ``ConfigError``."""
 
     def __init__(self, rule: KeepRule) -> None:
         if isinstance(rule, type):
@@ -151,15 +148,15 @@ class GuardedRule:
             if not isinstance(kept, Mapping):
                 wrong = f"it returned {kept!r:.100}, which is not a mapping"
             elif bad := [item for item in kept.items() if item[0] not in paths or not isinstance(item[1], str)]:
-                wrong = f"it returned {bad[0]!r:.200}, which is not the path of a checkpoint and a text"
+                wrong = f"it returned {bad[0]!r:.200}, which is not a checkpoint's path with a reason"
             elif kept or not paths:
                 return {**dict.fromkeys(paths[:1], "newest"), **kept}
             else:
-                wrong = "it retains no checkpoint"
+                wrong = "it selected no checkpoint"
         except Exception as error:
             wrong = summarize_exception(error, __file__)
         if not self._warned:
             self._warned = True
-            text = "stagereg: %s failed, %s: %s. Until it works, no checkpoint is deleted, and the disk may fill up."
+            text = "stagereg: %s failed, %s: %s. No checkpoint is deleted until it works, so the disk may fill up."
             _log.warning(text, option("checkpoint.keep"), self.name, wrong)
         return dict.fromkeys(paths, f"{self.name} failed")

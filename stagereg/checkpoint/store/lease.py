@@ -50,7 +50,6 @@ class Lease:
         self._busy = threading.Lock()  # the renewing thread must not write after the file is deleted
 
     def content(self) -> bytes:
-        """Return the current content of the file."""
         return LeaseRecord(self._owner, self._token, machine_name(), time.time()).dumps()
 
     def is_ours(self) -> bool:
@@ -106,7 +105,6 @@ class LeaseRecord(NamedTuple):
         return record if math.isfinite(record.renewed) else cls()
 
     def dumps(self) -> bytes:
-        """Return the content of the file."""
         return json.dumps({**self._asdict(), "owner": asdict(self.owner)}).encode()
 
     def is_over(self) -> bool:

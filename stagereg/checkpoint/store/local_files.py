@@ -32,7 +32,7 @@ _BLOCK_BYTES = 1 << 20
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a path or ``file://`` URL; ``~`` is the user's home. Raises: ``ConfigError``."""
     if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
-        raise ConfigError(f"{path} names another machine. A directory of this machine has three slashes: file:///runs.")
+        raise ConfigError(f"{path} names another machine. Write a directory of this machine as file:///runs.")
     expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
     if expanded.startswith("~"):
         raise ConfigError(f"{path} begins with the home of an unknown user. For a file of that name, write ./{path}.")

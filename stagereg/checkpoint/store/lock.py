@@ -71,7 +71,6 @@ class Owner:
 
     @classmethod
     def ourselves(cls) -> Owner:
-        """Return this process as an owner."""
         return cls(os.getpid(), socket.gethostname(), time.time(), " ".join(sys.argv)[:_COMMAND_LENGTH])
 
     @classmethod
@@ -102,7 +101,7 @@ class StoreLock:
             gc.collect()  # an unreachable Checkpointer releases its lock
         if _held.setdefault(self._key, mine) is not mine:
             raise CheckpointError(
-                f"{self.root} is in use by another Checkpointer of this process. Close that one first.{self._to_read}"
+                f"{self.root} is in use by another Checkpointer of this process. Close it first.{self._to_read}"
             )
         began = time.monotonic()
         try:
@@ -131,7 +130,7 @@ class StoreLock:
                 f"{self._other()} has taken the lock of {self.root} from this run: {LOCK} was deleted, or not renewed "
                 "in time. Two runs must not write there: stop one of them."
             )
-        _log.warning("stagereg: %s/%s was deleted while this run held it, and locked again.", self.root, LOCK)
+        _log.warning("stagereg: %s/%s was deleted while this run held the lock. It is locked again.", self.root, LOCK)
 
     def release(self) -> None:
         """Release the lock. Idempotent."""
@@ -256,7 +255,7 @@ def _other(path: str) -> Owner | None:
 
 @functools.cache  # once a process
 def _warn_no_locks(root: str, why: str) -> None:
-    text = "stagereg: the file system of %s has no locks (%s). Make sure that only one run at a time writes there."
+    text = "stagereg: the file system of %s does not support locks (%s). Let only one run at a time write there."
     _log.warning(text, root, why)
 
 

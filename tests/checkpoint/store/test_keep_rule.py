@@ -41,11 +41,11 @@ FAILURES = {
     "ValueError: of the rule (": broken,
     "it returned None, which is not a mapping": lambda there: None,
     "it returned ['step-": lambda there: [Path(one.path).name for one in there],
-    "it returned ('elsewhere', 'why'), which is not the path of a checkpoint and a text": lambda there: {
+    "it returned ('elsewhere', 'why'), which is not a checkpoint's path with a reason": lambda there: {
         "elsewhere": "why"
     },
-    ", 3), which is not the path of a checkpoint and a text": lambda there: {one.path: 3 for one in there},
-    "it retains no checkpoint": lambda there: {},
+    ", 3), which is not a checkpoint's path with a reason": lambda there: {one.path: 3 for one in there},
+    "it selected no checkpoint": lambda there: {},
 }
 
 

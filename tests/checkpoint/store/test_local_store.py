@@ -95,7 +95,7 @@ def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> Non
     assert (root / "step-00000003").read_text() == "mine"
     (root / "latest").unlink()
     shutil.copytree(root / "step-00000002", root / "latest")
-    with pytest.raises(CheckpointError, match=r"latest is a directory; .*\. Delete it or move it away\."):
+    with pytest.raises(CheckpointError, match=r"latest is a directory, .*\. Delete it or move it away\."):
         save(root, 4)
     assert [one.manifest.step for one in open_store(root).checkpoints()[0]] == [3, 2]
 

@@ -83,7 +83,7 @@ def test_a_deleted_lock_is_held_again_and_reported(root: str, caplog: pytest.Log
             held.check()
             held.check()
         assert [record.getMessage() for record in caplog.records] == [
-            f"stagereg: {root}/.lock was deleted while this run held it, and locked again."
+            f"stagereg: {root}/.lock was deleted while this run held the lock. It is locked again."
         ]
         with pytest.raises(CheckpointError, match="this process"):
             open_store(root).lock()
@@ -338,4 +338,4 @@ def test_a_file_system_without_locks_is_warned_of_once(
             StoreLock(tmp_path)
     seen = [record.getMessage() for record in caplog.records]
     assert len(seen) == 1
-    assert f"the file system of {tmp_path} has no locks" in seen[0]
+    assert f"the file system of {tmp_path} does not support locks" in seen[0]

@@ -31,7 +31,7 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
     ("url", "message"),
     [
         ("~nobody-here/x", r"home of an unknown user. For a file of that name, write \./~nobody-here/x"),
-        ("file://host/x", "has three slashes: file:///runs"),
+        ("file://host/x", "names another machine. Write a directory of this machine as file:///runs"),
     ],
 )
 def test_a_path_that_cannot_be_a_directory_is_refused(url: str, message: str) -> None:
