@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-ROW = "ceiling"  # row to which all other rows of the table are a ratio
+ROW = "ceiling"  # row that the ratios of all other rows refer to
 
 
 def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
-    """Return a copy by two threads, each with a ``memmove`` of half the bytes without the GIL.
+    """Return a function that copies with two threads; each calls ``memmove`` for half the bytes, without the GIL.
 
     For long copies glibc bypasses the caches. Both blocks use huge pages if available.
     """
@@ -38,7 +38,7 @@ def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
 
 
 def device_copy(nbytes: int, device: str) -> Callable[[], torch.Tensor]:
-    """Return a copy from the device to page-locked host memory."""
+    """Return a function that copies from the device to page-locked host memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return lambda: target.copy_(source, non_blocking=True)

@@ -63,11 +63,11 @@ def add_options(
     add("--rounds", type=int, default=rounds, help="measured rounds, after one warm-up round; default: %(default)s")
     add("--rows", default="", help="comma-separated names of rows; default: all")
     if scale is not None:
-        add("--scale", type=float, default=scale, help="fraction of the bytes; default: %(default).3g")
+        add("--scale", type=float, default=scale, help="fraction of the state's bytes to use; default: %(default).3g")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Measure, print the tables and write the JSON file; return 1 if a row failed, else 0.
+    """Measure, print the tables and write the JSON file; return 1 if a row failed, otherwise 0.
 
     Raises:
         ConfigError: An argument is invalid; nothing was measured.
@@ -79,7 +79,7 @@ def run(asked: argparse.Namespace) -> int:
     environment = describe(asked.device)
     notes = [noise_warning(environment["load"][0], environment["cores"])]
     if "dir" in asked and file_system(Path(asked.dir)) in ("tmpfs", "ramfs"):
-        notes.append(f"--dir {asked.dir} is in memory: the results are not those of a disk.")
+        notes.append(f"--dir {asked.dir} is in memory, so the results do not show the speed of a disk.")
     notes = [note for note in notes if note]
     for note in notes:
         warn(note)
@@ -171,7 +171,7 @@ def _staging(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
 def by_states(
     kind: str, cases: Callable[[State], list[Case]], asked: argparse.Namespace, rows: Sequence[str]
 ) -> list[Group]:
-    """Measure, for each state, the cases with one of ``rows`` and the ceiling, to which the rows are a ratio."""
+    """Measure, for each state, the cases with one of ``rows``, and the ceiling that their ratios refer to."""
     import torch
 
     import stagereg.bench.report as report

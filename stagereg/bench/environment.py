@@ -33,7 +33,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def noise_warning(load: float, cores: int) -> str:
-    """Return a warning if the 1-minute load average ``load`` is above half the cores, else an empty string."""
+    """Return a warning if the 1-minute load average ``load`` is above half the cores, otherwise an empty string."""
     if load <= cores / 2:
         return ""
     return f"The machine is busy (load {load:.1f} on {cores} cores): the results will be noisy."

@@ -22,13 +22,13 @@ from stagereg.errors import StagingError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager
 
-_BACKGROUND = ("overlapped",)  # stage() returns before the copy is complete, so these stagers have two times
+_BACKGROUND = ("overlapped",)  # stage() returns before the copy is complete, so each has two rows
 
 _Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
-    """The second and later calls of one stager. Rows: the time until the copy is complete; if two, first ``stage``."""
+    """The second and later calls of one stager. Rows: the time in ``stage`` (if two), and until completion."""
 
     def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
         super().__init__(*rows)

@@ -73,7 +73,7 @@ class StallTraining:
 
 
 class Segment(Case):
-    """Four undisturbed steps, and a checkpoint with the four steps that it may disturb; this class saves nothing.
+    """Four undisturbed steps, then a checkpoint and four steps that it may disturb; this base class saves nothing.
 
     Rows: the four undisturbed steps, the time in ``save``, and the segment.
     """

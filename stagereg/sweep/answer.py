@@ -21,10 +21,10 @@ _CLAIMS = {
     "write_gib_per_s": "writes fastest: {}",
     "peak_host_gib": "needs least host memory: {}",
 }
-_WORDS = 3  # most parameters of a label in a headline
-_ENOUGH = 10  # runs to suggest first if fewer runs do not decide
+_WORDS = 3  # maximum number of parameters in a label of a headline
+_ENOUGH = 10  # number of runs to suggest if fewer runs do not decide
 _WORD = re.compile(r"(?!(?:true|false|null|none|nan|inf|on|off|yes|no)$)[a-z][\w.:/-]*", re.IGNORECASE)
-"""A value that is clear without its option's name."""
+"""Values that are clear without the name of the option."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Answer:
 
 
 def answer(comparison: Comparison) -> Answer:
-    """Return the best combination, if the runs decide it, with the evidence."""
+    """Return the best combination with the evidence, or that the runs do not decide which one is best."""
     name, best = comparison.ranking.name, comparison.best
     if best is None:
         return _none(comparison)

@@ -227,7 +227,7 @@ def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def _run(directory: Path, began: float) -> Run | None:
-    """Return the records of the ranks, but not those of an earlier run in the same directory."""
+    """Return the records of the ranks; ``None`` if the directory only has records of an earlier run."""
     with contextlib.suppress(ConfigError):
         if (run := Run.read(directory)).began >= began - _CLOCKS_S:
             return run

@@ -11,9 +11,9 @@ from stagereg.sweep.number_text import percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, least_p_value, p_value
 
 EQUAL, FEW = "the values are equal", "there are fewer than 4 runs"  # reasons for ties without a test
-_RANGE = 5  # most values whose range is minimum to maximum; with more it is the interquartile range
+_RANGE = 5  # maximum number of values for a range from minimum to maximum; for more, it is the interquartile range
 _FAR_OFF = 14.826  # median absolute deviations beyond which a run is an outlier, as in hyperfine
-_ROUNDING = 1e-6  # relative difference that may come from the order of additions
+_ROUNDING = 1e-6  # relative difference that rounding errors may cause
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Cell:
 def ties(best: Cell, rivals: Sequence[Cell], matters: float = 0.0, unsteady: float = 0.0) -> list[str]:
     """Return for each rival the reason for its tie with the best; empty if the difference is significant.
 
-    If the test of each rival alone is significant, no rival ties: for equal rows this happens in at most 5 % of sweeps.
+    If each rival's test alone is significant, no rival ties; for equal rows this happens in at most 5 % of sweeps.
     Otherwise Holm's correction (Scandinavian Journal of Statistics 6(2), 1979) makes the tests stricter, so that few of
     many equal rows lose their tie; complete separation is always significant. ``unsteady`` is the relative difference
     of an A/A pair that the test found significant, otherwise 0.
@@ -82,7 +82,7 @@ def _no_test(best: Cell, rival: Cell, matters: float, unsteady: float) -> str:
     if min(len(best.values), len(rival.values)) < FEWEST:
         return FEW
     if difference <= unsteady:
-        return "the A/A pair differs by as much"
+        return "the A/A pair differs at least as much"
     return ""
 
 

@@ -33,7 +33,7 @@ class ComparisonRow:
 
     parameters: dict[str, str]  # overrides that differ between jobs, by key
     jobs: tuple[JobResult, ...]  # all runs in order, including failed and unfinished ones
-    cells: dict[str, Cell] = field(default_factory=dict)  # by metric; only completed jobs
+    cells: dict[str, Cell] = field(default_factory=dict)  # the values of completed jobs, by metric
     again: bool = False  # whether this is the A/A row: the first combination, measured as if it were another one
     error: str = ""  # error of the first failed job, otherwise of the first unfinished job, otherwise empty
     note: str = ""  # remarks
@@ -164,7 +164,7 @@ def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
 
 
 def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
-    """Yield the versions in which jobs differ and the jobs of a combination; an A/A group after its twin."""
+    """Yield the jobs of each combination, with the versions if jobs differ in them; A/A jobs follow their twins."""
     known = [job.versions for job in jobs if "stagereg" in job.versions] or [{}]
     differ = [name for name in ("stagereg", "torch") if len({versions.get(name) for versions in known}) > 1]
     groups: defaultdict[tuple[frozenset[tuple[str, str]], str], list[JobResult]] = defaultdict(list)
@@ -271,10 +271,10 @@ def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking:
     if len(machines) > 1:
         named = few_of(machines, _NAMED, "; ")
         yield f"The jobs ran on different machines ({named}): differences may come from the machine."
-    if (beside := _beside(jobs)) > 1:
-        yield f"Up to {beside} jobs ran at the same time on one machine and may have slowed each other down."
+    if (concurrent := _concurrent(jobs)) > 1:
+        yield f"Up to {concurrent} jobs ran at the same time on one machine and may have slowed each other down."
     if unfinished := sum(job.status == "unfinished" for job in jobs):
-        yield f"{counted(unfinished, 'job')} killed or still running: their metrics do not count."
+        yield f"Not included in the metrics: {counted(unfinished, 'job')} (killed or still running)."
 
 
 def _machine(job: JobResult) -> str:
@@ -282,7 +282,7 @@ def _machine(job: JobResult) -> str:
     return ", ".join(filter(None, (str(job.environment["cpu"]), cores, str(job.environment.get("device") or ""))))
 
 
-def _beside(jobs: Sequence[JobResult]) -> int:
+def _concurrent(jobs: Sequence[JobResult]) -> int:
     long = [job for job in jobs if job.seconds > 2 * _OVERLAP_S and job.environment.get("host")]
     most = 0
     for one in long:  # the number of concurrent jobs is greatest when a job starts

@@ -19,8 +19,8 @@ from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 _GIB = 2**30
-_LEAST_UNDISTURBED = 3  # fewest undisturbed steps whose median is the time of a step
-_TOUCHED_S = 1e-4  # most seconds of background work during an undisturbed step
+_LEAST_UNDISTURBED = 3  # minimum number of undisturbed steps for the median time of a step
+_TOUCHED_S = 1e-4  # maximum seconds of background work during an undisturbed step
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Saved:
     write_s: float | None  # write time of the slowest rank, seconds
     nbytes: int  # bytes staged by all ranks
     written: int  # bytes of the files
-    state: Literal["complete", "lost", "not complete"]  # lost: with `error`; not complete: the attempt ended before
+    state: Literal["complete", "lost", "not complete"]  # lost: with `error`; not complete: the attempt ended first
     error: str = ""
     restart: int = 0  # number of the attempt, from 0
 
@@ -73,7 +73,7 @@ def _saved(run: Run, number: int, began: float) -> list[Saved]:
 
 
 def _by_checkpoint(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int], list[Span]]:
-    """Return the spans of all ranks by step and by how often the step was saved before on the rank."""
+    """Return the spans of all ranks by step and by the number of earlier saves of the step on the rank."""
     groups: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
     for spans in ranks:
         seen: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Reads files of runs and sweeps, which are untrusted: within bounds, and without executing anything in them."""
+"""Reads files of runs and sweeps. They are untrusted: their size is limited, and nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from stagereg.base.small_files import read_small
 
 LATEST_TIME = 1 << 37  # seconds since the epoch; valid as a date
-YAML_BYTES = 1 << 20  # most bytes of a config: a parser needs ten seconds for them
-_DEEPEST = 100  # levels of lists and mappings in a file
+YAML_BYTES = 1 << 20  # maximum size of a config; a parser needs ten seconds for it
+_DEEPEST = 100  # maximum nesting of lists and mappings
 _MOST = 1 << 63  # largest integer in a file
-_DIGITS = 400  # most digits of a number in YAML
+_DIGITS = 400  # maximum number of digits of a number in YAML
 _LINE_BYTES = 1 << 24
 
 

@@ -95,7 +95,7 @@ class InterleavedSweeper(BasicSweeper):
         """Return the jobs to launch, in batches of consecutive numbers; called by the basic sweeper."""
         for each in overrides:
             if each.is_sweep_override() and each.key_or_group in SWEEP_KEYS:
-                raise SweepError(f"{each.input_line}: {each.key_or_group} applies to the whole sweep; give one value")
+                raise SweepError(f"{each.input_line}: {each.key_or_group} applies to the whole sweep. Give one value.")
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         jobs = interleaved(combinations, self._repeats)
         if self.config is None:
@@ -200,7 +200,7 @@ class ContainedTask:
         hydra = HydraConfig.get()
         with contextlib.suppress(ConfigError, OSError):
             if JobResult.read(output := hydra.runtime.output_dir).status != "completed":
-                Path(output, RESULT).unlink()  # of an earlier, failed run
+                Path(output, RESULT).unlink()  # result of an earlier, failed run
         with contextlib.suppress(Exception):  # the plan may not be visible yet on a slow file system
             if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
                 log.info(plan.position(hydra.job.num))

@@ -83,7 +83,7 @@ class Plan:
     def read(cls, directory: Path | str) -> Plan | None:
         """Read the plan of the newest sweep in a directory; ``None`` if there is no plan.
 
-        Raises: ``ConfigError`` if the file cannot be read or is not a plan: ranking would mix sweeps.
+        Raises: ``ConfigError`` if the file is not a readable plan, because a ranking could mix sweeps.
         """
         path = Path(directory, PLAN)
         try:
@@ -102,13 +102,13 @@ class Plan:
             ) from error
 
     def _expect_right(self) -> None:
-        """Raise ``ValueError`` if a field has a value that :meth:`write` does not write."""
+        """Raise ``ValueError`` if a field has a value that :meth:`write` never writes."""
         texts = [self.command, *filter(None, (self.metric, self.direction))]
         texts += [text for job in self.jobs for text in (job.directory, *job.overrides)]
         if not all(isinstance(text, str) for text in texts) or not all(is_whole(job.num) for job in self.jobs):
-            raise ValueError("a string or number has another type")
+            raise ValueError("a text or a job number has the wrong type")
         if not isinstance(self.began, (int, float)) or not isinstance(self.matters, (int, float, str, type(None))):
-            raise ValueError("a time or limit has another type")
+            raise ValueError("began or matters has the wrong type")
         if any("\0" in os.fsdecode(os.fsencode(job.directory)) for job in self.jobs):
             raise ValueError("a directory is not a path")
 

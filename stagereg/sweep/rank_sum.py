@@ -17,7 +17,7 @@ from statistics import NormalDist
 LEVEL = 0.05  # significance level
 FEWEST = 4
 """Fewest runs of each combination for a test: 3 and 3 runs separate completely by chance 1 time in 10."""
-_EXACT = 100  # most values for the exact distribution
+_EXACT = 100  # maximum number of values for the exact distribution
 
 
 def p_value(one: Sequence[float], other: Sequence[float]) -> float:
@@ -33,7 +33,7 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
         return far / math.comb(number, few)
     ties = sum(size**3 - size for size in Counter(ranks).values()) / (number * (number - 1))
     variance = few * (number - few) / 12 * (number + 1 - ties)
-    step = math.gcd(*(rank - ranks[0] for rank in ranks))  # between two sums
+    step = math.gcd(*(rank - ranks[0] for rank in ranks))  # smallest difference between two sums
     return 2 * NormalDist().cdf(-max(0.0, off - step / 2) / 2 / math.sqrt(variance)) if variance > 0 else 1.0
 
 

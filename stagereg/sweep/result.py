@@ -79,11 +79,11 @@ class JobResult:
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from error
         except MALFORMED as error:
-            raise ConfigError(f"{path} is corrupt or of another version of stagereg: {error}.") from error
+            raise ConfigError(f"{path} is corrupt or was written by another version of stagereg: {error}.") from error
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
-        """Return the result of the job in ``directory``, from its file or else from the records of its ranks.
+        """Return the result of the job in ``directory``, from its file, or without one from the records of its ranks.
 
         A job whose result cannot be read is unfinished; its error has the reason.
         """
@@ -110,7 +110,7 @@ class JobResult:
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
-    """Like :func:`jobs_in`. Raises: ``ConfigError`` if there are no jobs."""
+    """Return the jobs like :func:`jobs_in`. Raises ``ConfigError`` if there are no jobs."""
     if not (jobs := jobs_in(root := Path(sweep_dir))):
         raise ConfigError(_nothing_in(root))
     return jobs
@@ -180,7 +180,7 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file atomically; if several processes write at once, the last one wins."""
+    """Write a file atomically; if several processes write at the same time, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_small(path, content, flush=False)
     return path

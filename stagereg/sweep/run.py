@@ -77,7 +77,7 @@ class RankRecord:
     lost: tuple[tuple[int, str], ...] = ()  # (step, error) of failed saves to checkpoint storage
     tier_writes: tuple[Span, ...] = ()  # writes to the local tier
     transfers: tuple[Span, ...] = ()  # copies of steps of the local tier to other machines
-    fallbacks: tuple[tuple[int, int, str], ...] = ()  # (step, repeated steps, reason) of restores that skipped one
+    fallbacks: tuple[tuple[int, int, str], ...] = ()  # (step, repeated steps, reason) of restores that skipped a step
     # slow ranks, recorded on rank 0: (rank, machine, first or last slow step, whether slow, seconds of a step that
     # the other ranks wait, seconds of a step)
     stragglers: tuple[tuple[int, str, int, bool, float, float], ...] = ()
@@ -181,7 +181,7 @@ class Run:
 
 
 def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """Return the attempts of the latest run, like ``extensions.goodput.earlier``."""
+    """Return the attempts of the latest run since its last completed one, like ``extensions.goodput.earlier``."""
     run, saves_to = run_of(recordings[-1].attempt), _saves_to(recordings[-1])
     own = [each for each in recordings if run_of(each.attempt) == run or (saves_to and _saves_to(each) == saves_to)]
     ends = [(record.end or {}).get("status") == "completed" for record in own[:-1]]
@@ -248,7 +248,7 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
         rank=rank,
         attempt=lines.attempt,
         start=events["start"][-1] if events["start"] else {},
-        steps=tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0])),  # repeats left out
+        steps=tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0])),  # without repeats
         stalls=tuple(events["stall"]),
         stages=tuple(events["stage"]),
         writes=tuple(events["write"]),

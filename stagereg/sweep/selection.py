@@ -19,7 +19,7 @@ from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
 
 @dataclass(frozen=True)
 class Source:
-    """A directory with a single run or a sweep; if it has several sweeps, the newest one."""
+    """The jobs in a directory: a single run, or the newest sweep."""
 
     directory: Path
     jobs: tuple[JobResult, ...]
@@ -34,7 +34,7 @@ class Source:
             return cls(directory, tuple(found), Plan(directory, (), **_settings(found)), None, 0)
         jobs, progress = plan.select(found), plan.progress(found)
         if not jobs:
-            raise ConfigError(f"no job of the newest sweep in {directory} has started: {progress.text}")
+            raise ConfigError(f"No job of the newest sweep in {directory} has started: {progress.text}")
         return cls(directory, tuple(jobs), plan, progress, len(found) - len(jobs))
 
     @property
@@ -63,7 +63,7 @@ def compared(
         matters: see :func:`~stagereg.sweep.comparison.compare`; ``None`` for the value of the sweeps, if they agree.
 
     Raises:
-        ConfigError: Completed jobs cannot be ranked by ``metric``.
+        ConfigError: No completed job has the metric.
     """
     ranking = metric or sources[0].metric
     given = [source.plan.direction for source in sources if source.metric == ranking]

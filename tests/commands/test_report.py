@@ -302,7 +302,7 @@ def test_a_sweep_that_was_stopped_is_reported_by_its_plan(here: Path, report: Co
         assert "Continue the sweep" not in report("sweep").out
     replace(plan, jobs=plan.jobs[2:]).write()
     wrong = report("sweep", code=2).err
-    assert "no job of the newest sweep in sweep has started: 0 of 1 completed, 1 not started\n" in wrong
+    assert "No job of the newest sweep in sweep has started: 0 of 1 completed, 1 not started\n" in wrong
 
 
 def test_a_job_that_ends_while_the_page_is_written_is_in_the_page(

@@ -221,7 +221,7 @@ class TestJobsThatDidNotComplete:
         comparison = compare(shown)
         assert verdicts(comparison) == ["best", "tie"]
         assert (comparison.rows[0].status, comparison.rows[0].error) == ("1 of 3 unfinished", "killed")
-        assert comparison.warnings == ("1 job killed or still running: their metrics do not count.",)
+        assert comparison.warnings == ("Not included in the metrics: 1 job (killed or still running).",)
         shown.append(failed(Path("sweep/8"), 99, shown[0].overrides))
         assert compare(shown).rows[0].error.startswith("rank 1: RuntimeError"), "that of a failed job first"
 

@@ -78,7 +78,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
 def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str) -> None:
     write_hydra(tmp_path, ["lr=1"], 4)
     (tmp_path / RESULT).write_text(text, encoding="latin-1")
-    message = f"{RESULT} is corrupt or of another version of stagereg"
+    message = f"{RESULT} is corrupt or was written by another version of stagereg"
     with pytest.raises(ConfigError, match=message):
         JobResult.read(tmp_path)
     job = JobResult.of_directory(tmp_path)

@@ -61,7 +61,7 @@ def test_a_wrong_number_of_repeats_is_refused_first(repeats: object) -> None:
 def test_settings_of_the_whole_are_not_swept_batches_are_hydras() -> None:
     parse = OverridesParser.create().parse_overrides
     for override in ("sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"):
-        with pytest.raises(SweepError, match="applies to the whole sweep; give one value"):
+        with pytest.raises(SweepError, match=r"applies to the whole sweep\. Give one value"):
             InterleavedSweeper(repeats=1).split_arguments(parse(["a=1,2", override]), None)
     batches = InterleavedSweeper(repeats=2).split_arguments(parse(["a=1,2,3"]), 3)
     assert [len(batch) for batch in batches] == [3, 3, 2]

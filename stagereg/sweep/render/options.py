@@ -1,4 +1,4 @@
-"""The ranking metric by the values of each swept option, over the other options of a grid."""
+"""Computes the ranking metric for each value of a swept option, over the other options of a grid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Option:
     """
 
     name: str
-    medians: dict[str | None, float]  # by value, best first; empty if no combination counts
+    medians: dict[str | None, float]  # median of each value, best first; empty if no combination counts
     runs: dict[str | None, int]
     counting: int  # combinations of the other options that count
     others: int  # all combinations of the other options

@@ -52,11 +52,11 @@ _SHAPES = {
 """Shape, colour and legend of a row's median, by its verdict."""
 _ONE_RUN = "one run"
 _FAILED = "#c4480c"
-_ACROSS = 5  # most small panels in a line
-_MANY = 10  # fewest lines that are set closer
-_LONGEST = 42  # most characters of a row's label
-_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # most characters of a panel's title, by panels per line
-_LOGARITHMIC = 30.0  # least ratio of the greatest value to the least for a logarithmic scale
+_ACROSS = 5  # maximum number of small panels per line
+_MANY = 10  # minimum number of lines for a smaller line height
+_LONGEST = 42  # maximum number of characters of a row's label
+_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # maximum number of characters of a panel's title, by panels per line
+_LOGARITHMIC = 30.0  # minimum ratio of the largest to the smallest value for a logarithmic scale
 
 
 def compare_figure(comparison: Comparison) -> Figure | None:
@@ -160,7 +160,7 @@ def _draw(axes: Axes, comparison: Comparison, rows: Sequence[ComparisonRow], met
 
 
 def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, comparison: Comparison) -> None:
-    """Add to the large panel the numbers at the right of each row, and what became of those that have none."""
+    """Add the numbers at the right of each row of the large panel, or the error of a row without a number."""
     better = f" ({metric.better} is better)" if metric.better else ""
     scale = ", logarithmic scale" if axes.get_xscale() == "log" else ""
     tie = f", {ALL_TIE}" if metric.name in comparison.undecided else ""

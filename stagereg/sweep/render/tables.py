@@ -1,6 +1,6 @@
 """A comparison as tables for the terminal, and as CSV with the raw numbers.
 
-On the terminal, long parameters are folded, many rows are cut, and a table that is too wide loses metrics.
+On the terminal, long parameters are wrapped, only the first rows are shown, and a table that is too wide omits metrics.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ RATIO = Metric("vs_best", "vs best", "", "", "The median of the ranking metric, 
 RUNS = Metric("runs", "runs", "", "", "Number of runs, or how many of the runs failed or did not finish.")
 MARKS = {"best": "*", "tie": "~"}  # suffix of the number of a cell with that verdict
 AGAIN = "the same again"  # name of the A/A row
-ALL_TIE = "all tie"  # in the head of a column that does not tell rows apart
+ALL_TIE = "all tie"  # in the head of a column in which all rows tie
 MOST_ROWS = 15  # on the terminal and in the plot
 _LEGEND = {"best": "* best of its column", "tie": "~ ties with the best"}
-RANGES = {False: "minimum to maximum", True: "middle half of the runs"}  # by whether there are more than five
+RANGES = {False: "minimum to maximum", True: "middle half of the runs"}  # key: whether there are more than five runs
 _AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above. The two rows differ by noise; A/A is not ranked."
 _TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
-FOLDED = 24  # characters of a line of a parameter's text, and of the head of a metric
-_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # and their wide forms
+FOLDED = 24  # maximum characters per line of a parameter or column head
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # first characters of formulas, with full-width forms
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
-_INDENT = 2  # columns before a table, and between those of it
+_INDENT = 2  # spaces before a table and between its columns
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _ratio_text(ratio: float) -> str:
 
 
 def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
-    """Return the text of a row's parameter. In the A/A row its name replaces the values, which equal those above."""
+    """Return a row's parameter as text. The A/A row shows its name instead, since the row above has equal values."""
     if row.again:
         return AGAIN if first else ""
     if not row.parameters:
@@ -274,7 +274,7 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return CSV with a head: verdict, parameters, the raw numbers of all metrics, status, error, note and directories.
+    """Return CSV with a header: verdict, parameters, raw numbers of all metrics, status, error, note and directories.
 
     ``NAME.low`` and ``NAME.high`` are the range as in the table; directories are a JSON list; unknown values are empty.
     A text that a spreadsheet program would evaluate as a formula has a ``'`` in front.
