@@ -56,7 +56,7 @@ _METHODS = {
 _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-_DECIDED = {  # options of Checkpointer that the Accelerator decides, and how
+_DECIDED = {  # Checkpointer options that attach does not take, with the replacement of each
     "every": "call save_state whenever a checkpoint is due",
     "dir": "pass the directory to save_state(dir)",
     "resume": "pass the checkpoint to load_state",
@@ -78,8 +78,8 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
     only with the same one.
 
     ``save_state(dir)`` replaces the checkpoint in ``dir`` and deletes nothing else there. The number in the
-    checkpoint's name, such as ``dir/step-00000007``, counts the saves to the parent directory of ``dir``, which first
-    writes them to ``.stagereg``. With ``automatic_checkpoint_naming``, ``save_state()`` saves to
+    checkpoint's name, such as ``dir/step-00000007``, counts the saves to the parent directory of ``dir``. They are
+    first written to ``.stagereg`` there. With ``automatic_checkpoint_naming``, ``save_state()`` saves to
     ``project_dir/checkpoints/step-00000000``, then ``step-00000001`` and so on. The number is
     ``project_configuration.iteration``, which ``load_state`` sets. ``total_limit`` is passed as ``keep``.
 
@@ -143,7 +143,7 @@ class _Attached:
         return Path(where)
 
     def follow(self) -> None:
-        """Repeat the saves of the ranks that still have data, on a rank whose data in a join has ended."""
+        """Take part in the saves of the other ranks. Called in a join, on a rank whose data has ended."""
         while (where := self._requests.take_next()) is not None:
             self._save(where)
 
@@ -292,7 +292,7 @@ class _Attached:
 
     @cached_property
     def _ranks(self) -> RankGroup:
-        """A process group of its own, so that its exchanges do not mix with training. The first use is collective."""
+        """The ranks, in a process group separate from training. The first use is collective."""
         return RankGroup()
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
@@ -326,13 +326,13 @@ class _Positions:
 def _expect_fit(accelerator: Any, join: bool) -> None:
     kind, project = accelerator.distributed_type, accelerator.project_configuration
     if "save_state" in vars(accelerator):
-        raise ConfigError("save_state of this Accelerator is already replaced. Call attach only once, without others.")
+        raise ConfigError("save_state of this Accelerator is already replaced. Call attach only once.")
     if kind not in _PARALLEL:
         raise ConfigError(f"attach supports one process, DDP and FSDP, but this Accelerator uses {kind.value}.")
     if join and kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ConfigError("join=True supports DDP and FSDP2, but this Accelerator uses FSDP1. Set fsdp_version=2.")
     if project.save_on_each_node:
-        raise ConfigError("save_on_each_node is not supported: all ranks write a checkpoint to one file system.")
+        raise ConfigError("save_on_each_node is not supported: all ranks must write to one file system.")
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         raise ConfigError("automatic_checkpoint_naming needs a project_dir.")
     if any(getattr(accelerator, hooks) for hooks in _HOOKS):
@@ -342,7 +342,7 @@ def _expect_fit(accelerator: Any, join: bool) -> None:
 def _refuse_hook(*_: object) -> NoReturn:
     raise ConfigError(
         "Hooks of save_state and load_state are not supported: the checkpoint directory does not exist before the "
-        "checkpoint is complete. Register their objects with accelerator.register_for_checkpointing(object)."
+        "checkpoint is complete. Register what they save with accelerator.register_for_checkpointing(object)."
     )
 
 
@@ -353,7 +353,7 @@ def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
 
 
 def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:
-    """Return the path to load, or ``None``, and whether stagereg saved the checkpoint, not accelerate alone."""
+    """Return the path to load, or ``None``, and whether stagereg saved the checkpoint, instead of accelerate."""
     if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
         return f"{where}/checkpoint_{old}", False
     if is_project and has_tier:  # the tier may have a newer checkpoint than the directory

@@ -43,7 +43,7 @@ class AcceleratorJoin:
                 "join_uneven_inputs requires one model and gradient_accumulation_steps of 1: accelerate ends an "
                 f"accumulation on a rank whose data ends, but not on the other ranks. {_ELSE}"
             )
-        stepped = [inner(each) for each in accelerator._optimizers]  # not joined: the repeated calls step them
+        stepped = [inner(each) for each in accelerator._optimizers]  # not joined, because the repeated calls step them
         others = [each for each in joinables if not any(each is one for one in (*models, *stepped))]
         enable = not (accelerator.even_batches if even_batches is None else even_batches)
         with contextlib.ExitStack() as after:
@@ -65,8 +65,8 @@ class AcceleratorJoin:
                 if theirs[what] != first:
                     raise JoinError(
                         f"The ranks differ in {what}: rank 0 has {first}, rank {rank} has {theirs[what]}. A rank "
-                        "without data repeats its own last step, so all steps must make the same calls. Call step() of "
-                        f"a scheduler that steps once an epoch after the block. {_ELSE}"
+                        "without data repeats its own last step, so all steps must make the same calls. If a scheduler "
+                        f"steps once per epoch, step it after the block. {_ELSE}"
                     )
 
 
@@ -93,7 +93,7 @@ class _LastStep:
     def repeat(self) -> None:
         if not self._calls:
             raise JoinError(
-                "This rank has had no batch yet, so it has no calls to repeat after backward() of the other ranks. "
+                "This rank has had no batch yet, so it cannot repeat the calls that follow backward() in a step. "
                 f"Give each rank at least one batch in the first epoch. {_ELSE}"
             )
         for call in self._calls:
@@ -117,7 +117,7 @@ class _LastStep:
 
     def _noting_clip(self, name: str) -> Callable[..., Any]:
         def noting(before: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)  # generators run once
+            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)  # generators yield once
             limits = ", ".join(f"{float(each):g}" for each in (*args, *kwargs.values()))
             return self._noting(f"{name}({limits})")(before, kept, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Helpers for the adapters: one rank decides for all ranks, and a check that the installed trainer is supported."""
+"""Helpers for the adapters: a decision of one rank for all, and a check that the installed trainer is supported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def agreed(
     if is_first or (is_first is None and not (dist.is_initialized() and dist.get_rank())):
         try:
             answer = decide()
-        except Exception as error:  # broadcast, so that the other ranks do not wait
+        except Exception as error:  # broadcast, so that the other ranks raise it, too
             known = isinstance(error, StageregError)
             answer = error if known else CheckpointError(f"{type(error).__name__}: {error}")
     answer = broadcast(answer)
@@ -46,7 +46,7 @@ def expect_known(
 ) -> None:
     """Raise ``InstallationError`` if a class of ``package`` differs from the releases that the adapter supports.
 
-    ``written_for`` is the version specifier of these releases for pip. ``methods`` maps method names to argument names,
+    ``written_for`` is pip's version specifier of these releases. ``methods`` maps method names to argument names,
     including ``self``. ``lacks`` names the missing attributes of an instance.
     """
     wrong = [f"has no {name}" for name in lacks]

@@ -69,8 +69,8 @@ class StageregCheckpointIO(CheckpointIO):
         chosen: the directory that :meth:`load_checkpoint` read last; ``None`` for a file that Lightning itself wrote.
 
     Raises:
-        ConfigError: an option is unknown or decided by Lightning. Setting the plugin on a ``Trainer`` raises it if the
-            strategy writes its own checkpoints.
+        ConfigError: an option is unknown or decided by Lightning; or, when a ``Trainer`` is created, its strategy
+            writes its own checkpoints.
         InstallationError: this version of Lightning is not supported.
     """
 
@@ -158,7 +158,7 @@ class StageregCheckpointIO(CheckpointIO):
             directory.checkpointer.wait()
 
     def directory(self, parent: str) -> NamedCheckpoints:
-        """Return the checkpoints of the directory ``parent``, the same on all ranks. Collective."""
+        """Return the open checkpoints of the directory ``parent``. Collective."""
         directory = self._directories.get(parent)
         if directory is None or not directory.is_open:
             directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())

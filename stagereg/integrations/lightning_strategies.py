@@ -94,7 +94,7 @@ class _Sharded(_WholeFit):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
         module, rest = self.strategy.lightning_module, dict(checkpoint)
         if rest.pop("state_dict").keys() != module.state_dict().keys():
-            raise CheckpointError("on_save_checkpoint changed state_dict. Save sharded models with all of its keys.")
+            raise CheckpointError("on_save_checkpoint must not change the keys of a sharded model's state_dict.")
         objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
         own = {**objects, **self._resumed.state(checkpoint)}
         self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **own}, filepath, **refused)

@@ -27,9 +27,9 @@ class UnevenInputs(pl.Callback):
 
     The result is the same as one process that trains on the batches of all ranks: each step uses the mean over all
     their samples. ``training_step`` must support a batch without samples: use ``x.flatten(1)``, not
-    ``x.view(len(x), -1)``; the mean of nothing may be NaN. The callback requires ``automatic_optimization``, one train
+    ``x.view(len(x), -1)``; its loss may be NaN. The callback requires ``automatic_optimization``, one train
     loader that has a length on every rank, and DDP or ``ModelParallelStrategy``. If ranks have their own data, pass
-    ``use_distributed_sampler=False`` to the Trainer: Lightning's sampler repeats samples to make ranks even.
+    ``use_distributed_sampler=False`` to the Trainer; otherwise Lightning repeats samples on ranks that have fewer.
 
     Args:
         samples: returns how many samples or tokens the loss of a batch is a mean over; ``None``: the size of the
@@ -130,7 +130,7 @@ class UnevenInputs(pl.Callback):
 
 
 class JoinedLoader:
-    """Yields the same number of batches on all ranks, the last ones empty. One epoch begins after ``skip`` batches."""
+    """Yields the same number of batches on all ranks, if needed empty ones. One epoch begins after ``skip`` batches."""
 
     skip = 0
 

@@ -1,10 +1,10 @@
 """Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`.
 
 A save to ``DIR/last.ckpt`` writes into ``DIR/.stagereg``. When the checkpoint is complete, one atomic rename moves it
-to ``DIR/last.ckpt/step-00000007``; the number counts the saves to ``DIR``. Then the previous checkpoint at that path is
-deleted, or by a later save if a process still reads it. For Lightning, a new path is a link to a file of this process
-until its checkpoint is complete, so the path exists while the process lives. A directory is renamed before it is
-deleted, so a half-deleted directory does not have the name of a checkpoint. Only rank 0 changes paths.
+to ``DIR/last.ckpt/step-00000007``; the number counts the saves to ``DIR``. The previous checkpoint at that path is then
+deleted; if a process still reads it, a later save deletes it. For Lightning, a new path is a link to a file of this
+process until its checkpoint is complete, so the path exists while the process lives. A directory is renamed before it
+is deleted, so a half-deleted directory does not have the name of a checkpoint. Only rank 0 changes paths.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class NamedCheckpoints:
             delete(each, self._store)
 
     def _replace(self, path: Path, hidden: Path) -> list[Path]:
-        """Rename ``hidden`` to ``path``; return the new path of the file that ``path`` was before."""
+        """Rename ``hidden`` to ``path``; return the new path of the replaced file."""
         if self._replaces_files:
             return [exchange(hidden, path)]
         hidden.rename(path)  # fails unless ``path`` is absent or an empty directory
@@ -204,7 +204,7 @@ def restore(
     scratch = agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
     try:
         reading = Checkpointer(scratch, preemption=Preemption(grace_period=None), **options)
-        with contextlib.closing(reading):  # the checkpointer's own `with` would log the end of a run
+        with contextlib.closing(reading):  # `with reading` would log the end of a run
             return reading.restore(state, source)
     finally:
         if is_first:
@@ -222,7 +222,7 @@ def split(path: Any) -> tuple[str, str]:
 def choose(path: str, verify: bool) -> str | None:
     """Return the directory of the checkpoint to read for ``path``; ``None`` if stagereg did not write ``path``.
 
-    ``path`` was saved to, is a copy of such a path, or is the directory of one checkpoint. If its name begins with
+    ``path`` is the path of a save, a copy of it, or the directory of one checkpoint. If its name begins with
     ``last`` and its checkpoints are invalid or missing, the newest valid checkpoint in the same directory is returned.
     ``verify``: also compare the checksums of all files.
     """
@@ -290,7 +290,7 @@ def _saved_in(path: Path) -> list[Path]:
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in ``path``, which contains or is a checkpoint, that do not belong to a checkpoint."""
+    """Return the names in ``path`` that do not belong to a checkpoint. ``path`` contains checkpoints or is one."""
     if (path / MANIFEST).is_file() or (path / METADATA).is_file():  # METADATA: torch or a trainer wrote it
         return []
     own = {each.name for each in _saved_in(path)}

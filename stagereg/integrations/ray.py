@@ -58,7 +58,7 @@ _ENDS_S = 5.0  # seconds for the program to end after another rank failed
 
 
 def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
-    """Return the function for a ``TorchTrainer`` to call in its workers: ``train(cfg)`` as a rank of stagereg.
+    """Return a function that runs ``train(cfg)`` as a rank of stagereg, for the workers of a ``TorchTrainer``.
 
     Call it on the driver, in a function of ``hydra.main``. ``train`` may be decorated with :func:`stagereg.main`; its
     result on rank 0 becomes ``Result.return_value``. Relative paths are relative to the driver's working directory.
@@ -78,7 +78,7 @@ def run_config(**options: Any) -> RunConfig:
     ``options`` are options of ``RunConfig``. Call it on the driver, in a function of ``hydra.main``.
 
     Raises:
-        ConfigError: ``num_to_keep`` is set, by which Ray would delete checkpoints; ``checkpoint.keep`` replaces it.
+        ConfigError: ``num_to_keep`` is set; use ``checkpoint.keep`` instead.
     """
     _expect_hydra("run_config()")
     directory = Path(HydraConfig.get().runtime.output_dir)
@@ -96,8 +96,8 @@ def run_config(**options: Any) -> RunConfig:
 def report(metrics: dict[str, Any], checkpointer: Checkpointer) -> None:
     """Call ``ray.train.report``, with the newest committed checkpoint if it has not been reported yet.
 
-    Call it on all ranks the same number of times, at every step or at some. When the program has ended, a checkpoint
-    that was committed after the last call is reported with the metrics of that call.
+    Call it on all ranks the same number of times, at every step or less often. When the program has ended, a checkpoint
+    that was committed after the last call is reported with the metrics of the last call.
 
     Raises:
         ConfigError: on rank 0, ``checkpoint.dir`` is not inside Ray's directory of the run.
@@ -134,7 +134,7 @@ class _Reports:
         return None if self._reported == before else self._reported
 
 
-# Global because a process is one rank, and Ray's own report is a function.
+# Global, because a process is one rank, and ``report`` is a function like Ray's.
 _reports: weakref.WeakKeyDictionary[Checkpointer, _Reports] = weakref.WeakKeyDictionary()
 _last: dict[str, Any] = {}
 _saved = threading.Event()  # set when the emergency save has ended
@@ -148,7 +148,7 @@ def _checkpoint(place: str) -> Any:
     if not Path(inside[0]).is_relative_to(inside[1]):
         raise ConfigError(
             f"Cannot report the checkpoint {place} to Ray, because it is outside Ray's directory of this run, {root}. "
-            "Pass run_config=stagereg.integrations.ray.run_config() to the trainer, or move checkpoint.dir in there."
+            "Pass run_config=stagereg.integrations.ray.run_config() to the trainer, or move checkpoint.dir into it."
         )
     return ray.train.Checkpoint(place, filesystem=storage.storage_filesystem)
 
@@ -215,7 +215,7 @@ def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before:
             try:
                 value = rank.run(functools.partial(_train, train), cfg)
             except BaseException as error:
-                # Ray cannot pickle the arguments of these two, and a SystemExit on this thread ends no process.
+                # Ray cannot pickle these two exceptions, and as a SystemExit they would end only this thread.
                 reported = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
                 rank.outcome.set_exception(reported)
             else:

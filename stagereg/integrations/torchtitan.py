@@ -41,7 +41,7 @@ try:
     from torchtitan.tools import filesystem
 except ImportError as error:
     raise InstallationError(
-        f"torchtitan {_FOUND} is not supported: it lacks checkpoint managers of {_WRITTEN_FOR} "
+        f"torchtitan {_FOUND} is not supported: its checkpoint managers differ from those of {_WRITTEN_FOR} "
         f"({error}). Run: pip install 'torchtitan>={_WRITTEN_FOR}'"
     ) from error
 
@@ -76,7 +76,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     as does the exit of the process. After SIGTERM or SIGUSR1, all ranks save after their step and exit with code 75
     (``preemption.grace_period``).
 
-    With a ``tier`` in ``checkpoint_options``, every ``tier.every`` steps are saved to the tier, and ``load`` searches
+    With a ``tier`` in ``checkpoint_options``, each step of ``tier.every`` is saved to the tier, and ``load`` searches
     the tier, too. ``load`` restores the newest valid checkpoint in the folder, including those of torchtitan's own
     manager, and every rank's random number generators if the world size is the same. ``last_save_model_only`` and
     ``export_dtype`` are supported.

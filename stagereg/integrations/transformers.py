@@ -209,7 +209,7 @@ class _Run:
         return json.dumps({name: x for name, x in dataclasses.asdict(state).items() if name not in on_each_rank})
 
     def _write_best(self, step: int) -> None:
-        """Write the model's files atomically, and delete such files that no checkpoint refers to any more."""
+        """Write the model's files atomically to ``best-STEP``, and delete older ones that no checkpoint refers to."""
         trainer = self._trainer
         folder = trainer.args.output_dir
         path = os.path.join(folder, f"best-{step}")
@@ -220,7 +220,7 @@ class _Run:
             return
         written.commit(hidden, path)
         steps = sorted(int(found[1]) for each in os.listdir(folder) if (found := re.fullmatch(r"best-(\d+)", each)))
-        # Each retained checkpoint may refer to another best step, and so may two checkpoints that are still pending.
+        # Each retained checkpoint may refer to a different best-STEP, and so may two pending checkpoints.
         most = self._options["keep"] if isinstance(self._options["keep"], int) else sys.maxsize
         kept = [each for each in steps if each <= step][-most - 3 :]
         for old in set(steps).difference(kept):
@@ -234,7 +234,7 @@ class _StageregTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         if trial is not None or self.hp_search_backend is not None:
-            raise ConfigError("StageregCallback does not support hyperparameter_search, which changes the directory.")
+            raise ConfigError("StageregCallback does not support hyperparameter_search: it requires one directory.")
         train = super().train
         return self.stagereg.train(resume_from_checkpoint, lambda path: train(path, None, ignore_keys_for_eval))
 
@@ -291,7 +291,7 @@ def _refuse(trainer: Any, options: dict[str, Any]) -> None:
         f"every and save_strategy='{strategy}' both decide when to save. Set save_strategy='no', or remove every": (
             "every" in options and strategy != "no"
         ),
-        "keep and save_total_limit both limit the checkpoints. Set one": "keep" in options and limit is not None,
+        "keep and save_total_limit both limit the checkpoints. Set only one": "keep" in options and limit is not None,
     }
     for reason, applies in refused.items():
         if applies:

@@ -133,7 +133,7 @@ def _broken_on_a_rank(rank: int, world_size: int, kind: type[Contract], do: str,
 
 
 def _stack_of(thread: threading.Thread) -> list[str]:
-    """Return a thread's stack, innermost call first; by a dump, since reading another thread's frames may crash."""
+    """Return a thread's stack, innermost call first, from a dump: walking another thread's frames may crash."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

@@ -10,7 +10,7 @@ from stagereg.base.crash_report import is_foreign
 def innermost_frame(dump: str) -> str:
     """Return the innermost frame of user code in a ``faulthandler`` dump, such as ``"stage (mine.py:7)"``, or ``""``.
 
-    The current thread is searched first. Frames of Python, torch, pytest and stagereg count only without others.
+    The current thread is searched first. Frames of Python, torch, pytest and stagereg are a last resort.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)

@@ -56,7 +56,7 @@ class JoinableContract(Contract):
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return the list for ``Join``, in order; called once per subject. Default: only the subject.
 
-        torch's ``Join`` accepts only joinables: list joinables that wrap an optimizer or a function.
+        torch's ``Join`` accepts only joinables, so wrap optimizers and functions in joinables.
         """
         return [subject]
 
@@ -73,7 +73,7 @@ class JoinableContract(Contract):
             self.step(subject, value)
 
     def state(self, subject: Any) -> Mapping[str, Any]:
-        """Return the values that must be correct on every rank after a join: tensors, numbers by name. Collective."""
+        """Return the tensors and numbers that must be correct on every rank after a join, by name. Collective."""
         raise NotImplementedError(f"{type(self).__name__} must define state(self, subject)")
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:

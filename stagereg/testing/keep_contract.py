@@ -50,12 +50,12 @@ class KeepContract(Contract):
         return {"loss": 1.0 + abs(math.sin(step))}
 
     def test_newest_is_retained(self) -> None:
-        """It retains the newest checkpoint: a rule that retains none counts as failed, and nothing is deleted."""
+        """The rule retains the newest checkpoint. A rule that retains none counts as failed, and nothing is deleted."""
         for what, steps in _RUNS.items():
             list(self._play(what, steps))
 
     def test_paths_and_reasons(self) -> None:
-        """It returns only paths of the given checkpoints, each with a reason: a line of text."""
+        """The rule returns only paths of the given checkpoints, each with a reason in one line of text."""
         for what, steps in _RUNS.items():
             for shown, answer in self._play(what, steps):
                 paths = {each.path for each in shown}
@@ -66,7 +66,7 @@ class KeepContract(Contract):
                         self.broken(f"{what}: its reason for {path} must be a line of text, got {why!r}")
 
     def test_none_and_one(self) -> None:
-        """It returns an empty mapping for no checkpoints, and retains a single checkpoint, whatever its step."""
+        """The rule returns an empty mapping for no checkpoints, and retains a single checkpoint, whatever its step."""
         if answer := self._ask(self.make(), []):
             self.broken(f"for no checkpoints it returned {answer!r:.200}")
         for step in (0, 1, 7, 1000):
@@ -80,7 +80,7 @@ class KeepContract(Contract):
             self._retained("with odd metrics", self.make(), odd[newest:])
 
     def test_same_answer_again(self) -> None:
-        """It decides the same for the same checkpoints: again, as a new rule, and with metrics in another order."""
+        """The rule decides the same for the same checkpoints: again, as a new rule, or with reordered metrics."""
         for what, steps in _RUNS.items():
             rule = self.make()
             for shown, answer in self._play(what, steps, rule):
@@ -93,7 +93,7 @@ class KeepContract(Contract):
                         self.broken(f"{what}: {how}, it decides differently about {differs[0]}")
 
     def test_leaves_all_as_it_is(self) -> None:
-        """It changes neither the given list nor the given metrics, and no file: the checkpointer deletes."""
+        """The rule does not change the given list, the given metrics or any file; the checkpointer deletes files."""
         with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
             made = self._checkpoints(folder, range(9))
             for each in made:
@@ -108,15 +108,15 @@ class KeepContract(Contract):
                 self.broken(f"it deleted {gone[0]}")
 
     def test_paths_are_only_names(self) -> None:
-        """Checkpoints may be in an object store, with URLs as paths: it opens none of them."""
+        """Checkpoints may be in an object store, with URLs as paths; the rule does not open them."""
         self._retained("in an object store", self.make(), self._checkpoints("s3://bucket/runs", range(0, 50, 10)))
 
     def test_many_checkpoints(self) -> None:
-        """It returns soon, even for hundreds of checkpoints: the thread that saves waits for it."""
+        """The rule returns quickly, even for hundreds of checkpoints, because the saver thread waits for it."""
         self._retained(f"with {_MANY} checkpoints", self.make(), self._checkpoints("/runs", range(_MANY)))
 
     def test_rank_0_alone(self) -> None:
-        """It is made on all ranks and called only on rank 0, so it does not use the process group."""
+        """The rule is constructed on all ranks but called only on rank 0, so it does not use the process group."""
         self.on_rank_0("_call_on_rank_0")
 
     def _call_on_rank_0(self, rank: int) -> None:

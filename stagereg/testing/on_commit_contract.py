@@ -44,12 +44,12 @@ class OnCommitContract(Contract):
         """Call :meth:`broken` if the component did not do its job with a checkpoint. Default: no check."""
 
     def test_each_checkpoint_in_turn(self) -> None:
-        """It does its job with each checkpoint, one after the other, on a thread other than the main one."""
+        """The component handles each checkpoint, one after the other, on a thread other than the main thread."""
         with self._committed() as checkpoints:
             self._call(self.make(), *checkpoints)
 
     def test_checkpoint_stays_as_it_is(self) -> None:
-        """It neither deletes nor changes a checkpoint, and writes nothing into its directory."""
+        """The component does not delete or change a checkpoint, or write into its directory."""
         with self._committed() as checkpoints:
             root = Path(checkpoints[0].path).parent
             before = _contents(root)
@@ -59,7 +59,7 @@ class OnCommitContract(Contract):
                 self.broken(f"it has changed, created or deleted {', '.join(changed[:4])}")
 
     def test_same_checkpoint_again(self) -> None:
-        """A checkpoint that it has already handled is not an error, in the same run or in the next one."""
+        """A checkpoint that the component has already handled is not an error, in the same run or in the next one."""
         with self._committed() as (first, *_):
             self._call(self.make(), first, first)
             self._call(self.make(), first)
@@ -83,7 +83,7 @@ class OnCommitContract(Contract):
                     self.broken(f"its refusal does not name the URL: {refusal}")
 
     def test_rank_0_alone(self) -> None:
-        """It is made on all ranks and called only on rank 0, so it does not use the process group."""
+        """The component is constructed on all ranks but called only on rank 0, so it does not use the process group."""
         with self._committed() as (first, *_):
             self.on_rank_0("_call_on_rank_0", self.folder, first)
 

@@ -41,7 +41,7 @@ _PRELOAD = [
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _ON_THIS_MACHINE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 _PG_EXTRA_S = 60.0
-"""Seconds by which the process group's timeout exceeds the harness's, so that the harness reports."""
+"""Seconds by which the process group's timeout exceeds the harness's, so that the harness reports a hang first."""
 _LINGER_S = 2.0
 """Seconds for other ranks to report their errors after a failure, and for hung ranks to dump their stacks."""
 before_wait: Callable[[float], object] = lambda seconds: None  # noqa: E731

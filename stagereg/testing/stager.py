@@ -51,7 +51,7 @@ class StagerContract(StagerFidelity):
     # Interface and isolation
 
     def test_it_has_the_shape_of_a_stager(self) -> None:
-        """It has stage, synchronize_staging, close and should_synchronize_after_execute, as torch calls them."""
+        """The stager has stage, synchronize_staging, close and should_synchronize_after_execute, as torch uses them."""
         stager = self.opened()
         try:
             check("stager", type(stager).__name__, stager)
@@ -197,7 +197,7 @@ class StagerContract(StagerFidelity):
         del fresh
 
     def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
-        """If it has release(), a released copy is empty and not waited for, and its held tensors do not change."""
+        """If the stager has release(), a released copy is empty and not waited for; its held tensors do not change."""
         stager, source, held = self.opened(), self.sized(), []
         if not isinstance(stager, ReleasesCopies):
             return
@@ -301,7 +301,7 @@ class StagerContract(StagerFidelity):
         train()
         try:
             staged = stager.stage({"w": self.ones(3), "bad": threading.Lock()})
-        except Exception:  # this stager raises immediately; a write during the copy is found later
+        except Exception:  # raised immediately; now provoke an error that is found later
             train()
             staged = stager.stage(dict(model.state_dict()))
             _write(optimizer)

@@ -1,4 +1,4 @@
-"""Helpers for testing a stager's promises with a new stager, which is called like by torch, with a time limit.
+"""Helpers for testing a stager's promises: they call a new stager like torch does, with a time limit.
 
 A copy is compared with the expected value in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every
 bit of every tensor, so NaN equals itself and minus zero differs from zero. Other values are compared with ``==``.

@@ -63,7 +63,7 @@ class StorageContract(Contract):
         self._round_trip(_tensors())
 
     def test_rare_dtypes(self) -> None:
-        """A tensor of a rare dtype is restored bit for bit, or the save is refused with its name."""
+        """A tensor of a rare dtype is restored bit for bit, or the save raises an error that names it."""
         for number, dtype in enumerate(_RARE):
             name = f"value{number}"
             try:
@@ -103,7 +103,7 @@ class StorageContract(Contract):
                 self._expect_restored(folder, state, step)
 
     def test_no_arguments(self) -> None:
-        """Built without arguments, it reads what make()'s storage wrote: a checkpoint stores only its name."""
+        """A storage built without arguments reads files of make()'s storage: checkpoints store only its name."""
         kind = type(self.make())
         try:
             built = kind()
@@ -114,7 +114,7 @@ class StorageContract(Contract):
             self._expect_restored(folder, _tensors(), storage=built)
 
     def test_in_another_process(self) -> None:
-        """Another process reads the files of this one, even if the directory was moved: it contains everything."""
+        """Another process can read the files, even from a moved directory: the directory contains everything."""
         with _folder() as folder, _folder() as other:
             self._save(folder, {**_tensors(), **_objects()})
             shutil.copytree(f"{folder}/{step_name(1)}", f"{other}/{step_name(1)}")
@@ -122,7 +122,7 @@ class StorageContract(Contract):
             self._expect("in another process: ", self.on_ranks("", 1, _restore, type(self), other))
 
     def test_pickled(self) -> None:
-        """It can be pickled before and after it writes, including the digests of its files."""
+        """A storage can be pickled before and after it writes, including the digests of its files."""
         state = {"x": torch.arange(5, dtype=torch.int64, device="cpu"), "n": 3}
         with _folder() as folder:
             storage = self._pickled(self.make())
@@ -133,7 +133,7 @@ class StorageContract(Contract):
             self._expect_loaded(copy, f"{folder}/step", state)
 
     def test_torch(self) -> None:
-        """``torch.distributed.checkpoint`` saves with it and loads every value with its reader, not only tensors."""
+        """``torch.distributed.checkpoint`` saves with the storage and loads every value, not only tensors."""
         state = {**_tensors(), "n": 3, "text": "ü", "none": None, "list": [1, 2.5]}
         with _folder() as folder:
             self._by_torch(save, dict(state), storage_writer=self.make(), checkpoint_id=f"{folder}/step")
@@ -300,7 +300,7 @@ def _full() -> torch.Tensor:
 
 
 def _blank(value: Any) -> Any:
-    """Return a state to restore the values into; values other than tensors are replaced."""
+    """Return a state to restore into: zeros for tensors, ``None`` for other values."""
     if isinstance(value, dict) and type(value) is dict:
         return {key: _blank(item) for key, item in value.items()}
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None

@@ -50,7 +50,7 @@ class TierContract(Contract):
                 self.broken(f"prepare() returned {path!r}, which is not the full path of a folder")
 
     def test_options(self) -> None:
-        """It passes the options of every tier to Tier, which refuses invalid values."""
+        """The constructor passes the options of all tiers to Tier, which refuses invalid values."""
         with self._folder() as folder:
             tier = self.make(folder, **_OPTIONS)
             if not isinstance(tier, Tier):
@@ -95,7 +95,7 @@ class TierContract(Contract):
                 self.broken(f"{path} has mode {mode:03o}. Create it with mode 700")
 
     def test_ordinary_files(self) -> None:
-        """Its files can be flushed, renamed atomically over others, locked, and read while others are written."""
+        """Files in the folder can be flushed, renamed over others, locked, and read while others are written."""
         with self._folder() as folder:
             path = Path(self._prepared(self.make(folder)))
             try:

@@ -1,7 +1,7 @@
 """Runs one rank of ``run_ranks`` in a process that was forked from a server.
 
-The rank writes its result, traceback, output and stacks to files, which remain if the rank dies. The function of the
-call is pickled as module and name. Other processes cannot import a test module that pytest imported by file path,
+The rank writes its result, traceback, output and stacks to files, which remain if the rank dies. The function of a
+call is pickled by module and name. Other processes cannot import a test module that pytest imported by file path,
 so the rank imports the caller's own modules from the same files under the same names.
 """
 
