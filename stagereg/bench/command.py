@@ -214,4 +214,4 @@ _KINDS: dict[str, tuple[str, int, Callable[[argparse.Namespace], list[str]], _Me
     "staging": ("measure the wait for a staged copy, relative to memory speed", 11, _staging_rows, _staging),
     "stall": ("measure how much training time a checkpoint costs", 20, _stall_rows, _stall),
 }
-"""By benchmark: help, number of rounds, names of the rows, and the function that measures them."""
+"""For each benchmark: help, number of rounds, function for the names of rows, and function that measures them."""

@@ -1,4 +1,4 @@
-"""Measures cases in turns, in another order each round; each row has a median and quartiles.
+"""Measures cases in rounds, each in another order, and computes a median and quartiles for each row.
 
 A busy period of the machine affects all cases. The first round is a warm-up. Results of different runs must not be
 compared. The modules ``staging`` and ``stall`` define the rows and their ceilings.
@@ -42,7 +42,7 @@ class Case:
         self._turn = turn
 
     def turn(self) -> Iterator[float | None]:
-        """Run the operation once: yield when ready, then at the end of the time of each row, in order.
+        """Run the operation once: yield when it is ready to start, and then when each row's time ends, in order.
 
         Code before the first ``yield`` and after the last one is not timed. Yield a number for a row that is not a
         time or was timed elsewhere.
@@ -102,7 +102,7 @@ def interleave(
     what: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Series]:
-    """Measure ``cases`` in turns: one warm-up round, then ``rounds`` rounds; then call ``prove`` of each case.
+    """Measure ``cases`` in rounds: one warm-up round, then ``rounds`` rounds; then call ``prove`` of each case.
 
     The order changes each round but is the same in all runs and on all ranks. Before each sample freed memory returns
     to the system; otherwise a case that allocates memory would sometimes get pages already touched. A case that fails

@@ -60,7 +60,7 @@ def show(groups: Sequence[Group]) -> None:
 
 
 def plain(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the groups with every sample, for JSON. Seconds."""
+    """Return the groups with every sample in seconds, for JSON."""
     return {"groups": [{"name": each.name, "title": each.title, "rows": [*map(_row, each.lines)]} for each in groups]}
 
 

@@ -183,7 +183,7 @@ def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, devic
     Raises:
         LaunchError: The process failed.
     """
-    # torch's writer process otherwise uses the machine's name, which may not resolve.
+    # Without MASTER_ADDR, torch's writer process uses the machine's name, which may not resolve.
     environment = {"OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1"}
     return in_own_process(_train, rows, rounds, threads, scale, device, folder, **environment)
 

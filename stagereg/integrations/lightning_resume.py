@@ -3,8 +3,7 @@
 Lightning restores neither, and draws random numbers before the first step. Each rank's generators are therefore
 restored after the ``on_train_start`` hooks, and the data iterator is created again. To resume within an epoch, the
 generators are set to their state at the start of the epoch, the used batches are fetched and dropped, and the
-generators are set to their state at the save. The order of a shuffled epoch and the random numbers of its workers thus
-stay the same.
+generators are set to their state at the save. The shuffle order and the workers' random numbers thus stay the same.
 """
 
 from __future__ import annotations

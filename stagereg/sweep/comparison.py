@@ -1,4 +1,4 @@
-"""Compares the jobs of a sweep: one row for each combination of parameters, and the rows that differ from the best.
+"""Compares the jobs of a sweep: builds a row for each combination of parameters, and finds the rows that tie.
 
 A row ties with the best unless both have at least four runs, their medians differ by more than ``matters``, and a
 rank-sum test is significant. Only completed jobs count. A combination with a failed run, or with a run without a finite
@@ -29,7 +29,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One combination with its jobs, all of the same versions."""
+    """One combination of parameters with its jobs, which all ran with the same versions."""
 
     parameters: dict[str, str]  # overrides that differ between jobs, by key
     jobs: tuple[JobResult, ...]  # all runs in order, including failed and unfinished ones
@@ -42,7 +42,7 @@ class ComparisonRow:
 
     @property
     def status(self) -> str:
-        """``"completed"``, ``"failed"``, ``"unfinished"``, or how many of its jobs are, as in ``"2 of 3 failed"``."""
+        """``"completed"``, ``"failed"``, ``"unfinished"``, or a count of jobs such as ``"2 of 3 failed"``."""
         statuses = [job.status for job in self.jobs]
         status = next((each for each in ("failed", "unfinished") if each in statuses), "completed")
         count = statuses.count(status)

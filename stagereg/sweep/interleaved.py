@@ -82,7 +82,7 @@ class InterleavedSweeper(BasicSweeper):
         with held(Path(str(self.config.hydra.sweep.dir))):
             try:
                 return super().sweep(arguments)
-            except BaseException as error:  # Hydra then calls no callback
+            except BaseException as error:  # Hydra does not call callbacks after an error
                 with contextlib.suppress(OSError):
                     self._print_progress()
                 if self._plan is not None and isinstance(error, KeyboardInterrupt):  # a traceback would hide the text
@@ -121,7 +121,7 @@ class InterleavedSweeper(BasicSweeper):
         context: Any = self.hydra_context
         root = Path(str(config.hydra.sweep.dir))
         try:
-            Plan.read(root)  # raises for a user's file of this name
+            Plan.read(root)  # raises an error for another file with this name
         except ConfigError as error:
             raise SweepError(str(error)) from error
         reuse, before = Reuse(root), HydraConfig.instance().cfg
@@ -248,7 +248,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
 
 
 def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> None:
-    """Reject a job whose config changes the sweep's comparison, as an option of a config group may do."""
+    """Reject a job whose config changes the sweep's comparison, for example by an option of a config group."""
     for key in ("sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeats"):
         own, its = (OmegaConf.select(each, key, throw_on_resolution_failure=False) for each in (config, job))
         if own != its:

@@ -26,7 +26,7 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """-1 if higher is better, otherwise 1: the best value has the least product with this sign."""
+        """-1 if higher is better, otherwise 1. The best value, multiplied by this sign, is the smallest."""
         return -1 if self.better == "higher" else 1
 
     def text(self, value: float) -> str:

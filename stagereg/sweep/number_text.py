@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 
 _FEWEST, _MOST = 3, 8  # digits of the numbers in a column
-_LONG = 9  # fewest digits before the point of a number with an exponent
-_ROUNDING = 1e-6  # relative difference of numbers that may have the same text
+_LONG = 9  # minimum number of digits before the point for an exponent
+_ROUNDING = 1e-6  # relative difference up to which numbers may have the same text
 _DIGITS = 12  # digits of a swept value; more are rounding errors, as in 0.30000000000000004
-_FINEST = 6  # most digits after the point
+_FINEST = 6  # maximum number of digits after the point
 
 
 def counted(number: float, noun: str) -> str:
@@ -62,12 +62,12 @@ def column_texts(values: Sequence[float]) -> list[str]:
 
 
 def _grown(value: float, digits: int) -> bool:
-    """Return whether rounding gives the next power of ten: 0.9999 is not 1."""
+    """Return whether rounding would increase the power of ten, like 0.9999 rounded to 1."""
     return _size(float(_text(value, digits).replace(",", ""))) > _size(value)
 
 
 def _size(value: float) -> int:
-    """Return the power of ten of the first digit."""
+    """Return the power of ten that the first digit stands for."""
     return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
 
 

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 LEVEL = 0.05  # significance level
 FEWEST = 4
-"""Fewest runs of each combination for a test: 3 and 3 runs separate completely by chance 1 time in 10."""
+"""Minimum runs per combination for a test: with 3 and 3 runs, chance separates them completely 1 time in 10."""
 _EXACT = 100  # maximum number of values for the exact distribution
 
 

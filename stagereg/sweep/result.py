@@ -32,7 +32,7 @@ CONFIG = Path(".hydra", "config.yaml")  # a job's config, written by Hydra
 OVERRIDES = Path(".hydra", "overrides.yaml")
 _SWEEP = "multirun.yaml"  # written by Hydra's sweepers in a sweep's directory
 _MARKS = (file_name(0), RESULT, str(OVERRIDES))  # files that identify the directory of a job
-_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # not failures of the job
+_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # errors after signals
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class JobResult:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The sort key of the planned order: number, then directory, ``9`` before ``10``."""
+        """The sort key of the planned order: number, then directory, with ``9`` before ``10``."""
         num, parts = self.job.get("num"), re.split(r"([0-9]+)", str(self.directory))
         parts[1::2] = [f"{len(digits):04}{digits}" for digits in (part.lstrip("0") for part in parts[1::2])]
         return math.inf if num is None else num, parts

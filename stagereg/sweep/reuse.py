@@ -81,7 +81,7 @@ class Reuse:
         return None
 
     def number(self, job: JobResult | None) -> int:
-        """Return the number of an existing job; a free number if there is no job or the plan uses its number."""
+        """Return the number of an existing job, or a free one if ``job`` is ``None`` or its number is already used."""
         number = _number(job) if job else -1
         if number < 0 or number in self._used:
             number = next(self._free)

@@ -49,7 +49,7 @@ class Started:
     """The start of an attempt up to its first step, as rank 0 reported it."""
 
     step: int  # first step of the attempt
-    since: float  # time of the step before it, or of the run's start
+    since: float  # time of the previous step, or of the run's start
     phases: dict[str, float]  # seconds by phase of `stagereg.extensions.goodput.phases.PHASES`
     number: int = 0  # number of the restart
     why: str = ""  # the failure before the attempt, or empty
@@ -345,7 +345,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "start": _start,
     "step": lambda event: (_step(event), float(event["t"])),
     **dict.fromkeys(("stall", "stage", "write", "tier", "copy"), _span),
-    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # `dir`: of the local tier
+    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # the local tier's have `dir`
     **dict.fromkeys(("begin", "restart"), _started),
     "resumed": lambda event: (_step(event), _text(event, "dir"), float(event["t"])),
     "straggler": _straggler,

@@ -1,6 +1,6 @@
 """The plot of a comparison: a panel for each metric, with every run of the first rows in the order of the table.
 
-The colours are for any colour vision (after Okabe and Ito, https://jfly.uni-koeln.de/color/). The same comparison gives
+The colours suit colour-blind readers (after Okabe and Ito, https://jfly.uni-koeln.de/color/). The same comparison gives
 the same bytes, whatever the user's matplotlibrc. Matplotlib is imported when a plot is made.
 """
 
