@@ -1,4 +1,4 @@
-"""The address at which other ranks reach this machine, derived from the launcher's variables, and listening sockets."""
+"""Find the address at which other ranks reach this machine, and open listening sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loopback() -> str:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on one address; if this machine does not have that address, on all interfaces.
+    """Return a socket that listens on ``host``, or on all interfaces if this machine does not have that address.
 
     Forked processes close the socket.
     """
@@ -53,7 +53,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def close_in_forks(opened: socket.socket) -> None:
-    """Close a socket in forked processes. An open copy would hide the end of this process from other ranks."""
+    """Close a socket in forked processes, since an open copy would hide the exit of this process from other ranks."""
     _open.add(opened)
 
 

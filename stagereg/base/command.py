@@ -21,7 +21,7 @@ def command_key() -> str:
     """Return a short key that two processes share if they run the same program with the same arguments.
 
     The first half identifies the program (:func:`is_program`). Overrides of ``hydra`` and ``checkpoint`` do not change
-    the key, since launchers add some. The key is a hash, so it does not reveal arguments.
+    the key, since launchers add such overrides. The key is a hash, so it does not reveal arguments.
     """
     program, *arguments = sys.argv or [""]
     program = os.path.realpath(program)
@@ -49,7 +49,7 @@ def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
 
 
 def publish_run(directory: str, overrides: list[str]) -> None:
-    """Set the run of this process for :func:`command_to_resume`."""
+    """Record the run of this process for :func:`command_to_resume`."""
     os.environ[_RUN] = json.dumps([directory, overrides])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stagereg.errors import StageregError
 
-_LINES = 30  # lines of an exception's own text; more would fill the screen
+_LINES = 30  # maximum lines of an exception's own text in a report
 
 _PACKAGES = ("site-packages", "dist-packages")
 _NOT_SAVED = re.compile(r"Step (\d+) was not saved")
@@ -28,7 +28,7 @@ def signal_name(number: int) -> str:
 
 
 def summarize_exception(error: BaseException, *but: str) -> str:
-    """Return an exception and its origin, ``"ValueError: no licence (mine.py:7)"``, without frames in files ``but``."""
+    """Return the text and the origin of an exception, ``"ValueError: x (mine.py:7)"``; ignore frames in ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
     place = place_of(error, *but)
@@ -36,10 +36,10 @@ def summarize_exception(error: BaseException, *but: str) -> str:
 
 
 def place_of(error: BaseException, *but: str) -> str:
-    """Return the origin of an exception, ``"mine.py:7"``, without frames in files ``but``; empty without a frame."""
+    """Return the origin of an exception, ``"mine.py:7"``, or an empty text; ignore frames in the files ``but``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not is_foreign(frame.filename)]
-    # The text of a syntax error names the file already.
+    # The text of a syntax error already names the file.
     here = own or [f for f in frames if not f.filename.startswith("<") and not isinstance(error, SyntaxError)]
     return f"{here[-1].filename}:{here[-1].lineno}" if here else ""
 
@@ -56,7 +56,7 @@ def format_error(error: BaseException) -> str:
 
 
 def describe_after(error: BaseException, known: BaseException | None) -> str:
-    """Return the message of an error; one line if the printed error ``known`` differs only in its step."""
+    """Return the message of an error, or one line if it differs from the printed error ``known`` only in the step."""
     text, before = str(error), "" if known is None else str(known)
     step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
     if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):

@@ -13,7 +13,7 @@ _thread = threading.local()  # the deadline of each thread's current call
 
 @contextlib.contextmanager
 def within(seconds: float) -> Generator[None, None, None]:
-    """Begin no retry on this thread later than ``seconds`` from now, or later than an outer deadline."""
+    """Start no retry on this thread after ``seconds`` from now, or after an outer deadline."""
     before = until()
     _thread.until = min(before, time.monotonic() + seconds)
     try:
@@ -23,6 +23,6 @@ def within(seconds: float) -> Generator[None, None, None]:
 
 
 def until() -> float:
-    """Return the deadline of this thread's retries on the clock ``time.monotonic``, shared by a machine's processes."""
+    """Return the deadline of this thread's retries, in the seconds of ``time.monotonic()`` of this machine."""
     found: float = getattr(_thread, "until", math.inf)
     return found

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from stagereg.errors import ConfigError, nearest
 
-_SECOND = 1_000_000  # durations are counted in microseconds, exactly, as timedelta does
+_SECOND = 1_000_000  # microseconds, the resolution of timedelta
 _UNITS = {
     **dict.fromkeys(("ms", "millisecond", "milliseconds"), 1_000),
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), _SECOND),

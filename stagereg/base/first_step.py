@@ -32,13 +32,13 @@ class _FirstStep:
             call()
 
     def forget(self) -> None:
-        self.calls = []  # the locks of the hooks may be held in the parent
+        self.calls = []  # hooks stay, since the parent may hold their locks
 
     def find_spec(self, *_: object) -> None:
         torch = sys.modules.get("torch")
         if self.calls and (torch is None or getattr(getattr(torch, "__spec__", None), "_initializing", False)):
             return
-        # A new list, since the current import iterates over the old one. Set first, since hooks are imported too.
+        # A new list, since the current import iterates over the old list. Set before the import of the hooks.
         sys.meta_path = [each for each in sys.meta_path if each is not self]
         if self.calls:
             from stagereg.base.hooks import AFTER_STEPS

@@ -1,4 +1,4 @@
-"""Lets ranks that have left a plain training loop in a join take part in its collectives, for example in saves."""
+"""Lets ranks that have left a plain loop in a join take part in later collectives of the loop, such as saves."""
 
 from __future__ import annotations
 

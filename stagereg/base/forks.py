@@ -38,7 +38,7 @@ class RenewedInChild(Generic[T]):
         os.register_at_fork(after_in_child=self._renew_all)
 
     def add(self, x: T) -> None:
-        """Renew an object in each child from now on."""
+        """Renew an object in each child that is forked from now on."""
         self._objects.add(x)
 
     def __iter__(self) -> Iterator[T]:
@@ -75,7 +75,7 @@ def private_memory(nbytes: int) -> PrivateMemory:
 
 
 def _seal(memory: PrivateMemory) -> None:
-    """Reserve the addresses of memory that this child did not inherit. Keep the object, whose deletion unmaps them."""
+    """Reserve the addresses of memory that this child did not inherit. Keep the object: its destructor unmaps them."""
     if memory.inherited:
         return
     memory.inherited = True  # children of this child inherit the inaccessible pages

@@ -25,7 +25,7 @@ _keys: dict[str, str] = {}
 
 @contextlib.contextmanager
 def in_config(keys: Mapping[str, str]) -> Iterator[None]:
-    """Build components of a config in a ``with`` block; ``keys`` has the key of each, by kind."""
+    """Build components of a config in a ``with`` block; ``keys`` maps the kind of a component to its config key."""
     token = _building.set(keys)
     _keys.update(keys)
     try:

@@ -2,7 +2,7 @@
 
 A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Only a terminal gets colours.
 Long cells of the last column are wrapped, never cut. All output passes :func:`.errors.printable`, since it may contain
-text of untrusted files. Imports nothing heavy.
+text of untrusted files. Imports no slow modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from stagereg.errors import printable
 
-_WIDTH = 120  # columns of a line without a terminal
+_WIDTH = 120  # width of a line if stdout is not a terminal
 _LEAST = 30  # least width of the last column of a table
 _COLOURS = {
     **dict.fromkeys(("ok", "good", "valid", "kept", "better"), "green"),
@@ -89,7 +89,7 @@ def _styled(text: str, style: str) -> str:
 
 
 def line_width() -> int:
-    """Return the columns of a line."""
+    """Return the width of a line in columns."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
 
 

@@ -16,7 +16,7 @@ _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
 class Identity(NamedTuple):
     """The identity of one job of a sweep, independent of the order of its overrides."""
 
-    combination: frozenset[tuple[str, str]]  # the overrides of the program, by key
+    combination: frozenset[tuple[str, str]]  # key and value of each override of the program
     repeat: int = 0  # the number of the run among the runs of its combination, from 0
     again: bool = False  # whether the job is an A/A job
 

@@ -1,4 +1,4 @@
-"""Record a run's events as JSON lines in its directory, from which all its metrics are computed later.
+"""Record a run's events as JSON lines in its directory. All metrics of the run are computed from these events.
 
 Each rank writes one file with one object per line. Each object has ``"event"``, ``"t"`` (:func:`now`) and ``"run"``,
 the name of the attempt, which separates programs that share a directory. A line is one unbuffered write, so a killed
@@ -30,7 +30,7 @@ from stagereg.errors import ConfigError, Preempted, Stopped
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1  # written by `start`; a reader rejects newer formats
+FORMAT = 1  # format number in the `start` event; readers reject newer formats
 FILES = "metrics*.jsonl"
 """Pattern of the files in a run's directory: ``metrics.jsonl`` of rank 0, ``metrics.rank3.jsonl`` of rank 3."""
 
@@ -222,7 +222,7 @@ def _about_process() -> dict[str, Any]:
 def _real(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
-        with contextlib.suppress(Exception):  # raised by a class of another project
+        with contextlib.suppress(Exception):  # raised by the class of the value
             return float(value.detach() if hasattr(value, "detach") else value)
     shown = f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
     raise ConfigError(f"stagereg.log: {name} must be a real number or a zero-dimensional tensor, not {shown}")

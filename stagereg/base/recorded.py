@@ -1,4 +1,4 @@
-"""Read single events of a record (:mod:`.record`). Parses only the needed lines, since the start of a run waits."""
+"""Read single events of a record (:mod:`.record`). Parses only the needed lines, so that the start of a run is fast."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def last_of(
 
 
 def mapped(path: Path, size: int = 0) -> mmap.mmap:
-    """Map the first ``size`` bytes of a record, by default all. Raises ``OSError``; ``ValueError`` if it is empty."""
+    """Map the first ``size`` bytes of a record, by default all. Raises ``OSError``, or ``ValueError`` if empty."""
     with open(open_regular(path), "rb") as file:
         size = size or os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:

@@ -86,7 +86,7 @@ def withdraw_error(error: StageregError) -> None:
 
 
 def set_exit_code(code: int) -> None:
-    """Set the exit code of the process, also for the case that a thread hangs or a failure is reported."""
+    """Set the exit code of the process, which also applies if a thread hangs or a failure is reported."""
     _shutdown.code = code
 
 
@@ -101,7 +101,7 @@ def finish() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Pass the error that ends the job to :func:`on_failure` methods: the process may exit without :func:`finish`."""
+    """Call the :func:`on_failure` methods with the error of the job, since the process may exit without `finish`."""
     for each in list(_shutdown.on_failure):
         if (note := each()) is not None:
             note(error)

@@ -1,6 +1,6 @@
 """Parse and write sizes in bytes: ``ByteSize("4GiB")``.
 
-A size is an ``int``; only its text has a unit. An option of this type is a text in a config.
+A size is an ``int``; only its text has a unit. In a config, an option of this type is text.
 """
 
 from __future__ import annotations

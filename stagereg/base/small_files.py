@@ -1,7 +1,7 @@
 """Small files in directories to which other users may write: records, manifests, pointers, results.
 
 Reading never blocks and never follows a link. Writing creates a file under an unpredictable name, then renames the
-file. Only files with such names are deleted as leftovers. This module has no imports of the project.
+file. Only files with such names are deleted as leftovers. This module imports no other module of the project.
 """
 
 from __future__ import annotations
@@ -165,4 +165,4 @@ def _expect_regular(path: str | os.PathLike[str], found: os.stat_result, owner: 
     if not stat.S_ISREG(found.st_mode):
         raise UnfitFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     if owner not in (None, found.st_uid):
-        raise UnfitFileError(errno.EPERM, f"it belongs to another user, {found.st_uid}", os.fspath(path))
+        raise UnfitFileError(errno.EPERM, f"it belongs to another user (uid {found.st_uid})", os.fspath(path))

@@ -89,7 +89,7 @@ _BASES = {
     "storage": "stagereg.checkpoint.storage.protocol.Storage",
     "tier": "stagereg.extensions.tiers.tier.Tier",
 }
-_ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
+_ABSTRACT = {"stage"}  # torch's protocol only raises in these methods, so they must be overridden
 
 
 def with_article(kind: str) -> str:

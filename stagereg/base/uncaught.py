@@ -1,4 +1,4 @@
-"""Print an error that ends several ranks only once; Python would print its traceback on each rank.
+"""Print an uncaught error of several ranks only once. By default, Python prints its traceback on each rank.
 
 Used by programs without ``stagereg.main``, whose launcher prints the errors that ranks report.
 """
@@ -27,9 +27,9 @@ _hook: _Hook | None = None  # global like `sys.excepthook`
 
 
 def print_once() -> None:
-    """Print an uncaught error of the project that ends several ranks on only one rank. Idempotent.
+    """If an uncaught error of the project ends several ranks, print its traceback on one rank only. Idempotent.
 
-    The other ranks print one line. Different errors are all printed. Does nothing before ``init_process_group``.
+    The other ranks print one line. Each different error is printed. Does nothing before ``init_process_group``.
     """
     global _hook
     dist = sys.modules["torch.distributed"]
@@ -70,7 +70,7 @@ class _Hook:
         return rank if rank != self.rank and _wait_for(store, f"{key}/printed", _PRINTED_S) else None
 
     def _ask(self, call: Callable[[Any], int | None]) -> int | None:
-        """Return the result of ``call`` with the store; ``None`` if the store is unreachable or does not answer."""
+        """Return the result of ``call`` with the store; ``None`` if the store is unreachable or does not respond."""
         answer: Future[int | None] = Future()
 
         def ask() -> None:

@@ -133,7 +133,7 @@ class Bucket(StoredFiles):
                 self._hide(path)
                 self.objects.delete_below(path)
         except OSError as error:
-            _log.warning("Could not delete %s, which the next start of the run deletes: %s", path, error)
+            _log.warning("Could not delete %s: %s. The next start of the run will delete it.", path, error)
 
     def tidy(self) -> Sequence[str]:
         try:

@@ -1,11 +1,11 @@
 """The lock of an object store: a lease, an object that its owner renews and that other runs replace after it expires.
 
 Object stores have no locks that end with a process. A conditional write creates the object ``.lock``, and a thread
-renews it every 20 seconds. The lease expires after a minute without renewal, or when its owner, a process of this
-machine, exits. The store's clock measures its age; without such a clock, a waiting run polls the object for a minute.
+renews it every 20 seconds. The lease expires after a minute without renewal, or, for an owner on this machine, when the
+owner exits. The store's clock measures its age; without such a clock, a waiting run polls the object for a minute.
 
 A lease is weaker than a lock: a run that was suspended for more than a minute may send one request before it detects
-that it has lost the lease. Of two concurrent unconditional writes, the second wins; the first run detects this later.
+that it has lost the lease. If two runs write without a condition, the last write wins; the other run detects it later.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StoreLease(StoreLock):
         if self._first is None:
             self._first = there
             self._free_at = waited + leases.LEASE_S - self._objects.age(self._path, f"{self.root}/{_CLOCK}")
-            _log.info("stagereg: %s is or was locked by %s. Waiting at most a minute for it.", self.root, there.owner)
+            _log.info("stagereg: %s is or was locked by %s. Waiting for at most a minute.", self.root, there.owner)
         if there.is_orphaned() or not there.token or (there == self._first and waited >= self._free_at):
             return self._replace()
         if there != self._first or (there.is_near() and waited > LOCK_TIMEOUT_S):
@@ -64,7 +64,7 @@ class StoreLease(StoreLock):
         return made or self._is_ours()  # an earlier attempt may have succeeded without a response
 
     def _replace(self) -> bool:
-        """Write the object. Return whether it is still this run's after concurrent writes have taken effect."""
+        """Write the object. Return whether this run has the lease after concurrent writes have taken effect."""
         self._objects.put(self._path, self._lease.content())
         time.sleep(_SETTLE_S)
         return self._is_ours()

@@ -85,7 +85,7 @@ class ObjectStore:
                     ) from error
 
     def size(self, url: str) -> int | None:
-        """Return the size of an object; ``None`` if it does not exist. Does not depend on (delayed) listings."""
+        """Return the size of an object; ``None`` if it does not exist. Does not use listings, which may be delayed."""
 
         def act() -> int | None:
             try:
@@ -118,7 +118,7 @@ class ObjectStore:
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Create an object in one try; return False if it exists. ``NotImplementedError``: no conditional writes."""
+        """Create an object, no retries; return False if it exists. Raises ``NotImplementedError`` if unsupported."""
         try:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:
@@ -232,7 +232,7 @@ def _check(url: str, protocol: str) -> None:
             f"set FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
         )
     if set(behind) & set("*?[]"):
-        raise ConfigError(f"{url} is a pattern for fsspec. Choose a URL without *, ? and brackets.")
+        raise ConfigError(f"fsspec would treat {url} as a pattern. Choose a URL without *, ? and brackets.")
     try:
         fsspec.get_filesystem_class(protocol or "nothing")
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Retry requests to object stores after transient errors.
 
 Waits double from half a second to a minute; each is shortened at random by up to half ("equal jitter", M. Brooker, AWS
-Architecture Blog, 2015). Other errors are raised immediately. Retries end after the last trial or at the deadline of
+Architecture Blog, 2015). Other errors are raised immediately. Retries end after ``TRIALS`` or at the deadline of
 :func:`.within`. The first retry logs a warning. :func:`answered` limits the time of a call that may hang.
 """
 
@@ -20,7 +20,7 @@ from stagereg.base.deadline import until
 
 T = TypeVar("T")
 
-TRIALS = 10  # trials of a request in total, within about three minutes
+TRIALS = 10  # attempts of a request in total, within about three minutes
 
 FIRST_S = 0.5
 LONGEST_S = 60.0
@@ -46,7 +46,7 @@ _REFUSED = (
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return the result of ``act``, or raise ``TimeoutError`` after ``seconds``. ``give_back`` gets a late result."""
+    """Return the result of ``act``; raise ``TimeoutError`` after ``seconds``. A late result goes to ``give_back``."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -88,7 +88,7 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
                 told = f"{doing}, tried {trial} times" if trial > 1 else doing
                 raise _as_os_error(error, told + _REFUSED * (doing in _READS and _is_denied(error)), url) from error
             if trial == 1:
-                _log.warning("%s %s: %s. Retrying up to %d times.", doing, url, _text(error), TRIALS - 1)
+                _log.warning("Error while %s %s: %s. Retrying up to %d times.", doing, url, _text(error), TRIALS - 1)
         time.sleep(pause)
         trial += 1
 

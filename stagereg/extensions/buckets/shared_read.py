@@ -1,8 +1,8 @@
 """Read each byte of a checkpoint on one rank, and send the byte to the ranks that need it.
 
 The files, sorted by name, form one stream of bytes, which is divided into pieces. Of n ranks, rank r reads pieces r,
-r + n, r + 2n and so on, and computes their checksums. It broadcasts a piece. If the ranks need at most half of a piece
-on average, it sends each rank only the bytes that the rank needs. A rank has two pieces in memory: its next piece, and
+r + n, r + 2n and so on, and computes their checksums. Rank r broadcasts a piece. If the ranks need at most half of the
+piece on average, rank r sends only the bytes that each rank needs. A rank has two pieces in memory: its next piece, and
 the piece that it receives. All transfers use the gloo group of the checkpointer.
 """
 
@@ -31,7 +31,7 @@ _PIECE_BYTES = 48 << 20
 _LEAST_BYTES = 4 << 20
 _FETCH_BYTES = 8 << 20
 _FETCHES = 4  # concurrent requests; a rank needs at most 128 MiB of memory: two pieces, and responses to four requests
-_GAP_BYTES = 1 << 12  # most bytes between two needed ranges that are sent as one range
+_GAP_BYTES = 1 << 12  # maximum bytes between two needed ranges that are sent as one range
 
 
 def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
@@ -53,7 +53,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
 
 
 class _MarkedBytes(NamedTuple):
-    """The digest of bytes of a file that a rank has read."""
+    """The digest of a range of a file, which a rank has read."""
 
     name: str
     offset: int
@@ -251,7 +251,7 @@ class SharedRead:
             self._place(number, self._received)
 
     def _place(self, number: int, data: torch.Tensor) -> None:
-        """Copy a piece to its targets. Does nothing after a failure, but the ranks still transfer all pieces."""
+        """Copy a piece to its targets. After a failure, copy nothing, but the ranks still transfer all pieces."""
         piece, address = self._pieces[number], data.data_ptr()
         try:
             for begin, end, to in self._wants.pop(number, ()) if self._failure is None else ():

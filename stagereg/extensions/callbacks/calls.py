@@ -1,7 +1,7 @@
 """Call the ``on_commit`` components of a checkpointer for each complete checkpoint, on rank 0.
 
-Each component has its own thread, so neither training nor saves wait for it (docs/guarantees.md). Each call runs on
-another thread, since Python cannot end a thread that hangs. All failures, including a ``SystemExit``, are logged and
+Each component has its own thread, so neither training nor saves wait for it (docs/guarantees.md). Each call runs on a
+separate thread, since Python cannot end a thread that hangs. All failures, including a ``SystemExit``, are logged and
 counted.
 """
 
@@ -119,7 +119,7 @@ class _Caller:
             self._fail(self._called_for, f"was aborted, since {why}: the call has not returned, or has not begun")
         self._stopped = why
 
-    # -- on the thread
+    # -- on the component's thread
 
     def _work(self) -> None:
         while (checkpoint := self._queue.get()) is not None:

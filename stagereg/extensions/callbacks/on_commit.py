@@ -36,7 +36,7 @@ class OnCommit(Protocol):
     """The protocol of components in ``Checkpointer(on_commit=[...])``, or ``checkpoint.on_commit`` in a config.
 
     All ranks construct the component. ``committed`` is called only on rank 0, on a thread of the component, for one
-    checkpoint at a time in the order of their commits. A call delays neither training nor the next save, and must not
+    checkpoint at a time, in the order of commits. A call delays neither training nor the next save, and must not
     use the process group. Exceptions are logged and counted; they do not fail the run or the save.
     """
 

@@ -1,6 +1,6 @@
 """``command``: run a shell command for each complete checkpoint.
 
-A config can select it only if the program allows it by name, ``stagereg.instantiate(cfg.checkpoint,
+A config can select this component only if the program allows it, ``stagereg.instantiate(cfg.checkpoint,
 allow=["on_commit/command"])``. Otherwise the author of a config could run any command.
 """
 

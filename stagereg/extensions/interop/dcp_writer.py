@@ -2,8 +2,8 @@
 
 ``DcpWriter`` writes the files of ``storage=dcp`` to a temporary directory. When all ranks have flushed their files, the
 coordinator renames the directory to the path of the checkpoint. Its file ``checksums.json`` has the size and the CRC-32
-of each other file, in the format of a manifest (:mod:`.manifest`). ``DcpReader`` verifies them before any rank loads a
-tensor. The program selects the checkpoint to load and deletes old checkpoints; torch checks that the state fits.
+of each other file, in the format of a manifest (:mod:`.manifest`). ``DcpReader`` verifies these checksums before any
+rank loads a tensor. The program selects checkpoints and deletes old checkpoints; torch checks that the state fits.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._save.storage = DcpStorage(direct=self._direct)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin the save on this rank. Raises ``CheckpointError`` if ``save`` got ``use_collectives=False``."""
-        if not hasattr(self._save, "storage"):  # torch calls ``reset`` only with a ``checkpoint_id``
+        """Begin the save on this rank. Raises ``CheckpointError`` if ``save`` has ``use_collectives=False``."""
+        if not hasattr(self._save, "storage"):  # torch calls ``reset`` only if ``save`` has a ``checkpoint_id``
             self.reset()
         self._save.storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
@@ -135,14 +135,14 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Check the path and the tensors, and return the plan unchanged.
 
         Raises:
-            CheckpointError: no path is set, the path has other content, or a tensor could not be loaded again.
+            CheckpointError: no path is set, other files are in the path, or a tensor could not be loaded again.
         """
         if self._save.path is None:
             raise CheckpointError("DcpWriter has no directory. Pass DcpWriter(path), or checkpoint_id=path to save().")
         if self._save.path.exists() and (others := _others(self._save.path)):
             what = ", ".join(sorted(others)[:3])
             raise CheckpointError(
-                f"Expected only a checkpoint at {self._save.path}, which the save replaces, but found: {what}. "
+                f"Saving to {self._save.path} would delete files that are not part of a checkpoint: {what}. "
                 "Use a separate directory for each checkpoint."
             )
         self._save.beside = ""
@@ -230,8 +230,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         found = [os.fspath(each) for each in _left_beside(path) if temporary_of(each.name)]
         if len(found) != 1:
             raise CheckpointError(
-                f"Expected one directory .{path.name}.TOKEN.tmp in {path.parent}, for this save, found {len(found)}. "
-                "Delete these directories, which killed saves left, and save again."
+                f"Expected exactly one directory .{path.name}.TOKEN.tmp in {path.parent}, found {len(found)}. "
+                "Delete all such directories, which killed saves left, and save again."
             )
         return found[0]
 
@@ -330,9 +330,9 @@ def _local(path: StrPath, what: str) -> Path:
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in a directory that are not part of a checkpoint; one text if the path is not a directory."""
+    """Return the names in ``path`` that are not part of a checkpoint, or a description if ``path`` is a file."""
     if not path.is_dir():
-        return ["a file with this path"]
+        return ["this path is a file"]
     with os.scandir(path) as entries:
         return [each.name for each in entries if each.is_dir(follow_symlinks=False) or not _is_part(each.name)]
 
@@ -342,7 +342,7 @@ def _is_part(name: str) -> bool:
 
 
 def _left_beside(path: Path) -> list[Path]:
-    """Return the directories that killed saves to ``path`` left: new ones, and old ones unless ``path`` is missing."""
+    """Return the temporary directories of killed saves to ``path``, and, if ``path`` exists, replaced directories."""
     of = [temporary_of, aside_of] if path.exists() else [temporary_of]
     named = [each for each in path.parent.iterdir() if path.name in [find(each.name) for find in of]]
     return [each for each in named if each.is_dir() and not each.is_symlink()]
@@ -353,13 +353,13 @@ def _world_size() -> int:
 
 
 def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: str) -> None:
-    """Raise ``CheckpointError`` for a quantized tensor, and for a COO tensor: torch would fill only a detached copy."""
+    """Raise ``CheckpointError`` for a quantized or COO tensor. torch would fill only a detached COO copy."""
     expect_dense(name, dtype, torch.strided if layout in _FILLED else layout, verb)
 
 
 @functools.cache
 def _default_stager() -> Any:
-    """Return the stager of all writers. It is shared, since new memory for each writer would cost more than a copy."""
+    """Return the stager that all writers share, since new memory for each writer would cost more than a copy."""
     return build("stager", "overlapped")
 
 
@@ -376,14 +376,14 @@ def _expect_sole(path: Path) -> None:
 
 
 def _claim(path: Path) -> bool:
-    """Record that this thread saves only to ``path`` now; return False if another live thread saves to it."""
+    """Record ``path`` as the only path of this thread; return False if another live thread saves to ``path``."""
     this = threading.current_thread()
     with _lock:
         other = _saving.get(path)
         if other is not None and other is not this and other.is_alive():
             return False
         _forget(this)
-        if this is not threading.main_thread():  # the main thread waits for each of its saves
+        if this is not threading.main_thread():  # the main thread waits until its save has ended
             _saving[path] = this
         return True
 

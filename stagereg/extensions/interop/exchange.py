@@ -14,7 +14,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 def exchange(beside: Path, path: Path) -> Path:
     """Rename ``beside`` to ``path``; return the new path of the old file, directory or link. Deletes nothing.
 
-    Without an atomic exchange, a process that is killed between two renames leaves the old file at :func:`aside`.
+    Without an atomic exchange, a process killed between the two renames leaves the old file at an :func:`aside` path.
     """
     if not os.path.lexists(path):
         os.rename(beside, path)

@@ -32,7 +32,7 @@ from stagereg.kernel.memory import view_of
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", SAFETENSORS)  # valid suffixes of an exported file
 _INDEX = ".index.json"
-_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # not float8: other tensors have its scales
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # float8 has scales in other tensors
 _Kinds: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 _Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
 
@@ -41,7 +41,7 @@ class TensorOptions(NamedTuple):
     """Options for the tensors in a ``.safetensors``."""
 
     dtype: torch.dtype | None = None  # dtype of all floating-point tensors of 16 bits or more; ``None``: unchanged
-    # most bytes of tensors per file (a larger tensor has its own file); ``None``: one file
+    # maximum bytes of tensors per file (a larger tensor has its own file); ``None``: one file
     file_bytes: int | None = None
 
 
@@ -56,8 +56,8 @@ class Exported(NamedTuple):
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
     """Write a checkpoint, or only its entry ``only`` (without the entry's name as prefix), to ``out`` or several files.
 
-    The suffix, one of :data:`SUFFIXES`, selects the format; ``options`` apply to a ``.safetensors``. ``replace`` allows
-    replacing existing files. Do not use ``checkpoint`` afterwards. Raises ``CheckpointError``, ``OSError``.
+    The suffix, one of :data:`SUFFIXES`, selects the format; ``options`` apply to a ``.safetensors``. With ``replace``,
+    existing files are replaced. Do not use ``checkpoint`` afterwards. Raises ``CheckpointError``, ``OSError``.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
@@ -124,7 +124,7 @@ def _tensor_files(
     kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
     for name, (dtype, _) in kinds.items():
         if dtype not in DTYPES or name == METADATA:
-            raise CheckpointError(f"safetensors has no such dtype or name: {name!r}, {dtype}. Write a .pt instead.")
+            raise CheckpointError(f"safetensors does not support {name!r} of {dtype}. Write a .pt instead.")
         if leaves[name].stored.is_subclass:
             raise CheckpointError(f"safetensors cannot store {name!r}, which wraps other tensors. Write a .pt instead.")
     about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
@@ -201,9 +201,9 @@ def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
 
 
 def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    """Replace NumPy numbers in a structure with Python numbers, since ``weights_only`` rejects NumPy. Changes it.
+    """Replace NumPy numbers in a structure, in place, with Python numbers, since ``weights_only`` rejects NumPy.
 
-    ``known`` has each container and its result, by ID, since one container may be at many places of the structure.
+    ``known`` maps the ID of each container to the container and its result, since a container may occur repeatedly.
     """
     if not isinstance(value, (dict, list, tuple, set, frozenset)):
         return value.item() if type(value).__module__ == "numpy" else value

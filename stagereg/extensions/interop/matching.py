@@ -40,7 +40,7 @@ class MatchedFiles(CheckpointFiles):
         super().__init__(path, files.index)
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """Assign saved values to entries of a state. Reads options. Raises ``CheckpointError``, ``OSError``."""
+        """Assign saved values to the entries of a state, and read optimizer options. Also raises ``OSError``."""
         tree = {here: self._tree[saved] for here, saved in name_map.rename_entries(self._tree, state).items()}
         if any(map(optimizer_state.optimizers_of, state.values())):
             tree = by_name(self, tree)
@@ -67,7 +67,7 @@ class MatchedFiles(CheckpointFiles):
                 if name_map.may_miss(name):
                     continue
                 known = f"It has {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
-                raise MissingEntryError(f"The checkpoint has no entry {name!r} or with the same parameters. {known}")
+                raise MissingEntryError(f"The checkpoint has no entry {name!r}, and none with its parameters. {known}")
             found[name] = tree.get(name) if structure is None else structure
         self.index.state = found
 
@@ -76,7 +76,7 @@ class MatchedFiles(CheckpointFiles):
 
 
 def described(path: str) -> Manifest:
-    """Return a manifest without files; its step is from ``train_state.step``, ``step`` or the path, otherwise 0."""
+    """Return a manifest without files. The step is ``train_state.step``, ``step``, the step in the path, or 0."""
     files, tree = open_plain_dcp(path)
     with files:
         train_state = tree.get("train_state")
@@ -109,7 +109,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
 
 
 def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> str | None:
-    """Return the prefix of most of the wanted names in ``there``; ``None`` if no wanted name occurs."""
+    """Return the prefix that most of the wanted names have in ``there``; ``None`` if no wanted name occurs."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")

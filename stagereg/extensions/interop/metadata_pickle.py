@@ -7,7 +7,7 @@ from typing import Any
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler
 
 _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
-_SMALL_BYTES = 1 << 20  # largest content that is checked here, in milliseconds
+_SMALL_BYTES = 1 << 20  # larger content is not checked; a check takes milliseconds
 
 
 class _Look(BoundedUnpickler):
@@ -36,7 +36,7 @@ def expect_metadata(content: bytes) -> None:
         return
     try:
         found = _Look(content).load()
-    except Exception as error:  # any class of error: the file may hold anything
+    except Exception as error:  # any error, since the file is untrusted
         raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
     if found != _METADATA:
         raise ValueError(f"not torch metadata: {found!r:.100}")

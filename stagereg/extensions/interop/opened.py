@@ -87,7 +87,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def entry(self, name: str, rank: int | None = None) -> Any:
-        """Return the saved value of an entry: a plain value, or a state dict, with tensors as in the mapping.
+        """Return the saved value of an entry: a plain value, or a state dict with its tensors.
 
         Args:
             name: one of ``entries``; with ``rank``, also the name of a value of :func:`stagereg.per_rank`.
@@ -103,7 +103,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
             return encoding.fill(structure)
 
     def structure(self, name: str, rank: int | None = None) -> Any:
-        """Return the structure of an entry, with unread leaves. Raises ``CheckpointError`` if it does not exist."""
+        """Return the structure of an entry, with a :class:`.Leaf` per tensor. Raises ``CheckpointError`` if missing."""
         own = name if rank is None else entries.rank_name(name, rank)
         if own in self.structures:
             return self.structures[own]
@@ -177,7 +177,7 @@ def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> 
 
 
 def _entry(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
-    """Return the structure of an entry of ``rank`` or the lowest rank; an optimizer's structure has torch's form."""
+    """Return the structure of an entry for ``rank``, by default the lowest. Optimizer states have torch's form."""
     structure = files.structure(name, rank)
     return as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
 

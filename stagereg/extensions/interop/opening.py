@@ -26,8 +26,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
     """Open a checkpoint to read its tensors by name.
 
     Args:
-        path: a checkpoint, or a checkpoint directory: then its newest valid checkpoint, with a warning for each newer
-            corrupt checkpoint. A path or a URL; also a directory that ``torch.distributed.checkpoint.save`` wrote.
+        path: a path or URL of a checkpoint, also of ``torch.distributed.checkpoint``; or of a checkpoint directory,
+            to open its newest valid checkpoint, with a warning for each newer corrupt checkpoint.
         verify: whether to read every file first and compare its checksum. Otherwise only the index is compared with its
             checksum, and the sizes of the files with the manifest.
 

@@ -18,7 +18,7 @@ from stagereg.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin")
-_MOST_FILES, _LOOKED_INTO = 1000, 5  # most files that are listed, and most files that are opened
+_MOST_FILES, _LOOKED_INTO = 1000, 5  # maximum number of files that are listed, and that are opened
 _HEAD_BYTES = 1 << 10
 _ZIP = b"PK\x03\x04"
 _FIRST_RECORD = b"data.pkl"  # first record in an archive of torch.save or TorchScript
@@ -80,7 +80,7 @@ def _what(path: Path) -> tuple[str, str] | None:
         return None
     if not stat.S_ISREG(mode):
         return "not a directory", ""
-    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:  # a link too
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:  # follows links
         head = file.read(_HEAD_BYTES)
     if head.startswith(_ZIP) and _FIRST_RECORD in head:
         return "a file that torch.save wrote", _LOAD

@@ -36,9 +36,9 @@ from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.torch_metadata import METADATA_BYTES, loads
 
-_EMPTY = 10_000  # most list items without a saved value
-_DOTTED = 1 << 24  # most characters in all dotted names of containers, in addition to 16 times the names of values
-_LONGEST_OPTION = 1 << 20  # most values and characters in one option of a parameter group
+_EMPTY = 10_000  # maximum number of list items without a saved value
+_DOTTED = 1 << 24  # maximum characters in dotted names of containers, plus 16 for each character in a value's name
+_LONGEST_OPTION = 1 << 20  # maximum number of values and characters in one option of a parameter group
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
@@ -79,19 +79,19 @@ def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
             inside[way[:at]].update([key] if type(key) is int else ())
         dotted_left -= length
         if dotted_left < 0:
-            raise ValueError("the keys of its containers are much longer than the names of its values")
+            raise ValueError("the keys of containers are much longer than the names of values")
         if len(inside) > 8 * len(ways) + _EMPTY:
-            raise ValueError("it has many more containers than values")
+            raise ValueError("the state has many more containers than values")
     if len({*ways.values()}) < len(ways) or any(way in inside for way in ways.values()):
-        raise ValueError("two of its values have the same path in the state")
+        raise ValueError("two values have the same path in the state")
     if sum(max(keys) + 1 - len(keys) for keys in inside.values() if keys) > len(ways) + _EMPTY:
-        raise ValueError("its lists have many more items than values")
+        raise ValueError("the lists in the state have many more items than values")
 
 
 def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
     """Return structures in which optimizer states have torch's form, with the names of parameters.
 
-    Reads options: parameters of a flattened state with the same options form a group. Raises as ``files.read``.
+    Reads optimizer options, since parameters with the same options form a group. Raises the errors of ``files.read``.
     """
     found = {}
     for name, value in structures.items():
@@ -149,7 +149,7 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an optimizer state by parameter name to torch's form, a list of groups; parameters keep their names.
 
-    Values of no parameter keep their keys, if there is a single optimizer and no key is the name of a parameter.
+    Values that belong to no parameter keep their keys, if there is one optimizer and no key is a parameter's name.
     """
     state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
     parts = [*saved.get(OPTIMIZERS, {}).values()]
@@ -162,7 +162,7 @@ def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expect_short_option(key: str, option: Any) -> None:
-    """Raise ``CheckpointError`` if the text of a value would be too large, for example with many nested references."""
+    """Raise ``CheckpointError`` if the text of a value is too large, for example since it has one list many times."""
     left, length = [option], 0
     while left:
         value = left.pop()
@@ -174,7 +174,7 @@ def _expect_short_option(key: str, option: Any) -> None:
 
 
 def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` with the values of a state dict that belong to no parameter, unless it is flattened."""
+    """Return ``saved`` and those values of the state dict ``value`` that belong to no parameter, unless flattened."""
     state, groups = value.get("state"), value.get("param_groups")
     if not isinstance(state, dict) or groups is None:
         return {**saved}
@@ -184,7 +184,7 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
 
 
 def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
-    """Mark quantized tensors as objects in the metadata, since archives have their scales; return all locations."""
+    """Mark quantized tensors as objects in the metadata, since archives have their scales. Return all locations."""
     quantized = {
         name: torch_metadata.BytesStorageMetadata()
         for name, entry in metadata.state_dict_metadata.items()
@@ -198,7 +198,7 @@ def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metad
 
 
 def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
-    """Return the names of objects, and of tensors that wrap other tensors: their archives have too few bytes."""
+    """Return the names of objects, and of tensors that wrap others: their archives are smaller than their elements."""
     lengths: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
         lengths[index.fqn] += info.length

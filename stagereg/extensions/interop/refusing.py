@@ -10,7 +10,7 @@ from stagereg.errors import CheckpointError, StageregError, reason
 
 @contextlib.contextmanager
 def refusing(what: str) -> Generator[None, None, None]:
-    """Convert each error that is not a ``StageregError`` to a ``CheckpointError``: ``what`` was not read.
+    """Convert any error, except a ``StageregError``, to a ``CheckpointError`` with the message "WHAT was not read".
 
     Reading untrusted files may raise any error, including ``RecursionError`` and ``MemoryError``.
     """

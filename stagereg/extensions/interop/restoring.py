@@ -66,7 +66,7 @@ def _without_ranks(found: VerificationResult, by_name: bool = True) -> Verificat
     if found.damages:
         return found
     if local_part(found.path) is None:
-        why = "torch wrote it, so it cannot be read from a URL. Copy it to a local disk"
+        why = "a checkpoint that torch wrote cannot be read from a URL. Copy it to a local disk"
         return replace(found, damages={METADATA: why})
     step = found.manifest.step if by_name else described(found.path).step
     files = found.manifest.files if found.writer == DCP_WRITER else {}

@@ -23,7 +23,7 @@ class TorchDefaultStager(AsyncStager):
 
     Args:
         use_pinned_memory: use page-locked memory for copies; ``None``: only if an accelerator is available.
-        use_shared_memory: use shared memory for copies (one file descriptor per tensor), for a writer process.
+        use_shared_memory: use shared memory for copies (a file descriptor per tensor), for a writer in another process.
         use_async_staging: copy on another thread, so that ``stage`` returns a future; ``None``: only if an accelerator
             is available.
         use_non_blocking_copy: copy asynchronously from the accelerator; ``None``: only if an accelerator is available.

@@ -76,7 +76,7 @@ def _file_sizes(content: bytes) -> dict[str, int]:
         for info in loads(content).storage_data.values():
             name, end = info.relative_path, info.offset + info.length
             if not is_name(name) or "/" in name or name in (".", ".."):
-                raise ValueError(f"it names {name!r:.100}, which is not a file of the directory")
+                raise ValueError(f"it names {name!r:.100}, which is not a file in the directory")
             sizes[name] = max(end, sizes.get(name, 0))
     except CheckpointError as error:
         raise ValueError(str(error)) from error

@@ -30,7 +30,7 @@ from stagereg.checkpoint.format.manifest import METADATA, MOST
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
-_CHUNKS = 10_000  # most chunks of tensors without stored data
+_CHUNKS = 10_000  # maximum number of chunks without stored data
 METADATA_BYTES = 1 << 30  # largest file that is read
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
 _INFO = filesystem._StorageInfo
@@ -59,7 +59,7 @@ def loads(content: bytes) -> Metadata:
             _expect_sound(metadata)
     except CheckpointError:
         raise
-    except Exception as error:  # any class of error: the file may hold anything
+    except Exception as error:  # any error, since the file is untrusted
         raise CheckpointError(
             f"its {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
         ) from error
@@ -91,7 +91,7 @@ class _MetadataUnpickler(BoundedUnpickler):
                 raise ValueError("the properties of a tensor have an unsupported type")
             made.__setstate__(state)
         elif type(made) in _OBJECTS and type(state) is dict:
-            if type(made) is MetadataIndex:  # before it is hashed
+            if type(made) is MetadataIndex:  # checked before ``made`` is hashed
                 _expect(state.get("fqn"), str)
                 if state.get("offset") is not None:
                     _expect_size(state["offset"])
@@ -105,7 +105,7 @@ class _MetadataUnpickler(BoundedUnpickler):
                 self.gone_through(len(item))
                 for each in item:
                     if type(each) is tuple:
-                        raise ValueError("it has more nested tuples than torch metadata")
+                        raise ValueError("it nests tuples deeper than torch metadata does")
         return tuple(items)
 
     def set_items(self, of: Any, items: list[Any]) -> None:

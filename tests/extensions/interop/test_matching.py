@@ -212,17 +212,17 @@ def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {}}, "has no entry 'model' or with the same parameters. It has epoch, optim"),
-        ({"optim": {}}, "has no entry 'optimizer' or with the same parameters. It has epoch, model"),
+        ({"model": {}}, "has no entry 'model', and none with its parameters. It has epoch, optim"),
+        ({"optim": {}}, "has no entry 'optimizer', and none with its parameters. It has epoch, model"),
         (
             {"model": {"0.weight": torch.ones(4, 3), "1.bias": torch.ones(9)}},
             "2 missing in the checkpoint: 0.bias, 1.weight; 1 of an",
         ),
         ({"model": {"more": torch.ones(2)}}, "1 in the checkpoint but not here: more"),
-        ({"epoch": print}, "'epoch' was not read: it has builtins.print"),
+        ({"epoch": print}, "'epoch' was not read: it contains builtins.print"),
         (
             {"optim": {"param_groups.0.weight.lr": print}},
-            "'optim.param_groups.0.weight.lr' was not read: it has builtins",
+            "'optim.param_groups.0.weight.lr' was not read: it contains builtins",
         ),
     ],
 )
