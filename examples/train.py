@@ -1,12 +1,12 @@
 """Train a byte-level language model on the source code of Python's standard library.
 
-Everything this needs is on every machine: the text is the library of the running Python, and without a GPU two local
-ranks train on the CPU in about a minute. Copy it, and put your model and your data where these are.
+The program downloads nothing: it trains on the library of the running Python. Without a GPU, two local ranks train on
+the CPU in about a minute. To train your own model, copy the program and replace the model and the data.
 
     python train.py stager=pinned_cached join.throw=true
     python train.py data=uneven parallel=fsdp2
 
-The losses it logs, what each checkpoint took and how uneven the ranks were are in the run's directory afterwards.
+The run's directory then has the logged losses, the cost of each checkpoint, and the number of steps of each rank.
 """
 
 import math
@@ -32,11 +32,11 @@ import stagereg
 from stagereg.data import ResumableSampler
 
 LOG_EVERY = 5
-"""Steps between two losses in the run's record: each waits for the device, which no step should have to."""
+"""Steps between two losses in the run's record. Reading a loss waits for the device, so not every step does it."""
 
 
 class Model(nn.Module):
-    """A causal transformer over bytes: indices of shape [batch, time] in, logits of shape [batch * time, 256] out."""
+    """A causal transformer over bytes. Input: indices [batch, time]. Output: logits [batch * time, 256]."""
 
     mask: Tensor
 
@@ -56,17 +56,17 @@ class Model(nn.Module):
 
 
 def samples(files: list[Path], context: int) -> Tensor:
-    """Cut the text of ``files`` into samples of one byte more than the context, since each byte predicts the next."""
+    """Cut the text of ``files`` into samples of ``context + 1`` bytes, because each byte predicts the next byte."""
     text = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, context + 1, context)
 
 
 def load(cfg: DictConfig, seed: int, rank: int, world: int) -> tuple[DataLoader[Any], ResumableSampler, Tensor]:
-    """Return batches for training, the sampler that deals these to the ranks, and samples for evaluation."""
+    """Return the loader of training batches, the sampler that deals samples to ranks, and samples for evaluation."""
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(file for file in library.glob("*.py") if file.stat().st_size > 2_000)
     held_out, files = files[::10][:8], [file for i, file in enumerate(files) if i % 10][: cfg.files]
-    apart = cfg.shard == "files"  # each rank has its own files, so that they run out of data at different steps
+    apart = cfg.shard == "files"  # each rank has its own files, so the ranks run out of data at different steps
     text = TensorDataset(samples(files[rank::world] if apart else files, cfg.context))
     dealt_to, seed = ((1, 0), seed + rank) if apart else ((world, rank), seed)
     sampler = ResumableSampler(text, *dealt_to, seed=seed, drop_last=True)
@@ -75,14 +75,14 @@ def load(cfg: DictConfig, seed: int, rank: int, world: int) -> tuple[DataLoader[
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-    """Return the loss in nats, summed over the bytes that were to be predicted, and how many these were."""
+    """Return the loss in nats, summed over the predicted bytes, and the number of predicted bytes."""
     batch = batch.long()
     targets = batch[:, 1:].flatten()
     return cross_entropy(model(batch[:, :-1]), targets, reduction="sum"), len(targets)
 
 
 def distributed(model: Model, cfg: DictConfig) -> tuple[nn.Module, Any]:
-    """Return the model as the ranks train it together, and its optimizer."""
+    """Return the model, wrapped for training on all ranks, and its optimizer."""
     if cfg.parallel == "fsdp2":
         for part in (*model.body.layers, model):
             fully_shard(part)
@@ -97,18 +97,18 @@ def train(cfg: DictConfig) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if cfg.parallel not in ("ddp", "zero", "fsdp2") or cfg.data.shard not in ("samples", "files"):
-        raise stagereg.StageregError("parallel is one of ddp, zero, fsdp2; data.shard is one of samples, files")
+        raise stagereg.StageregError("choose parallel=ddp, zero or fsdp2, and data.shard=samples or files")
     if cfg.train.steps < 0:
-        raise stagereg.StageregError(f"train.steps is a number of steps from 0 on, not {cfg.train.steps}")
+        raise stagereg.StageregError(f"train.steps must be at least 0, got {cfg.train.steps}")
     torch.manual_seed(cfg.seed)
     loader, sampler, held_out = load(cfg.data, cfg.seed, rank, world)
     held_out = held_out[: 8 * cfg.data.batch][rank::world].to(device)
 
     model, optimizer = distributed(Model(**cfg.model, context=cfg.data.context).to(device), cfg)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.train.steps)
-    # The step and random numbers come along.
+    # The checkpointer adds the step and the random number generators.
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
-    losses: list[Tensor] = []  # one a batch of this rank
+    losses: list[Tensor] = []  # one per batch of this rank
 
     def evaluate() -> float:
         with torch.no_grad():
@@ -137,7 +137,7 @@ def train(cfg: DictConfig) -> float:
 
         try:
             with join:
-                # All ranks run this for as long as one has data, on an empty batch once they have none themselves.
+                # All ranks run this body while any rank has data. Ranks without data get empty batches.
                 for (batch,) in join.iterate(mine):
                     loss, count = loss_of(model, batch.to(device))
                     join.mean(loss, count).backward()
@@ -150,9 +150,9 @@ def train(cfg: DictConfig) -> float:
                     step += 1
                     if count and step % LOG_EVERY == 0:
                         stagereg.log(step, loss=losses[-1])
-                    report(step)  # before the save: a checkpoint has the metrics that were logged by then
+                    report(step)  # before the save, because a checkpoint includes the metrics logged so far
                     checkpointer.maybe_save(step, state)
-        except stagereg.UnevenInputsError:  # with join.throw, all ranks are here, at the same step
+        except stagereg.UnevenInputsError:  # with join.throw, raised on all ranks at the same step
             if step not in (start, checkpointer.saved):
                 checkpointer.save(step, state)
             raise
@@ -165,7 +165,7 @@ def train(cfg: DictConfig) -> float:
 def summarize(
     rank: int, steps: int, losses: list[Tensor], batch: int, checkpointer: Any, seconds: float, final: float
 ) -> None:
-    """Print the table of the run on rank 0. Called on all ranks."""
+    """Print a summary of the run on rank 0. Collective."""
     stats = checkpointer.stats
     mine = ([loss.item() for loss in losses], stats.bytes_staged)
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -174,7 +174,7 @@ def summarize(
         return
     firsts, lasts = ([own[at] for own, _ in ranks if own] for at in (0, -1))
     latest = checkpointer.latest
-    newest = os.path.relpath(latest) if isinstance(latest, Path) else latest  # which is a URL
+    newest = os.path.relpath(latest) if isinstance(latest, Path) else latest  # a URL
     rows = {
         "steps": f"{steps} in {seconds:.1f} s",
         "samples": f"{batch * sum(len(own) for own, _ in ranks):,}",

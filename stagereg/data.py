@@ -228,8 +228,7 @@ class ResumableSampler(Sampler[int]):
         self.load_state_dicts([state], 0)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
-        """Continue where the ranks that saved ``states`` stopped, with any world size; see
-        :class:`LoadsEveryRank`.
+        """Continue where the ranks that saved ``states`` stopped, with any world size (:class:`LoadsEveryRank`).
 
         Raises:
             CheckpointError: dataset, seed or order differ, or the state of a rank is missing.

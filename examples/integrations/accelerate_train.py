@@ -1,8 +1,8 @@
-"""A program for accelerate whose checkpoints a Checkpointer writes, and whose ranks have uneven inputs.
+"""A training program for accelerate with uneven inputs, whose checkpoints a Checkpointer writes.
 
     torchrun --nproc-per-node 2 examples/integrations/accelerate_train.py --dir runs/accelerate --epochs 4
 
-Stop it anywhere, by Ctrl-C or `kill -9`, and run it again: it goes on, and ends with the same digest.
+Stop it at any time, with Ctrl-C or `kill -9`, and run it again: it resumes, and prints the same digest at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import stagereg.integrations.accelerate
 
 
 class Progress:
-    """How far the run is; registered, so saved with the rest."""
+    """The progress of the run. It is registered with accelerate, so checkpoints include it."""
 
     def __init__(self) -> None:
         self.epoch, self.batch = 0, 0
@@ -36,7 +36,7 @@ class Progress:
 def main(dir: str, epochs: int, every: int) -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True, even_batches=False)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    stagereg.integrations.accelerate.attach(accelerator, join=True)  # the line that is added
+    stagereg.integrations.accelerate.attach(accelerator, join=True)  # the only added line
 
     set_seed(0)
     x = torch.randn(132, 16)  # 17 batches of 8: nine on rank 0, eight on rank 1
@@ -46,7 +46,7 @@ def main(dir: str, epochs: int, every: int) -> None:
     )
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(adamw, 0.995)
-    # Starting a loader draws a random number: from its own generator, or a run that goes on would draw one more.
+    # Starting a loader draws a random number. With its own generator, a resumed run does not draw an extra number.
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator())
     model, optimizer, scheduler, batches = accelerator.prepare(module, adamw, schedule, loader)
     progress = Progress()
@@ -54,7 +54,7 @@ def main(dir: str, epochs: int, every: int) -> None:
 
     if os.path.isdir(dir):
         accelerator.load_state(dir)
-    accelerator.print(f"going on from epoch {progress.epoch}, batch {progress.batch}")
+    accelerator.print(f"starting at epoch {progress.epoch}, batch {progress.batch}")
     for epoch in range(progress.epoch, epochs):
         left: Any = skip_first_batches(batches, progress.batch) if progress.batch else batches
         with accelerator.join_uneven_inputs([model]):

@@ -1,4 +1,4 @@
-"""Lightning on two ranks with checkpoints of stagereg: stop it, or kill it, and start it again.
+"""Train with Lightning on two ranks, with checkpoints of stagereg. Stop or kill the run, and start it again.
 
 torchrun --nproc-per-node 2 lightning_train.py --dir runs/lightning --epochs 4
 """
@@ -68,7 +68,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         callbacks=[ModelCheckpoint(options.dir, monitor="val_loss", save_top_k=2, save_last=True)],
-        plugins=[StageregCheckpointIO()],  # the one line
+        plugins=[StageregCheckpointIO()],  # the only added line
     )
     trainer.fit(module, loader(1), loader(2), ckpt_path="last")
     if trainer.is_global_zero:

@@ -1,6 +1,6 @@
 """torchtitan's optimizers, schedule and loader with stagereg: ``torchrun --nproc-per-node=2 torchtitan_train.py``.
 
-torchtitan's ``Trainer`` needs a GPU; this builds and calls what it does, on CPU, in its order. Stop it, start it again.
+torchtitan's ``Trainer`` needs a GPU. This program makes the same calls in the same order on CPU. Stop and restart it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from stagereg.integrations.torchtitan import StageregCheckpointManager
 
 
 class Count(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Counts, and can be saved: as the data of a rank, and as what torchtitan's Trainer saves of itself."""
+    """A counter with a state: the data of a rank, and the training state that torchtitan's Trainer saves."""
 
     step = 0
 

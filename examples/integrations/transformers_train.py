@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 transformers_train.py --output-dir runs/hf --steps 12
 
-It goes on from the newest good checkpoint, and the digest of the weights at the end is that of a run that was never
-stopped: kill it, or send it SIGTERM. The model is built from a config, and the data from a seed: nothing is downloaded.
+Stop the run with SIGTERM or kill it. The next run resumes from the newest valid checkpoint, and its weights have the
+same digest as those of an uninterrupted run. The model comes from a config and the data from a seed, without downloads.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def trainer(output_dir: str, steps: int, callbacks: list[Any], **changes: Any) -> Trainer:
-    """A Trainer with dropout, a schedule and two epochs and a half: all that a resumed run has to go on with."""
+    """Return a Trainer with dropout, a schedule and 2.5 epochs, so that a resume must restore all of this state."""
     config = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(1)
     arguments = {
@@ -53,7 +53,7 @@ def trainer(output_dir: str, steps: int, callbacks: list[Any], **changes: Any) -
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all weights and buffers, bit for bit."""
+    """Return a digest of all bytes of the weights and buffers."""
     state = model.state_dict()
     return hashlib.sha256(b"".join(state[name].cpu().numpy().tobytes() for name in sorted(state))).hexdigest()[:16]
 

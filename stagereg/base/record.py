@@ -145,6 +145,11 @@ def emit(event: str, /, **fields: Any) -> None:
         recorder.write(_line({"event": event} | fields | {"event": event, "t": now(), "run": recorder.run}))
 
 
+def is_recording() -> bool:
+    """Return whether this process runs a job of ``stagereg.main``, which records its events."""
+    return _recorder is not None
+
+
 def new_run() -> str:
     """Return a name for a run that is unique in its directory."""
     return os.urandom(3).hex()

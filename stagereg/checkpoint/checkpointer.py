@@ -42,7 +42,7 @@ from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_store, path_or_url
 from stagereg.checkpoint.targets import ReplicaSharding, Schedule
 from stagereg.checkpoint.together import LEAVE, RESTORE, RankCoordinator
-from stagereg.errors import is_consequence
+from stagereg.errors import Preempted, Stopped, is_consequence
 from stagereg.stagers.async_stager import AsyncStager
 
 _log = logging.getLogger(__name__)
@@ -364,7 +364,8 @@ class Checkpointer:
         stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
         if self._ranks.rank == 0 and (self._hold.acquired or stayed) and not interrupted:
             outlook = self._extensions.outlook()
-            log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
+            if outlook or not isinstance(error, (Preempted, Stopped)):  # otherwise the newest checkpoint was reported
+                log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
 
     def _end(self) -> None:
         """End a ``with`` block without an exception: wait for all ranks, and save the last step. Collective."""

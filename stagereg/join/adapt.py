@@ -43,7 +43,7 @@ class ForeignJoinable(BuiltInJoinable):
 
 @register("joinable", "auto")
 def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
-    """Make the joinable that ``Join`` makes of a bare object, such as ``ddp`` of a DDP module.
+    """Return the joinable that ``Join`` uses for a bare object, such as ``ddp`` for a DDP module.
 
     Args:
         thing: a module, an optimizer, a scheduler, a function, or a joinable.

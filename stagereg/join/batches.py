@@ -1,9 +1,9 @@
-"""Batches in a join: the number of samples, the empty form, and how ranks without any batch get an empty one.
+"""Batches in a join: counts their samples, empties them, and sends an empty batch to ranks that never had a batch.
 
 The empty form of common batches is ``batch[:0]``: nested dicts, lists, tuples, named tuples and dataclasses of tensors
 and arrays, and lists of samples. Types, dtypes, devices and the sizes of all other dimensions stay the same, so the
 loop body runs on an empty batch as on any other. Programs register :func:`empty_batch` for their own classes. For any
-other object the error names its place in the batch and how the user supplies an empty batch.
+other object, an error names its path in the batch, and how to pass an empty batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_PACKED = (
 _MAPPINGS = (dict, UserDict)
 _CONSTANTS = (type(None), str, bytes, numbers.Number, enum.Enum, torch.Size, torch.device, torch.dtype)
 _DEPTH, _WIDTH = 4, 8  # depth and number of items per container that are searched for samples
-_MANY = 4  # minimum number of equally shaped tensors in a list that are taken for samples
+_MANY = 4  # a list of at least this many tensors of equal shape counts as a list of samples
 
 
 @functools.singledispatch

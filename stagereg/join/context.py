@@ -68,8 +68,8 @@ class Join:
             ``"torch"``: like torch's ``Join``. ``None``: torch's protocol in a plain loop, ``"auto"`` with ``loader``
             or :meth:`iterate`.
         loader: the loader of a plain loop; only its length is used.
-        timeout: seconds after which a rank that does not respond, or does not reach a step, is an error on all others;
-            half an hour on entering. Must be longer than any step. Also the process group's timeout during the join.
+        timeout: seconds after which all other ranks raise if a rank does not respond or does not reach a step; half an
+            hour on entering. Must be longer than any step. Also the process group's timeout during the join.
         average: default of ``over`` in :meth:`mean`: ``"samples"``, ``"world"`` or ``"active"``.
         **kwargs: passed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
@@ -80,7 +80,7 @@ class Join:
         JoinError: (a ``ValueError``) the list is empty, process groups differ, the first joinable cannot announce, or a
             step cannot be shadowed.
         ConfigError: (a ``ValueError``) ``mode`` or ``average`` is not a valid value.
-        UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, with ``throw``.
+        UnevenInputsError: (a ``RuntimeError``) a rank ran out of data, with ``throw``; at the step or on leaving.
         PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not respond. The process group is
             unusable; terminate the process.
 
@@ -232,7 +232,7 @@ class Join:
                 warning is logged if the autograd graph shows a mean.
             n: the number of samples (or tokens, or other units) in ``loss_sum``. With an ``n`` of zero, the loss counts
                 as exactly zero, whatever its value. On an empty batch ``n`` also counts as zero, with a warning, unless
-                the rank got samples since this line last ran, as a program does that accumulates losses.
+                the rank has received samples since this line last ran, as in a program that accumulates losses.
             over: ``"samples"``: the sum of all ranks' losses divided by the sum of their ``n``. ``"world"``: the mean
                 of the ranks' means, where ranks without data count as zero. ``"active"``: the mean over the ranks with
                 data. These match torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's
@@ -372,16 +372,16 @@ def configured(
 
     Args:
         objects: a list of objects that need no names.
-        joinables: by name, a factory of the joinable for the object of that name; on the command line,
+        joinables: a factory of the joinable for each object, by name; on the command line,
             ``joinable@join.joinables.model=fsdp2``. The factory is called with the object; with its items as keyword
-            arguments, if the object is a mapping; or without arguments, if there is no object of that name.
+            arguments, if the object is a mapping; or without arguments, if no object has that name.
         enable: False disables the context.
         throw: when a rank runs out of data, raise on all ranks at the same step.
-        mode: see :class:`Join`. Here "auto" also applies to plain loops, so all ranks have to run stagereg.
+        mode: see :class:`Join`. Here "auto" also applies to plain loops, so all ranks must use stagereg's ``Join``.
         divide_by_initial_world_size: True: gradients are sums over the active ranks divided by the world size; False:
             divided by the number of active ranks.
         average: default of ``over`` in :meth:`Join.mean`.
-        timeout: seconds after which a rank that does not respond is an error on all others; see :class:`Join`.
+        timeout: seconds after which all other ranks raise if a rank does not respond; see :class:`Join`.
         loader: the loader of a plain loop; its length is used for planning.
         **runtime: the program's objects by name.
 

@@ -1,4 +1,4 @@
-"""Counts of the batches that a join's loops gave to one rank, and checks of the program's ``n`` against them."""
+"""Counts the batches that a rank receives in a join, and checks the argument ``n`` of ``join.mean`` with the counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stagereg.join.batches import Layout, parts_of, samples_in, with_parts
 _log = logging.getLogger(__name__)
 
 _COUNTS_AS_0 = (
-    "stagereg: join.mean got n=%g on an empty batch, and no batch with samples since the last call. n counts as 0 "
-    "here.%s Take n from a tensor of the batch, such as len(x), or pass an empty batch with correct numbers: "
+    "stagereg: join.mean got n=%g on an empty batch, but this rank has received no samples since the last call, so n "
+    "counts as 0.%s Take n from a tensor of the batch, such as len(x), or pass an empty batch with correct numbers: "
     "join.iterate(loader, example=...)."
 )
 _COUNTS_WITHOUT = (
@@ -24,12 +24,12 @@ _COUNTS_WITHOUT = (
 )
 _COUNTS_IN_FULL = (
     "stagereg: join.mean got n=%g on an empty batch. This rank got %s samples since the last call, so n may be their "
-    "number and counts in full. If the loop accumulates n, make sure that it adds 0 for an empty batch."
+    "number, and is used unchanged. If the loop accumulates n, make sure that it adds 0 for an empty batch."
 )
 
 
 class Given(NamedTuple):
-    """The number of batches that a rank got, of their samples (``None``: unknown), and of empty batches."""
+    """The numbers of batches, of their samples (``None``: unknown) and of empty batches that a rank got."""
 
     batches: int = 0
     samples: int | None = 0
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 class SampleCounter:
-    """Counts the batches that one join's loops gave to one rank, and checks the program's ``n`` against the counts.
+    """Counts the batches that one rank receives in a join, and checks the program's ``n`` against the counts.
 
     Attributes:
         given: all counts so far.
@@ -82,7 +82,7 @@ class SampleCounter:
                 batch retains from a batch with samples.
         """
         before, last = self._calls.get(call, (Given(), Given()))
-        if last != self.given:  # otherwise a repeated call on the same batch
+        if last != self.given:  # equal if the call is repeated on the same batch
             before = last
         self._calls[call] = before, self.given
         since = self.given.since(before)
@@ -123,11 +123,10 @@ class SampleCounter:
 
 
 class Index:
-    """Continues the index that wrappers such as ``enumerate`` add to batches, on empty batches.
+    """Continues, on empty batches, the index that wrappers such as ``enumerate`` add to batches.
 
-    An integer directly in a batch is an index if it increases by one per batch and starts at 0 or 1, or for three
-    batches. After a single batch, only the first item of a pair is an index. With ``enumerate``, an index starts at any
-    number.
+    An integer item of a batch counts as an index if it increases by one per batch, and starts at 0 or 1 or has done so
+    for three batches. After a single batch, only the first item of a pair counts. With ``enumerate``, any start counts.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -36,12 +36,12 @@ from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 _GRACE_S = 2.0  # maximum interval between two statuses of a rank that is alive
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in ``_GRACE_S``
-_MERCY_S = 0.6  # seconds for a rank to leave after another failed: all ranks may have raised the same error
+_MERCY_S = 0.6  # seconds for a rank to leave by itself after a failure, since all ranks may raise the same error
 _ANSWER_S = 1.0  # seconds that the program waits for the thread's rendezvous store calls and other ranks' reports
 _TURN_S = 0.2
 _LONGEST = 1000  # maximum length of a rank's error in messages of other ranks
 _NOTHING = "-"
-_POLL_INTERVAL_S = 2.0  # seconds between two checks of a waiting rank on whether the others can still arrive
+_POLL_INTERVAL_S = 2.0  # seconds between checks, by a waiting rank, of whether the others can still arrive
 _OTHER_CALLS = (
     "The ranks do not run the same collectives in the same order. A forward on one rank only is also a "
     "collective, unless it is under torch.no_grad()."
@@ -129,7 +129,7 @@ class FailureDetector:
         self._thread.submit(self._run, wake=False)
 
     def stop(self) -> None:
-        """Restore the group's timeout, and stop publishing; this rank cannot fail any more. Idempotent."""
+        """Restore the group's timeout, and stop publishing; other ranks no longer watch this rank. Idempotent."""
         if self._running:
             self._running = False
             self._left.set()
@@ -223,8 +223,7 @@ class FailureDetector:
     def _passed_over(self, what: str) -> PeerFailedError | None:
         """Name the ranks that have skipped a call in which other ranks wait.
 
-        All ranks run the same collectives in the same order, so a rank that has run more of them than a caller skipped
-        it.
+        All ranks run the same collectives in the same order, so a rank that has run more than a caller skipped it.
         """
         statuses = dict(sorted({**self._statuses, self._rank: self._status(what)}.items()))
         for call in _CALLS:
@@ -283,7 +282,7 @@ class FailureDetector:
             self.failure = self.failure or failure
 
     def _poll_all(self, waits_for: str) -> None:
-        """Update the ranks' statuses; fails if the rendezvous store does not respond."""
+        """Update the ranks' statuses, or set ``failure`` if the rendezvous store does not respond."""
         self._waits_for = waits_for
         poll = self._poll = threading.Event()
         self._thread.wake.set()

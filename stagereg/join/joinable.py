@@ -42,7 +42,7 @@ class JoinHook(_TorchJoinHook):
 
 
 class JoinConfig(_JoinConfig):
-    """A joinable's settings in a join. Differs from torch's class, whose instances torch's ``Join`` leaves behind."""
+    """A joinable's settings in a join. Not torch's class, because torch's ``Join`` leaves instances of it behind."""
 
 
 class Joinable(ABC):

@@ -67,8 +67,8 @@ class Loop:
         self._closed = False
         self.decided: Membership | None = None
         self.counter: SampleCounter | None = None  # counts the batches of join.iterate
-        self._empty: Any = None  # an empty batch, or the error that prevents one, until needed
-        self._is_published = False  # published to ranks that never had a batch
+        self._empty: Any = None  # an empty batch, or the error from emptying a batch
+        self._is_published = False  # whether the empty batch was published to ranks that never had a batch
         self._loader = loader
         self._length: int | None = None
         with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # the loader has no length
@@ -134,7 +134,7 @@ class Loop:
         if not self._closed:
             self._closed = True
             self._peers.end_loop()
-            if not self.membership.all_took_every_step:  # otherwise no rank has answered requests
+            if not self.membership.all_took_every_step:  # if all did, no rank has responded to requests
                 self._responder.close()
 
     def run(self, example: Any, layout: Layout, counter: SampleCounter) -> Iterator[Any]:

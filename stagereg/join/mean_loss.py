@@ -14,7 +14,7 @@ _MEAN = 1  # value of Reduction::Mean in ATen
 
 
 class MeanLoss(torch.autograd.Function):
-    """A given value, with the gradient of ``loss_sum * scale``."""
+    """Returns a given value, with the gradient of ``loss_sum * scale``."""
 
     @classmethod
     def of(cls, loss_sum: torch.Tensor, value: float, scale: float) -> torch.Tensor:

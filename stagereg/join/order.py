@@ -56,13 +56,10 @@ class ModelOrder:
         return ", ".join(self._names[len(self._used) :]) if is_partial else ""
 
     def check(self, model: Any, call: str = "forward") -> None:
-        """Check the turn of a model whose collective is about to run.
-
-        Raises: ``JoinError`` if another model is next in the list, and some rank has no data in this step.
-        """
+        """Before a collective of ``model``, raise ``JoinError`` if another one is next and some rank has no data."""
         turn = self.models[len(self._used)] if self._is_open else None
         if model is not turn:
-            instead = f", where a backward of {self._name(turn)} comes in the list" if turn else ""
+            instead = f", although a backward of {self._name(turn)} is next in the list" if turn else ""
             self._refuse_if_uneven(f"began a {call} of {self._name(model)}{instead}")
 
     def backward_begins(self, model: Any, reduces: bool, gathers: bool) -> None:

@@ -33,7 +33,7 @@ class Progress(NamedTuple):
         return self._replace(marks=self.marks + 1, before=self.forwards)
 
     def contradicts(self, other: Progress) -> str:
-        """Return which call this rank has certainly made and ``other`` has certainly skipped; empty if none."""
+        """Return a text on a call that this rank has certainly made and ``other`` has skipped; otherwise ``""``."""
         if self.marks == other.marks:
             called = self.before > other.before or (other.waits and self.forwards > other.forwards)
         else:
@@ -44,15 +44,14 @@ class Progress(NamedTuple):
                 "ranks. Call the model on all ranks, also for evaluation, not under `if rank == 0`. Ranks that have "
                 "left a plain loop call the model only in training steps: use join.iterate, or evaluate after the loop"
             )
-        # Unreduced steps among those that ended here and began there: at least this many here, at most that many there.
+        # Of the steps that ended here and began there: the minimum number of unreduced steps here, the maximum there.
         over = self.steps if self.waits else self.steps - 1
         least = (self._over if self.waits else self.unreduced) - max(0, over - other.steps)
         if least > (other._over if over >= other.steps else other.unreduced):
             return (
                 f"reduced no gradients in a step up to {other.steps} in which other ranks did: its forward built a "
-                "graph without a backward. Run a backward for each training forward: of output.sum() * 0 if a batch "
-                "has no loss. Run other forwards under torch.no_grad(), and choose no_sync() by the step "
-                "number"
+                "graph without a backward. Run a backward for each training forward; if a batch has no loss, run it on "
+                "output.sum() * 0. Run other forwards under torch.no_grad(), and choose no_sync() by the step number"
             )
         return ""
 

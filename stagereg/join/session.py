@@ -117,7 +117,7 @@ class JoinSession:
         if mode == "torch" or (mode is None and loader is None) or (foreign and mode in (None, "auto")):
             self.peers.store.add("entered", 1)
             return
-        if foreign or mode != "planned" or loader is not None:  # otherwise join.iterate must follow
+        if foreign or mode != "planned" or loader is not None:  # in mode planned, join.iterate may pass the loader
             self.enter_loop(loader)
 
     def enter_loop(self, loader: Any, iterates: bool = False) -> Loop:
@@ -246,7 +246,7 @@ class JoinSession:
 
     def finish(self) -> None:
         """Take part in the other ranks' steps until no rank has data; this rank has left its loop without an error."""
-        passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # on all ranks
+        passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # ended on all ranks
         names = {id(model): name for name, model in self._models.items()}
         unfinished = [names.get(id(each), type(each).__name__) for each in self.joinables if each.has_unfinished_step]
         if unfinished and not passed:
@@ -284,7 +284,7 @@ class JoinSession:
         return not self._followed and self._all_are_active()
 
     def _compare_optimizer_steps(self) -> None:
-        """Raise on all ranks if an optimizer did not step equally often on all ranks."""
+        """Raise on all ranks, or log a warning, if an optimizer did not step equally often on all ranks."""
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
         # With torch's protocol, ranks that run torch's Join do not take part.
         ranks = self.peers.group.size() if self.loop is not None else self.peers.store.add("entered", 0)
@@ -353,8 +353,7 @@ class JoinSession:
         _entered.set(tuple(each for each in _entered.get() if each is not self))
         for outer in _entered.get()[-1:]:
             outer._suspended = False
-        # Keys of the previous join are deleted once all ranks have left it; the next join deletes the keys of this
-        # join.
+        # Delete the keys of the previous join, which all ranks have left. The next join deletes this join's keys.
         resources = resources_of(self.peers.group)
         if any(membership.over for membership in self._memberships):
             thread = control_channel(self.peers.group, "membership", self.peers.wait_for_ranks).thread
@@ -368,7 +367,7 @@ class JoinSession:
 
 
 def _add_note(error: E) -> E:
-    """Return an error; a note explains a possible cause of uneven step counts."""
+    """Return the error. A note on an ``UnevenInputsError`` explains a possible cause."""
     if isinstance(error, UnevenInputsError):
         error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
     return error

@@ -189,7 +189,7 @@ class TrackedJoinable(BuiltInJoinable):
         began, self.in_step = self.in_step, None
         self.after_forward(began)
         if torch.is_grad_enabled():
-            outputs = differentiable(output)  # and a parameter: the loss of an empty batch may be 0 * parameters
+            outputs = differentiable(output)  # parameters are hooked too: an empty batch's loss may be 0 * parameters
             trained = [param for param in self.seen_at[: 1 if outputs else None] if param.requires_grad]
             self._outputs = [*self._outputs, *(_hook_first(tensor, self._on_gradient) for tensor in outputs)]
             self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in trained)]

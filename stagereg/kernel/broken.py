@@ -28,13 +28,12 @@ def collectives_of(group: dist.ProcessGroup | None) -> int:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Make every pending operation on ``group`` fail on this rank at once; the group is unusable afterwards.
+    """Make every pending operation on ``group`` fail immediately on this rank. Afterwards the group is unusable.
 
-    Gloo's own ``abort`` and ``shutdown`` have no effect, and do not wake a thread that waits in a collective. A receive
-    that times out does: gloo then treats every connection of this rank's group as broken and closes it, so every
-    operation waiting on a connection, on this rank or at its other end, fails at once. In a ring not all pairs of ranks
-    are connected, so each rank must call this function. Never raises. Thread-safe. Other backends get
-    ``group.abort()``.
+    Gloo's ``abort`` and ``shutdown`` do not wake a thread that waits in a collective, but a receive that times out
+    does: gloo then closes all connections of this rank's group, so every operation that waits on one of them, on this
+    rank or at the other end, fails immediately. In a ring not all pairs of ranks are connected, so each rank must call
+    this function. Other backends get ``group.abort()``. Never raises. Thread-safe.
     """
     resources = resources_of(group)
     resources.aborted = True
@@ -43,10 +42,10 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def discard_channels(group: dist.ProcessGroup) -> None:
-    """Close the joins' resources of ``group`` after a failed join: its ranks may be anywhere in their exchanges."""
+    """Close the joins' resources of ``group`` after a failed join, in which exchanges may be incomplete."""
     resources = resources_of(group)
     for backend in resources.backends():
-        _abort(backend)  # otherwise a thread would wait for a rank that never arrives
+        _abort(backend)  # a thread may wait for a rank that never arrives
     resources.close()
 
 
@@ -61,7 +60,7 @@ def _abort(backend: Any) -> None:
 def _close_connections(backend: Any) -> None:
     """Time out a receive from the first rank that is still connected."""
     for distance in range(1, backend.size()):
-        # A receive from a rank that has already aborted fails at once, and leaves the other connections open.
+        # A receive from a rank that has already aborted fails immediately, and leaves the other connections open.
         try:
             source = (backend.rank() + distance) % backend.size()
             backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], source, _TAG).wait(

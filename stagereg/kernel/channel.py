@@ -51,7 +51,7 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, job: Callable[[], None], wake: bool = True) -> None:
-        """Run ``job`` after earlier jobs, at once or within :data:`HEARTBEAT_S`. The job must handle its own errors."""
+        """Run ``job`` after earlier jobs; without ``wake``, within :data:`HEARTBEAT_S`. The job must not raise."""
         self._jobs.append(job)
         if wake:
             self.wake.set()
@@ -122,7 +122,7 @@ class ControlChannel:
         self.backend._set_default_timeout(timedelta(days=999))
 
     def add(self, values: Sequence[float]) -> PendingSum:
-        """Start summing ``values`` over the ranks; returns at once. All ranks pass the same number of values."""
+        """Start summing ``values`` over the ranks, without blocking. All ranks pass the same number of values."""
         mine = array("d", values)
         return PendingSum(mine, self.backend.allreduce([torch.frombuffer(mine, dtype=torch.float64)]))
 
@@ -145,11 +145,11 @@ class GroupResources:
     def __init__(self, number: int) -> None:
         self.prefix = f"stagereg/{number}"  # prefix of all keys in the rendezvous store
         self.counts: Counter[str] = Counter()  # number of names issued, by kind
-        self.aborted = False  # aborted by this rank
+        self.aborted = False  # whether this rank has aborted the group
         self.heartbeat = WorkerThread("stagereg-heartbeat")  # runs the failure detector
         self.watched = False  # whether a failure detector runs on the heartbeat thread
         self.channels: dict[str, ControlChannel] = {}  # channels by purpose
-        self.expired: list[Callable[[], None]] = []  # delete keys of earlier loops, once all ranks are in a later one
+        self.expired: list[Callable[[], None]] = []  # delete the keys of loops that all ranks have left
 
     def next_name(self, kind: str) -> str:
         """Return a prefix for store keys, equal on all ranks if they request names of a kind in the same order."""

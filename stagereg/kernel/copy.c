@@ -1,16 +1,16 @@
-/* The compiled part of stagereg.kernel: copies many pieces of memory with one call, large ones past the caches.
+/* The compiled part of stagereg.kernel: copies many memory ranges in one call, and bypasses the caches for large ones.
  *
- * A staged copy is not read again soon. Streaming stores write it without reading what was there before. memcpy uses
- * such stores only for sizes near that of the whole cache. This file is optional: setup.py builds it, compiled.py loads
- * it with ctypes, and it runs without the GIL and uses nothing of Python.
+ * A staged copy is not read again soon. Streaming stores write it without first reading the old content. memcpy uses
+ * such stores only for sizes close to the size of the whole cache. This file is optional: setup.py builds it, and
+ * compiled.py loads it with ctypes. It does not use the Python API, and runs without the GIL.
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#define LINE 64      /* bytes of a cache line: one that is written as a whole is not read first */
-#define AHEAD 4096   /* bytes: a page. The processor's own prefetching ends with each, so the next one is asked for */
-#define STREAMED 512 /* bytes: below this, filling up to whole lines costs more than the stores save */
+#define LINE 64      /* bytes of a cache line; a line that is written completely is not read first */
+#define AHEAD 4096   /* bytes to prefetch ahead: a page, because hardware prefetching stops at the end of a page */
+#define STREAMED 512 /* bytes; for smaller ranges, aligning to whole lines costs more than streaming saves */
 
 typedef void copy_lines(char *to, const char *from, size_t count);
 
@@ -56,7 +56,7 @@ static copy_lines *choose(const char **name)
 static void fence(void) {}
 #endif
 
-/* How large pieces are copied on this processor. */
+/* Return the name of the method that copies large ranges on this processor. */
 const char *stagereg_copy_way(void)
 {
     const char *name;
@@ -64,8 +64,8 @@ const char *stagereg_copy_way(void)
     return name;
 }
 
-/* Copy `count` pieces that do not overlap. Of each, `moves` has three numbers: where to, as bytes from `base`; the
- * address of the source; bytes. Other threads see all of it when this has returned and they are told so.
+/* Copy `count` ranges that do not overlap. `moves` has three numbers per range: the offset of the destination from
+ * `base`, the address of the source, and the size in bytes. After the call, the copy is visible to other threads.
  */
 void stagereg_copy(const uint64_t *moves, size_t count, uintptr_t base)
 {
@@ -83,5 +83,5 @@ void stagereg_copy(const uint64_t *moves, size_t count, uintptr_t base)
         }
         memcpy(to, from, size);
     }
-    fence(); /* The caller needs no fence of its own before it tells other threads that the copy is there. */
+    fence(); /* so that the caller needs no fence before it notifies other threads */
 }

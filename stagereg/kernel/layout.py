@@ -27,8 +27,7 @@ _PAGE = 4096
 
 Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, int]]
 """The properties that must be equal for a layout to be reused. Per tensor: address, dtype, shape, stride, address and
-bytes of the storage, device.
-"""
+bytes of the storage, device."""
 
 _Run = tuple[int, int, int, int]  # device index, first byte, byte after the last, tensor index
 

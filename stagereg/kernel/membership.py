@@ -7,7 +7,7 @@ whether the step has begun anywhere: if so, it takes part in the step; if not, n
   with data reads the sum late in its forward, or never if nothing depends on it. Ranks that know their number of
   batches also add that more will follow, so a join that throws waits only near the end.
 * :class:`StoreMembership` (mode ``planned``): steps have no sum. A rank with data writes one key per step to the store,
-  which takes microseconds; ranks without data poll for the key. The keys count, so the plan may be wrong.
+  which takes microseconds; ranks without data poll for the key. The keys decide, so a wrong plan does no harm.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class ActiveRanks(NamedTuple):
     """The ranks that take part in a step."""
 
     ranks: tuple[int, ...] = ()  # ranks with data, in order; empty if unknown
-    # number of ranks that will reduce gradients; if unknown, 1 if they may and 0 if not
-    syncing: int = 1
+    syncing: int = 1  # number of ranks that will reduce gradients; if unknown, 1 if some may, otherwise 0
 
 
 class Membership(ABC):
-    """One rank's part in the protocol, for one loop over its data.
+    """One rank's side of the protocol, for one loop over its data.
 
     Attributes:
         steps: steps that have begun, on this rank, or on others while this rank had no data.
@@ -58,10 +57,10 @@ class Membership(ABC):
         self._waiting = waiting
 
     def begin(self, syncing: bool | None = True) -> None:
-        """Begin a step, on a rank with data. ``syncing``: whether it reduces gradients; ``None``: as other ranks do."""
+        """Begin a step on a rank with data. ``syncing``: whether it reduces gradients; ``None``: like other ranks."""
         if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
             self.expects_empty_step = False
-        elif self.empty:  # another step on the same empty batch, as other ranks take on theirs
+        elif self.empty:  # another step on the same empty batch; other ranks take another step on their batches
             self.wait_for_next_step()
         else:
             self._begin(syncing)
@@ -76,8 +75,7 @@ class Membership(ABC):
         """Return which ranks take part in the current step. Waits for the other ranks to begin it or to run out."""
 
     def raise_if_exhausted(self) -> None:
-        """Raise if a rank has run out of data, before the step changes anything: on a rank with data, if the join
-        throws.
+        """On a rank with data, raise before the step changes anything, if the join throws and a rank ran out of data.
 
         Waits for the other ranks only if one of them did not know whether it would take this step.
         """
@@ -110,7 +108,7 @@ class Membership(ABC):
 _ABSENT, _UNSURE, _MORE = 0.0, 1.0, 2.0
 """The presence that a rank adds: no data, a step, a step followed by another."""
 BY_NUMBER = (
-    "Decide by the number of the step, which is equal on all ranks, not by a rank's remaining data or by "
+    "Choose no_sync() by the number of the step, which is equal on all ranks, not by a rank's remaining data or by "
     "a counter that stops on ranks that have left the loop."
 )
 _PERHAPS = 2.0**-20  # added by a rank that does not know yet whether it reduces gradients
@@ -119,8 +117,8 @@ _PERHAPS = 2.0**-20  # added by a rank that does not know yet whether it reduces
 class AllReduceMembership(Membership):
     """One asynchronous sum per step.
 
-    ``length``: the number of steps that this rank expects to begin, if known. If its data ends earlier, all ranks raise
-    one step later, in which it takes part.
+    ``length``: the number of steps that this rank expects to begin, if known. If its data ends earlier, this rank takes
+    part in one more step, and all ranks raise after this step.
     """
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting, length: int | None) -> None:
@@ -190,7 +188,7 @@ class AllReduceMembership(Membership):
         self._sure = all(presence == _MORE for presence in self._values[:-1])
 
     def _stop(self, begun: int = 0) -> None:
-        """Raise if only some ranks had data in the last sum. Then ``begun`` of the counted steps are not taken."""
+        """Raise if only some ranks had data in the last sum. ``begun``: counted steps that are then not taken."""
         gone = [rank for rank, each in enumerate(self._values[:-1]) if each == _ABSENT]
         if len(gone) == self._size:
             return

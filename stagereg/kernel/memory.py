@@ -190,7 +190,7 @@ class Pool:
         self.readers_release = False
         self._expected = 0  # bytes of one copy
         there = torch.accelerator.is_available()
-        # only the first rank of each machine logs this
+        # Only the first rank of each machine logs this.
         if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
             log.info(
                 "stagereg: no accelerator is available, so copies are staged in pre-faulted memory that is not "

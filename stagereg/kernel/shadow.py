@@ -24,8 +24,7 @@ class TorchWire:
         self.device = device
 
     def announce(self, present: bool = True) -> dist.Work:
-        """Add one, or zero if not ``present``, to the step's sum: on an active rank, once per step before its
-        collectives.
+        """Add one (zero if not ``present``) to the step's sum, on an active rank before its collectives of each step.
 
         When the returned work completes, its tensor holds the number of active ranks.
         """

@@ -2,15 +2,15 @@
 
 :func:`flatten` walks a state dict once, with a pickler. The pickle holds the structure: types, order, keys, sharing and
 cycles. Objects such as dataclasses are decomposed like containers, into the state that pickle would store. Plain
-strided tensors are listed; objects with their own deep copy, and without tensors, are copied at once.
+strided tensors are listed; objects with their own deep copy, and without tensors, are copied immediately.
 :meth:`TreeSpec.unflatten` unpickles the structure with staged tensors instead of the source's, wrapped again as
 ``Parameter``, DTensor, ShardedTensor or traceable subclass, with their Python attributes. Values that cannot be staged
 raise an error with their path in the dict.
 
 Lazy conjugation and negation are resolved, because transfers of tensors to other processes lose them.
 
-Most calls stage a state dict with the structure and memory of the previous call. :class:`Recognizer` remembers the last
-one and recognizes it at a third of the cost of :func:`flatten` and a layout.
+Most calls stage a state dict with the structure and memory of the previous call. :class:`Recognizer` recognizes such a
+state dict at a third of the cost of :func:`flatten` and a layout.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ _attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 
 
 class Recognizer:
-    """Recognizes a state dict with the structure and memory of the one from which it was created.
+    """Recognizes a state dict that has the structure and memory of an earlier state dict.
 
     Supports only common plain state dicts: dicts, lists and ``OrderedDict`` of bare tensors, each used once, and
     immutable values. Tensors are compared by address and by torch's C++ guards (``TensorGuards`` of ``torch.compile``:
@@ -380,7 +380,7 @@ class Recognizer:
         for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
             if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
                 return None
-        # with as many addresses as tensors, no tensor occurs twice
+        # If all addresses differ, no tensor occurs twice.
         return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None
 
 
@@ -389,7 +389,7 @@ class _PlainSpec(TreeSpec):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.is_plain = True  # otherwise nothing else here is valid
+        self.is_plain = True  # if False, the other attributes are not valid
         self.structure: list[tuple[Any, ...]] = []  # per container: type, keys, types of the values
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()

@@ -101,7 +101,8 @@ class End:
             for rank, code in self.codes.items()
             if not self.errors or code < 0  # a reported error explains its exit code
         } | self.errors
-        return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
+        causes_first = sorted(texts, key=lambda rank: (self.codes.get(rank, 0) >= 0, rank))
+        return "\n".join(f"rank {rank}: {texts[rank]}" for rank in causes_first)
 
 
 class Again(NamedTuple):

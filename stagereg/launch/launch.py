@@ -139,7 +139,7 @@ def _read_reports(end: End) -> None:
 
 def _end(end: End, why: str, code: int | None) -> NoReturn:
     """End the run: print ``why`` and exit with ``code``, or if ``code`` is None, exit or raise as the attempt ended."""
-    newest = end.attempt.progress().describe(end.skipped)
+    newest = end.attempt.progress().describe(end.skipped, str(end))
     if code is not None:
         warn(f"{why}{newest}")
         raise SystemExit(code)

@@ -38,10 +38,10 @@ class Progress(NamedTuple):
         resumed = {"step": begun["restored"], "dir": begun["dir"]} if own else None
         return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"), resumed)
 
-    def describe(self, skipped: str = "") -> str:
+    def describe(self, skipped: str = "", printed: str = "") -> str:
         """Return a line on the newest checkpoint and the command that resumes from it; empty without a checkpoint.
 
-        ``skipped`` is a sentence if the next start skips that checkpoint, otherwise empty.
+        ``skipped``: a sentence if the next start skips that checkpoint. ``printed``: the text that precedes the line.
         """
         stored, near = self.stored or self.resumed, self.near
         if stored is None and near is None:
@@ -51,4 +51,6 @@ class Progress(NamedTuple):
             found.append(f"step {near['step']} is in {near['dir']}")
         command = command_to_resume("" if stored is None else stored["dir"])
         text = "; ".join(found)
-        return f"\n{text[0].upper()}{text[1:]}. {skipped or f'To resume, run {command}.'}"
+        is_known = len(found) == 1 and stored is not None and f"{stored['dir']}/step-{stored['step']:08}" in printed
+        text = "" if is_known else f"{text[0].upper()}{text[1:]}. "
+        return f"\n{text}{skipped or f'To resume, run {command}.'}"

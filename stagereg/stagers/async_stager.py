@@ -21,7 +21,7 @@ StateDict: TypeAlias = dict[str, Any]
 
 @runtime_checkable
 class AsyncStager(Protocol):
-    """Makes a copy of a state dict that training can no longer change.
+    """Makes copies of state dicts that training does not change.
 
     A checkpointer, or ``torch.distributed.checkpoint.async_save``, calls the methods in this order:
 
@@ -110,7 +110,7 @@ class ConfirmsCopies(Protocol):
 
 @runtime_checkable
 class UnconfirmedCopy(Protocol):
-    """A future of such a stager. ``result`` returns or raises when it is known whether the source was written."""
+    """The future of a :class:`ConfirmsCopies`. ``result`` returns when it is known that the source was not written."""
 
     def copied(self) -> StateDict:
         """Return the copy when its bytes are complete. Thread-safe."""

@@ -10,7 +10,7 @@ from stagereg.stagers.host import HostStager
 
 @register("stager", "blocking")
 class BlockingStager(HostStager):
-    """Copies into newly allocated memory on every call, and retains none."""
+    """Copies into newly allocated memory on every call, and does not retain the memory."""
 
     def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)

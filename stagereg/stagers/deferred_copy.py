@@ -1,12 +1,12 @@
-"""A copy made while its source is not written: started in one call, and finished before the next write at the latest.
+"""A copy that is started in one call, and finished at the latest before the next write to its source.
 
 A :class:`DeferredCopy` consists of pieces that any thread may take: a background thread takes them one by one, and a
 thread that is about to write takes the remaining pieces (copy before overwrite). Regions on an accelerator are copied
 on a side stream, which waits for the work that was queued before. Whichever thread comes first queues these copies. A
 writer's stream waits for the copies, and the writer itself waits until they are queued.
 
-Two inexpensive checks find writes without that call. Version counters of tensors change with most in-place operations
-of torch. Byte samples are taken at the beginning and compared with the same positions of the *copy*: a write that
+Two inexpensive checks find unannounced writes. Version counters of tensors change with most in-place operations of
+torch. Byte samples are taken at the beginning and compared with the same positions of the *copy*: a write that
 bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a whole tensor. On
 request, a checksum of every byte (CRC-32) is compared instead of the counters of host memory.
 
@@ -34,16 +34,16 @@ from stagereg.stagers.device_sources import DeviceSources
 
 _PIECE_BYTES = 2**22  # a writer waits for at most one piece of another thread: well below a millisecond
 SAMPLE_BYTES = 64
-_MOST_BLOCKS = 4  # blocks of memory that are used in turns
+_MOST_BLOCKS = 4  # maximum number of memory blocks that copies alternate between
 _MAX_BYTES_BETWEEN = 2**22  # maximum distance between two samples
 _STILL_S = 0.5  # seconds without a fence after which unchanged counters are taken as final
 _SLICE_S = 0.05  # seconds; divides the wait, so that a suspended process does not count as unchanged
 
 
 class CopySplit:
-    """The regions of a layout, divided into regions copied at once and regions copied later.
+    """The regions of a layout, divided into regions copied immediately and regions copied later.
 
-    Reused for a layout while the same regions may be deferred. Host regions below ``least`` bytes are copied at once.
+    Reused for a layout while the same regions may be deferred. Host regions below ``least`` bytes are not deferred.
     """
 
     def __init__(self, layout: Layout, may_defer: Callable[[Region], bool], least: int) -> None:
@@ -113,12 +113,12 @@ def _sampler_of(samples: Sequence[tuple[Region, int]], base: int | None) -> Call
 
 
 class DeferredCopy:
-    """The deferred part of a copy, of the source as it is at the time of construction.
+    """The deferred part of a copy, with the source's content at the time of construction.
 
     Args:
         pending: the whole copy.
         split: the regions that are copied later.
-        events: by device, the ends of the copies that are already queued.
+        events: one event per device, at the end of the copies that are already queued.
         thorough: to find writes, compare every byte in host memory, instead of version counters and samples.
     """
 
@@ -140,7 +140,7 @@ class DeferredCopy:
         self._written: list[int] | None = None  # None until the copy is complete
         self._began, self._ended = time.monotonic(), math.inf
         self._fenced = threading.Event()  # set when ``_written`` is final
-        self.touched: set[int] = set()  # source tensors that were written before the fence, harmlessly or not
+        self.touched: set[int] = set()  # source tensors written before the fence, including harmless writes
 
     def run(self) -> list[int]:
         """Copy the remaining pieces. Called once, on a background thread.
@@ -181,7 +181,7 @@ class DeferredCopy:
         with self._lock:
             if self._written is None or self._fenced.is_set():
                 return
-            # Operations that began before the copy ended cannot be told apart from later ones.
+            # Operations that began before the copy ended cannot be distinguished from later ones.
             self.touched.update(self._moved(), self._changed_samples())
             self._written = sorted({*self._written, *self.touched})
             self._fenced.set()

@@ -24,7 +24,7 @@ _MOST_GATHERED_BYTES = 2**26  # on each device
 
 
 class DeviceSources:
-    """The regions to copy from one accelerator, as they are at the time of construction.
+    """The regions to copy from one accelerator, with their content at the time of construction.
 
     Args:
         pending: the whole copy.
@@ -48,7 +48,7 @@ class DeviceSources:
 
     def written(self) -> list[Region]:
         """Return the regions that were written before the copy had ended. Call when the queued work is complete."""
-        # Nothing was queued if the copy has failed.
+        # If the copy failed, nothing may have been queued, and ``_differ`` is empty.
         return [region for region, differs in zip(self._large, self._differ.tolist(), strict=False) if differs]
 
 

@@ -95,5 +95,5 @@ def written_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def announce_write() -> None:
-    """Call all guards back: code that is not an optimizer is about to write parameters."""
+    """Call all guards back, before code other than an optimizer writes parameters."""
     LOADS.call(None)

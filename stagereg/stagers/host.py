@@ -73,9 +73,8 @@ class HostStager(AsyncStager):
 
         Args:
             state_dict: the argument of ``stage``.
-            function: takes the elements of a memory range as a one-dimensional tensor, and returns a new tensor with as
-                many elements, of any dtype. Must work elementwise, because views may have other elements between
-                theirs.
+            function: takes the elements of a memory range as a one-dimensional tensor, and returns a new tensor of the
+                same length and any dtype. Must work elementwise: the range may include elements of other tensors.
             where: takes a tensor and its dotted name, ``"optimizer.state.0.exp_avg"``, and returns whether to change
                 the tensor; ``None`` changes all. If it refuses one of several tensors over the same memory, none is
                 changed.

@@ -1,4 +1,4 @@
-"""``overlapped``: returns at once and copies while training continues, until just before the next write."""
+"""``overlapped``: returns immediately and copies while training continues, until just before the next write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stagereg.stagers.step_observer import Place, StepObserver
 class OverlappedStager(HostStager):
     """Copies parameters and optimizer state in the background, during the next forward and backward passes.
 
-    ``stage`` returns a future at once. A background thread copies the tensors that only a torch optimizer writes: its
+    ``stage`` returns a future immediately. A background thread copies the tensors that only an optimizer writes: its
     parameters that require gradients, and its state. Just before an optimizer steps, a module loads a state dict, or a
     storage is freed, resized or moved to shared memory, the thread that runs this operation first copies the rest. All
     other tensors are copied before ``stage`` returns, such as buffers, weight averages and the state of unknown
@@ -78,8 +78,8 @@ class OverlappedStager(HostStager):
         self._observer = StepObserver()
         self._renew()
         _stagers.add(self)
-        self._split: tuple[object, CopySplit] | None = None  # with the values that it depends on
-        self._all_at_once = False  # in the next ``stage``
+        self._split: tuple[object, CopySplit] | None = None  # the last split, after the values that it depends on
+        self._all_at_once = False  # whether the next ``stage`` copies everything before it returns
 
     def watch(self, optimizer: Optimizer) -> None:
         """Register an optimizer before its first step, so that its state need not be copied before ``stage`` returns.
@@ -90,7 +90,7 @@ class OverlappedStager(HostStager):
         self._guard.watch(optimizer)
 
     def copy_at_once(self, tensors: Iterable[torch.Tensor] | None) -> None:
-        """Copy tensors before ``stage`` returns from now on; with ``None``, copy everything so in the next ``stage``.
+        """From now on, copy ``tensors`` before ``stage`` returns. ``None``: all tensors, in the next ``stage`` only.
 
         For tensors that are written without a detectable call. The tensors replace those of the previous call, and are
         kept alive. Called on the training thread.
@@ -196,13 +196,13 @@ _stagers = RenewedInChild(OverlappedStager._renew)
 
 
 class _Places:
-    """Memory ranges, given by their places and bytes."""
+    """Memory ranges, given by their addresses and sizes."""
 
     def __init__(self, runs: Mapping[Place, int]) -> None:
         self._runs, self._starts = runs, sorted(runs)
 
     def around(self, place: Place, nbytes: int) -> tuple[Place, int] | None:
-        """Return the range that contains all of some bytes, such as rows of a tensor; ``None`` if there is none."""
+        """Return the range that contains ``nbytes`` bytes at ``place``, such as rows of a tensor, or ``None``."""
         at = bisect.bisect_right(self._starts, place) - 1
         if at < 0 or self._starts[at][0] != place[0]:
             return None

@@ -151,7 +151,7 @@ class RunningCopies:
             self._touched.append((places, failed))
 
     def take_touched(self) -> tuple[list[tuple[Place, int]], bool]:
-        """Return, once, the memory that was written during unconfirmed copies, and whether a copy failed for it."""
+        """Return, once, the memory written during unconfirmed copies, and whether a copy failed because of a write."""
         taken = [self._touched.popleft() for _ in range(len(self._touched))]
         return [place for places, _ in taken for place in places], any(failed for _, failed in taken)
 

@@ -23,7 +23,7 @@ from stagereg.stagers.guard import written_by
 
 _log = logging.getLogger(__name__)
 
-_INTERVALS = 32  # intervals between two steps that are observed; later writes are found by the copies that they disturb
+_INTERVALS = 32  # number of observed intervals between two steps; later, writes are found during copies
 _LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
 
 Place = tuple[int, int]  # device index and address
@@ -40,7 +40,7 @@ class StepObserver:
         self.written: dict[Place, int] = {}
         self._expected: list[torch.Tensor] = []  # strong: torch cannot swap tensors with weak references
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # for at least one whole interval
+        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # observed for at least one whole interval
         self._stepping: set[int] = set()
         self._intervals = 0
         self._before: _Moment | None = None
@@ -131,10 +131,10 @@ class _Moment:
         return [each for ref in self._optimizers if (each := ref()) is not None]
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the optimizers' current tensors that were written since."""
+        """Return the optimizers' current tensors that were written after this moment."""
         now = {_identity(x): x for x in tensors}
         found = {key for key, version in self._versions.items() if key in now and now[key]._version != version}
-        if now.keys() >= set(self._sampled):  # otherwise some of the memory may be freed
+        if now.keys() >= set(self._sampled):  # Without this check, some of the sampled memory may have been freed.
             samples = _samples(self._sampled)
             found |= {
                 key for key, *both in zip(self._sampled, self._samples, samples, strict=True) if both[0] != both[1]
@@ -159,7 +159,7 @@ def _can_be_sampled(x: torch.Tensor) -> bool:
 
 
 def _samples(tensors: Iterable[_Identity]) -> list[bytes]:
-    """Return some bytes of each of some dense tensors in host memory."""
+    """Return byte samples of each tensor; all tensors are dense and in host memory."""
     starts = [[address + at for at in sample_offsets(nbytes)] for _, address, nbytes in tensors]
     every = list(chain.from_iterable(starts))
     taken, ends = sampler(every, [SAMPLE_BYTES] * len(every))(), accumulate(SAMPLE_BYTES * len(each) for each in starts)

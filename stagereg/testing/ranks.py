@@ -165,7 +165,7 @@ class _Rank:
         if self.was_ended or self.process.is_alive() or self.job.file("result").exists():
             return ""
         code = self.process.exitcode or 0
-        died = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        died = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return "\n  ".join([f"{died} before it returned", *self.lines("output")[-10:], *self.lines("stacks")[:60]])
 
 

@@ -549,7 +549,7 @@ MESSAGES = {
     "nested, both used inside": "used inside an inner join",
     "nested, one rank fails": "boom",
     "nested, the same module": "already in another active join",
-    "another order than listed": "began a forward of 1 (Sequential), where a backward of 0 (Sequential) comes in the",
+    "another order than listed": "began a forward of 1 (Sequential), although a backward of 0 (Sequential)",
     "a forward without a backward": "a forward without a backward",
     "static graph, a rank without batches": "static_graph",
     **{

@@ -149,5 +149,5 @@ def test_schedules_that_differ_are_an_error_on_every_rank(scenario: Scenario) ->
         if differing:
             assert isinstance(error, JoinError)
             assert f"in step {differing[0] + 1}, " in str(error)
-            assert "Decide by the number of the step" in str(error)
+            assert "Choose no_sync() by the number of the step" in str(error)
         assert len(read) <= (differing[0] + (not script.reads) if differing else scenario.longest)

@@ -39,8 +39,8 @@ def test_the_frame_of_the_plugin_is_reported(text: str, file: str) -> None:
 
 
 def test_the_cause_of_a_dead_rank_is_one_line_with_its_location() -> None:
-    died = "died of SIGSEGV before it returned\n  noise\n  Fatal Python error: Segmentation fault\n"
-    assert summarize(died) == "died of SIGSEGV before it returned: Fatal Python error: Segmentation fault"
+    died = "was killed by SIGSEGV before it returned\n  noise\n  Fatal Python error: Segmentation fault\n"
+    assert summarize(died) == "was killed by SIGSEGV before it returned: Fatal Python error: Segmentation fault"
     assert summarize(died + dump("/home/me/mine.py")).endswith("Segmentation fault, in stage (/home/me/mine.py:3)")
     raised = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no\n'
     assert summarize(raised) == "ValueError: no"

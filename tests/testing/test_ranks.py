@@ -111,7 +111,7 @@ def test_a_raising_rank_is_named_and_the_others_end():
 def test_a_rank_that_dies_is_named_with_its_end_and_last_output(number):
     with pytest.raises(RankFailure) as caught:
         run_ranks(die_on, args=(1, number))
-    ended = f"died of {number.name}" if number else "exited with code 3"
+    ended = f"was killed by {number.name}" if number else "exited with code 3"
     assert caught.value.failed[1].startswith(f"{ended} before it returned")
     assert "these are the last lines" in caught.value.failed[1]
 

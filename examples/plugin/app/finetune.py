@@ -1,7 +1,7 @@
-"""Train a small classifier with full checkpoints and, beside them, a small export of its averaged weights.
+"""Train a small classifier with full checkpoints, and export its averaged weights in bfloat16.
 
-The stager of the export and the average are plugins of another package, named in ``conf/finetune.yaml`` and nowhere
-here: any other stager will do, and any other joinable that averages.
+The stager of the export and the average are plugins of another package. Only ``conf/finetune.yaml`` names them, so they
+can be replaced with any other stager, and any other joinable that averages.
 
     pip install lean-export
     python finetune.py
@@ -21,7 +21,7 @@ CLASSES = 4
 
 
 def batches(count: int, size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Return samples of so many classes: noise around one corner of a cube each, in 16 dimensions."""
+    """Return ``count`` batches of ``size`` samples in 16 dimensions: per class, noise around one corner of a cube."""
     random = torch.Generator().manual_seed(seed)
     corners = torch.eye(16)[:CLASSES] * 3
     made = []
@@ -39,7 +39,7 @@ def network(width: int) -> nn.Module:
 
 @stagereg.main(config_path="conf", config_name="finetune")
 def finetune(cfg: Any) -> float:
-    """Train, save and export; return the loss of the averaged model on held-out samples, which sweeps minimise."""
+    """Train, save and export; return the averaged model's loss on held-out samples, which a sweep can minimize."""
     rank = dist.get_rank()
     torch.manual_seed(cfg.seed)
     model = DistributedDataParallel(network(cfg.width))

@@ -1,9 +1,9 @@
-"""A small bfloat16 export beside the full checkpoint, and an average of the weights that outlasts uneven inputs.
+"""A bfloat16 export next to the full checkpoint, a weight average for uneven inputs, and other example plugins.
 
-``stager`` has what ``stager=bf16`` chooses. ``joinable`` and ``hook`` keep the average of ``average`` equal on all
-ranks while some have no data left. ``timed`` has a hook in the place of the built-in ``ddp``, ``after_commit`` a
-file with a line for each checkpoint, ``retention`` a rule for which checkpoints are retained, ``tier`` a disk for steps
-nearer than the store. ``*_contract`` are how each of them is checked.
+``stager`` defines ``stager=bf16``. ``joinable`` and ``hook`` keep the weight average (``average``) equal on all ranks
+while some ranks have no data left. ``timed`` replaces the built-in hook ``ddp``. ``after_commit`` writes a line per
+checkpoint to a file, ``retention`` is a retention rule, ``storage`` compresses, and ``tier`` is a local tier on a disk.
+The modules ``*_contract`` define how ``stagereg check`` tests each plugin.
 
-An application names none of these modules: stagereg finds the components by the entry points of this package.
+An application imports none of these modules: stagereg finds the components through the entry points of this package.
 """

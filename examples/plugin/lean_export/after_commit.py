@@ -1,4 +1,4 @@
-"""``on_commit=journal``: a line of JSON for each complete checkpoint."""
+"""``on_commit=journal``: appends a line of JSON to a file for each complete checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["JournalWriter"]
 
 
 class JournalWriter:
-    """Appends step, path, size and metrics of each checkpoint to a file; a line that is there is not written again.
+    """Appends the step, path, size and metrics of each checkpoint to a file, unless the file has this line already.
 
     Args:
-        file: where the lines go.
+        file: path of the file.
     """
 
     def __init__(self, file: str = "checkpoints.jsonl") -> None:
@@ -25,8 +25,8 @@ class JournalWriter:
         """Append the line of one checkpoint."""
         about = {
             "step": checkpoint.step,
-            "path": str(checkpoint.path),  # a URL, where checkpoints go to an object store
-            "bytes": sum(mark.bytes for mark in checkpoint.manifest.files.values()),
+            "path": str(checkpoint.path),  # a URL if the checkpoint is in an object store
+            "bytes": sum(digest.bytes for digest in checkpoint.manifest.files.values()),
             "metrics": {name: value if math.isfinite(value) else None for name, value in checkpoint.metrics.items()},
         }
         line = json.dumps(about)
@@ -35,5 +35,5 @@ class JournalWriter:
                 file.write(line + "\n")
 
     def lines(self) -> list[str]:
-        """Return what is in the file."""
+        """Return the lines of the file."""
         return self.file.read_text().splitlines() if self.file.exists() else []

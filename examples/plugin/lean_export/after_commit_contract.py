@@ -1,4 +1,4 @@
-"""How the writer is checked: by pytest, or by ``stagereg check lean-export`` once the package is installed."""
+"""The contract of the writer, for pytest and, once the package is installed, ``stagereg check lean-export``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["JournalContract"]
 
 
 class JournalContract(OnCommitContract):
-    """``on_commit=journal`` keeps every promise, with a file in the folder of the trial."""
+    """Tests ``on_commit=journal``, with a file in the folder of the test."""
 
     def make(self) -> JournalWriter:
-        """Return a writer to one file."""
+        """Return a new writer."""
         return JournalWriter(str(self.folder / "journal.jsonl"))
 
     def verify(self, component: Any, checkpoint: CommittedCheckpoint) -> None:
-        """Look for the line of a checkpoint."""
+        """Check that the file has one line for a checkpoint."""
         steps = [json.loads(line)["step"] for line in component.lines()]
         if steps.count(checkpoint.step) != 1:
-            self.broken(f"step {checkpoint.step} is not once in its file, which has {steps}")
+            self.broken(f"the file must have one line for step {checkpoint.step}, but has lines for {steps}")

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights of a module. Knows nothing of ranks, and nothing of stagereg."""
+"""An exponential moving average of the weights of a module. Independent of ranks and of stagereg."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class WeightAverage:
-    """Averages what is in a module's state dict, under the same names.
+    """Averages the tensors of a module's state dict, under the same names.
 
-    After n updates, the next one has the weight ``1 - min(decay, (1 + n) / (10 + n))``, so that early weights are
-    forgotten soon. The averages of half precision weights are kept in float32, in which small steps are not lost.
+    After n updates, the next update has the weight ``1 - min(decay, (1 + n) / (10 + n))``, so that early weights soon
+    lose influence. Averages of half-precision weights are in float32, so that small changes are not lost.
 
     Args:
         module: the module, plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``: each rank
             averages its shards.
-        decay: from 0 on and below 1: what is left of the average at an update.
-        buffers: ``"copy"``: buffers are as of the last update; ``"average"``: floating ones are averaged too.
+        decay: the factor of the old average in an update, at least 0 and below 1.
+        buffers: ``"copy"``: copy buffers in each update; ``"average"``: average floating-point buffers, too.
 
     Attributes:
-        updates: how many there were.
+        updates: number of updates so far.
     """
 
     def __init__(self, module: nn.Module, decay: float = 0.999, buffers: Literal["copy", "average"] = "copy") -> None:
@@ -40,7 +40,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the module's weights in; after the optimizer's step."""
+        """Add the module's current weights to the average. Call after the optimizer's step."""
         keep = min(self._decay, (1 + self.updates) / (10 + self.updates))
         for average, x in self._pairs():
             if isinstance(x, nn.Parameter) or (self._buffers == "average" and average.is_floating_point()):
@@ -50,11 +50,11 @@ class WeightAverage:
         self.updates += 1
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the averages under the names of the module's state dict; they are live, not copied."""
+        """Return the averages under the names of the module's state dict: the tensors themselves, not copies."""
         return dict(self._averages)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the averages of the buffers alone."""
+        """Return the averages of the buffers."""
         return [average for average, x in self._pairs() if not isinstance(x, nn.Parameter)]
 
     @torch.no_grad()
@@ -69,10 +69,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: it has other names than the module.
+            ValueError: the names differ from the names of the module.
         """
         given: Mapping[str, torch.Tensor] = state["weights"]
         if given.keys() != self._averages.keys():
@@ -83,7 +83,7 @@ class WeightAverage:
         self.updates = int(state["updates"])
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each average with what it is of, once."""
+        """Yield each average once, with the tensor that it averages."""
         done: set[int] = set()
         for name, x in self._live().items():
             average = self._averages[name]

@@ -1,4 +1,4 @@
-"""``join_hook=ema``: averages weights on ranks without data, and agrees on buffers at the end."""
+"""``join_hook=ema``: averages weights on ranks without data, and makes buffers equal on all ranks at the end."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class EmaHook(JoinHook):
     """Updates the average once per step of the active ranks.
 
     The weights of all ranks are equal after each step, and so are their averages. Buffers, such as running statistics,
-    come from each rank's own batches: in the end all ranks take those of a rank that had data to the last, which is
-    what DDP does with the module's.
+    depend on each rank's own batches. At the end, all ranks copy the buffers of a rank that had data in the last step,
+    as DDP does with the buffers of the module.
 
     Args:
-        joinable: the joinable that has the average.
+        joinable: the joinable with the average.
     """
 
     def __init__(self, joinable: EmaJoinable, /) -> None:
         self.joinable = joinable
 
     def main_hook(self) -> None:
-        """Update, after the hooks of the model and of its optimizer."""
+        """Update the average, after the hooks of the model and its optimizer."""
         if self.joinable.is_due():
             self.joinable.update()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the buffers of the highest rank among the last ones; collective, on every rank."""
+        """Copy the buffers of the highest rank among the last joiners. Collective."""
         buffers = self.joinable.average.buffers()
         if not buffers:
             return

@@ -1,4 +1,4 @@
-"""``joinable=ema``: an average of the weights that is equal on all ranks, also on uneven inputs."""
+"""``joinable=ema``: an average of the weights that stays equal on all ranks, even with uneven inputs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["EmaJoinable"]
 
 
 class EmaJoinable(Joinable):
-    """Keeps an exponential moving average of a module's weights, and joins it.
+    """Keeps an exponential moving average of a module's weights equal on all ranks of a join.
 
-    List it after the optimizer, in stagereg's ``Join`` or in torch's; it announces nothing. Ranks with data call
-    :meth:`update` after each step of the optimizer; ranks that have left a plain loop do so by the hook. In
-    ``join.iterate`` all ranks run the same line.
+    List it after the optimizer, in stagereg's ``Join`` or in torch's. Ranks with data call :meth:`update` after each
+    step of the optimizer. On ranks that have left a plain loop, the hook calls it; in ``join.iterate``, the loop body
+    does so on all ranks.
 
     Args:
         module: the model: plain, in ``DistributedDataParallel``, or sharded by ``fully_shard``.
-        decay: from 0 on and below 1; what is left of the average at an update. The first updates count for more.
-        buffers: whether buffers are those of the last update (``copy``) or averaged as well (``average``).
-        after: the joinable of the model, so that nothing is updated in steps without a reduction (``no_sync``).
-            ``None``: the nearest one listed before it.
-        process_group: the ranks that train together; ``None``: those of ``after``, or the default group.
-        hook: another hook in the place of its own.
+        decay: the factor of the old average in an update, at least 0 and below 1; smaller in the first updates.
+        buffers: ``copy``: copy buffers in each update; ``average``: average floating-point buffers, too.
+        after: the joinable of the model, so that steps without a reduction (``no_sync``) do not update the average.
+            ``None``: the nearest joinable of a model that is listed before this one.
+        process_group: the ranks that train together; ``None``: the group of ``after``, or the default group.
+        hook: a hook to use instead of its own hook.
 
     Attributes:
         average: the average itself.
 
     Raises:
-        ConfigError: ``decay`` is no such number.
+        ConfigError: ``decay`` is not in this range.
 
     Example::
 
@@ -63,7 +63,7 @@ class EmaJoinable(Joinable):
     ) -> None:
         super().__init__()
         if not 0 <= decay < 1:
-            raise ConfigError(f"decay must be at least 0 and below 1, not {decay}: 0.999 is a usual value")
+            raise ConfigError(f"decay must be at least 0 and below 1, not {decay}. A usual value is 0.999.")
         self.average = WeightAverage(module, decay, buffers)
         self.after = after
         self.hook = hook
@@ -71,23 +71,23 @@ class EmaJoinable(Joinable):
         self._device = next((x.device for x in module.parameters()), torch.device("cpu"))
 
     def update(self) -> None:
-        """Take the weights in; after the optimizer's step, on ranks with data."""
+        """Add the current weights to the average. Call after the optimizer's step, on ranks with data."""
         self.average.update()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the averages under the names of the module's state dict, to be evaluated or exported."""
+        """Return the averages under the names of the module's state dict, for evaluation or export."""
         return self.average.weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the averages and the number of updates."""
         return self.average.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. Raises: ``ValueError`` if it is of another module."""
+        """Load the result of :meth:`state_dict`. Raises: ``ValueError`` if the names differ from the module's."""
         self.average.load_state_dict(state)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own."""
+        """Return the hook. It uses no keyword arguments."""
         return self.make_hook(EmaHook)
 
     @property

@@ -1,4 +1,4 @@
-"""How the joinable and its hook are checked: by pytest, or by ``stagereg check lean-export`` once it is installed."""
+"""The contracts of the joinable and its hook, for pytest and, once installed, ``stagereg check lean-export``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["EmaContract", "EmaHookContract"]
 
 
 class AveragedTraining(Training):
-    """A training with the average of its weights."""
+    """A training run with an average of its weights."""
 
     def __init__(self, world_size: int | None = None) -> None:
         super().__init__(world_size)
         self.ema = EmaJoinable(self.model, decay=0.5)
 
     def step(self, values: Sequence[float]) -> None:
-        """Learn, and average."""
+        """Take one training step and update the average."""
         super().step(values)
         self.ema.update()
 
@@ -35,29 +35,29 @@ class AveragedTraining(Training):
 
 
 class EmaContract(JoinableContract):
-    """``joinable=ema`` in a join with a DDP module and its optimizer."""
+    """Tests ``joinable=ema`` in a join with a DDP module and its optimizer."""
 
     def build(self) -> AveragedTraining:
         """Return a training run on this rank."""
         return AveragedTraining()
 
     def joinables(self, subject: AveragedTraining) -> list[Any]:
-        """Return what stagereg's ``Join`` would make of [model, optimizer, ema], which torch's takes as well."""
+        """Return the joinables that stagereg's ``Join`` makes of [model, optimizer, ema]; torch's accepts them too."""
         ddp = stagereg.build("joinable", "ddp", module=subject.model)
         step = stagereg.build("joinable", "step", step=subject.optimizer.step, after=ddp)
         subject.ema.after = ddp
         return [ddp, step, subject.ema]
 
     def step(self, subject: AveragedTraining, value: float) -> None:
-        """Take one step on a rank that has data; ``value`` stands for its batch."""
+        """Take one step on a rank with data; ``value`` determines its batch."""
         subject.step([value])
 
     def state(self, subject: AveragedTraining) -> dict[str, Any]:
-        """Return what must be right on every rank after the join."""
+        """Return the values that must be equal to ``expected`` on every rank after the join."""
         return subject.state()
 
     def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        """Return the same from one process, which takes the batches of all ranks at once."""
+        """Return the state of one process that trains on the batches of all ranks in each step."""
         alone = AveragedTraining(world_size)
         for values in steps:
             alone.step(values)
@@ -65,7 +65,7 @@ class EmaContract(JoinableContract):
 
 
 class Constant(nn.Module):
-    """A weight that never changes, and a buffer."""
+    """A module with a constant weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,10 +74,10 @@ class Constant(nn.Module):
 
 
 class EmaHookContract(JoinHookContract):
-    """``join_hook=ema`` by itself: the average moves as often on ranks without data as on others."""
+    """Tests ``join_hook=ema`` alone: the number of updates is the same on ranks with and without data."""
 
     def build(self) -> EmaJoinable:
-        """Return an average that is on its way from 0 to 1."""
+        """Return an average that moves from 0 to 1."""
         constant = Constant()
         ema = EmaJoinable(constant, decay=0.5)
         nn.init.ones_(constant.weight)
@@ -88,7 +88,7 @@ class EmaHookContract(JoinHookContract):
         return EmaHook(subject)
 
     def step(self, subject: EmaJoinable, value: float) -> None:
-        """Take one step on a rank that has data."""
+        """Take one step on a rank with data."""
         subject.update()
 
     def state(self, subject: EmaJoinable) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class EmaHookContract(JoinHookContract):
         return subject.state_dict()
 
     def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
-        """Return it after so many updates."""
+        """Return the average after one update per step."""
         alone = self.build()
         for _ in steps:
             alone.update()

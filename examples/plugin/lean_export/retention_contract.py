@@ -1,4 +1,4 @@
-"""How the rule is checked: by pytest, or by ``stagereg check lean-export`` once the package is installed."""
+"""The contract of the rule, for pytest and, once the package is installed, ``stagereg check lean-export``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["ThinnedContract"]
 
 
 class ThinnedContract(KeepContract):
-    """``checkpoint/keep=thinned`` keeps every promise."""
+    """Tests ``checkpoint/keep=thinned``."""
 
     def make(self) -> ThinnedRule:
-        """Return a rule with few newest checkpoints, so that it thins out the others."""
+        """Return a rule with a small ``dense``, so that it deletes some of the older checkpoints."""
         return ThinnedRule(dense=2)

@@ -1,4 +1,4 @@
-"""How the stager is checked: by pytest, or by ``stagereg check lean-export`` once the package is installed."""
+"""The contract of the stager, for pytest and, once the package is installed, ``stagereg check lean-export``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Bf16Contract"]
 
 
 class Bf16Contract(StagerContract):
-    """``stager=bf16`` keeps every promise of a stager, but that its copies have another dtype."""
+    """Tests ``stager=bf16``, whose copies have another dtype."""
 
     def make(self) -> Bf16Stager:
-        """Return a fresh stager."""
+        """Return a new stager."""
         return Bf16Stager()
 
     def expected(self, tensor: Tensor, path: str) -> Tensor:
-        """Return what it makes of a tensor."""
+        """Return the copy that the stager must make of a tensor."""
         return tensor.to(torch.bfloat16) if tensor.ndim and tensor.dtype in WIDE else tensor

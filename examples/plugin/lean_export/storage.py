@@ -1,4 +1,4 @@
-"""``storage=zipped``: each entry of a checkpoint compressed by zlib."""
+"""``storage=zipped``: compresses each entry of a checkpoint with zlib."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["ZippedStorage"]
 
 
 class ZippedStorage(PackedStorage):
-    """Writes less to the disk, and takes more processor time for it.
+    """Writes fewer bytes, but uses more CPU time.
 
     Args:
-        path: the directory or URL; torch and the checkpointer name another for each checkpoint.
-        level: from 1, the fastest, to 9.
+        path: the directory or URL of one checkpoint; torch and the checkpointer set it for each checkpoint.
+        level: compression level, from 1, the fastest, to 9.
     """
 
     def __init__(self, path: str | None = None, level: int = 1) -> None:
         if not 1 <= level <= 9:
-            raise ConfigError(f"storage.level={level} must be from 1 to 9")
+            raise ConfigError(f"storage.level must be in 1..9, got {level}.")
         super().__init__(path)
         self.level = level
 
     def pack(self, data: memoryview) -> bytes:
-        """Return what goes into the file for one entry."""
+        """Return the bytes to write to the file for one entry."""
         return zlib.compress(data, self.level)
 
     def unpack(self, data: bytes) -> bytes:
-        """Return what was packed, whatever the level was: a checkpoint has no options."""
+        """Return the entry's bytes. Does not use ``level``, because a checkpoint does not store options."""
         return zlib.decompress(data)

@@ -1,4 +1,4 @@
-"""How the storage is checked: by pytest, or by ``stagereg check lean-export`` once the package is installed."""
+"""The contract of the storage, for pytest and, once the package is installed, ``stagereg check lean-export``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["ZippedContract"]
 
 
 class ZippedContract(StorageContract):
-    """``storage=zipped`` keeps every promise."""
+    """Tests ``storage=zipped``."""
 
     def make(self) -> ZippedStorage:
-        """Return one with another level than the default."""
+        """Return a storage with a level other than the default."""
         return ZippedStorage(level=2)

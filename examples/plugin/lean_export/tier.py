@@ -1,4 +1,4 @@
-"""``tier=local_ssd``: steps on a disk of the machine that other programs use too."""
+"""``tier=local_ssd``: stores steps on a local disk that other programs use too."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["LocalSsdTier"]
 
 
 class LocalSsdTier(Tier):
-    """Keeps steps on a disk, of which it leaves a part free for others.
+    """Stores steps on a disk, and leaves part of the disk free for other programs.
 
     Args:
-        dir: the folder, on a disk of the machine's own.
-        every: steps from one save to the next, or ``"auto"``.
-        copies: on how many other machines each machine's parts are copied.
-        keep: how many steps stay.
-        domain: what fails together with this machine, such as its rack.
-        host_memory: bytes that the files may take on this machine.
-        free: bytes of the disk that are left to others.
+        dir: the folder, on a local disk of the machine.
+        every: steps between saves, or ``"auto"``.
+        copies: number of other machines that get a copy of this machine's shards.
+        keep: number of steps to retain.
+        domain: the failure domain of this machine, such as its rack.
+        host_memory: maximum bytes of the files on this machine.
+        free: bytes of the disk to leave free for other programs.
     """
 
-    durable = True  # a reboot leaves what was flushed
+    durable = True  # flushed files survive a reboot
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class LocalSsdTier(Tier):
         self.free = ByteSize(free)
 
     def prepare(self) -> str:
-        """Make the folder, for this user alone, and return its full path."""
+        """Create the folder with access for this user only, and return its absolute path."""
         os.makedirs(self.dir, mode=0o700, exist_ok=True)
         if not os.access(self.dir, os.W_OK | os.X_OK):
-            raise ConfigError(f"tier.dir={self.dir} cannot be written to; name another folder.")
+            raise ConfigError(f"tier.dir={self.dir} is not writable. Choose another folder.")
         return os.path.realpath(self.dir)
 
     def lacking(self, nbytes: int) -> str:
-        """Return why so many more bytes do not fit beside those that stay free; nothing if they do."""
+        """Return why ``nbytes`` more bytes do not fit in addition to the free ones; empty if they fit."""
         return super().lacking(nbytes + self.free) if nbytes else ""

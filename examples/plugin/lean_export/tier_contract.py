@@ -1,4 +1,4 @@
-"""How the tier is checked: by pytest, or by ``stagereg check lean-export`` once the package is installed."""
+"""The contract of the tier, for pytest and, once the package is installed, ``stagereg check lean-export``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["LocalSsdContract"]
 
 
 class LocalSsdContract(TierContract):
-    """``tier=local_ssd`` keeps every promise."""
+    """Tests ``tier=local_ssd``."""
 
     def make(self, dir: str, **options: Any) -> LocalSsdTier:
-        """Return one in a folder of the trial."""
+        """Return a tier in a folder of the test."""
         return LocalSsdTier(dir, **options)

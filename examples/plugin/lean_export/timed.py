@@ -1,4 +1,4 @@
-"""``join_hook=ddp_timed``: as ``ddp``, and logs how long a rank without data was busy."""
+"""``join_hook=ddp_timed``: like ``ddp``, but logs the time that a rank without data spent in steps of other ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class TimedDdpHook(DdpHook):
-    """Takes the place of ``ddp``: ``join_hook@join.joinables.model.hook=ddp_timed``.
+    """Replaces the hook ``ddp``: ``join_hook@join.joinables.model.hook=ddp_timed``.
 
     Args:
-        joinable: of the DDP module.
-        least_s: seconds below which nothing is logged.
+        joinable: the joinable of the DDP module.
+        least_s: minimum total time to log. Seconds.
     """
 
     def __init__(self, joinable: DdpJoinable, /, least_s: float = 0.0) -> None:
@@ -27,14 +27,14 @@ class TimedDdpHook(DdpHook):
         self.seconds = 0.0
 
     def main_hook(self) -> None:
-        """Take part in one step."""
+        """Take part in one step of the other ranks."""
         began = time.perf_counter()
         super().main_hook()
         self.seconds += time.perf_counter() - began
         self.steps += 1
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Finish as ``ddp`` does, and log."""
+        """Finish like ``ddp``, and log the total time."""
         super().post_hook(is_last_joiner)
         if self.steps and self.seconds >= self.least_s:
             _log.info("without data, this rank took part in %d steps for %.1f s", self.steps, self.seconds)

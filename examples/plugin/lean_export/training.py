@@ -1,4 +1,4 @@
-"""A small training that the contracts of joinables and hooks play: a model learns to answer a batch with its value."""
+"""A small training run for the contracts of joinables and hooks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Training"]
 
 
 class Training:
-    """Trains a linear model by SGD with momentum.
+    """Trains a linear model with SGD and momentum, to predict the value that determines each batch.
 
     Args:
-        world_size: of the training that one process stands for, by which it divides gradients; ``None`` on a rank,
-            where DDP does that.
+        world_size: the world size by which a single process divides its gradients, to compute the expected result;
+            ``None`` on a rank, where DDP divides them.
     """
 
     def __init__(self, world_size: int | None = None) -> None:
@@ -28,7 +28,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
     def step(self, values: Sequence[float]) -> None:
-        """Learn from the batches that some values stand for."""
+        """Take one training step on the batches that ``values`` determine."""
         self.optimizer.zero_grad()
         x = torch.tensor([[value, value * value] for value in values], dtype=torch.float64)
         losses = (self.model(x) - x[:, :1]).square()
@@ -36,5 +36,5 @@ class Training:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Return what is to be equal on all ranks: the weights."""
+        """Return the weights, which must be equal on all ranks."""
         return {name.removeprefix("module."): each.detach() for name, each in self.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The writer: the promises of its contract, and what a line has, chosen in a config."""
+"""Tests of the writer: its contract, and the content of a line, with the writer chosen in a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOSEN = "+on_commit@checkpoint.on_commit.mine=journal"
 
 
 class TestContract(JournalContract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 def test_a_line_says_where_the_checkpoint_is_and_how_good(tmp_path: Path) -> None:

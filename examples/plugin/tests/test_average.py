@@ -1,4 +1,4 @@
-"""The average itself, on one process."""
+"""Tests of the average in one process."""
 
 from __future__ import annotations
 

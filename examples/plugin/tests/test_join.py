@@ -1,4 +1,4 @@
-"""The average in joins: equal on all ranks, and to what one process would have, when ranks run out of data."""
+"""Tests of the average in joins: when ranks run out of data, it equals the average of a single process on all ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Result = tuple[dict[str, torch.Tensor], int]
 
 
 class TestContract(EmaContract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 class TestHookContract(EmaHookContract):
-    """Likewise."""
+    """Inherits the tests of the hook's contract."""
 
 
 class Watching(nn.Module):
-    """A model whose buffer is as its rank's own batches make it."""
+    """A model whose buffer depends on its rank's own batches."""
 
     seen: torch.Tensor
 
@@ -91,7 +91,7 @@ def in_torchs_join(rank: int, world: int) -> Result:
 
 
 def accumulated(rank: int, world: int) -> Result:
-    """Every other batch is only added up; the average moves when the optimizer does."""
+    """Accumulate gradients over two batches; the average is updated when the optimizer steps."""
     model, optimizer, ema = build()
     with stagereg.Join([model, optimizer, ema]):
         for number, x in enumerate(data(rank)[:4], 1):
@@ -111,7 +111,7 @@ def all_ways(rank: int, world: int) -> dict[str, Result]:
 
 
 def reference() -> dict[str, torch.Tensor]:
-    """One process, whose step i is over the batches of the ranks that still have one."""
+    """Return the average of one process whose step i uses the batches of all ranks that still have one."""
     torch.manual_seed(0)
     model = Watching()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

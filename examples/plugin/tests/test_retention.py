@@ -1,4 +1,4 @@
-"""The rule: the promises of its contract, and which checkpoints of a run are left, chosen in a config."""
+"""Tests of the rule: its contract, and the retained checkpoints of a run, with the rule chosen in a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHOSEN = "checkpoint/keep=thinned"
 
 
 class TestContract(ThinnedContract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 def test_the_older_checkpoints_are_the_fewer_are_left(tmp_path: Path) -> None:

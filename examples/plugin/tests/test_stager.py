@@ -1,4 +1,4 @@
-"""The stager: the promises of its contract, and what it casts and leaves alone."""
+"""Tests of the stager: its contract, and the tensors that it casts or only copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lean_export.stager_contract import Bf16Contract
 
 
 class TestContract(Bf16Contract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 def test_wide_tensors_are_cast_and_others_copied() -> None:

@@ -1,4 +1,4 @@
-"""The storage: the promises of its contract, and that it takes less room, chosen in a config."""
+"""Tests of the storage: its contract, and smaller checkpoints, with the storage chosen in a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOSEN = "storage=zipped"
 
 
 class TestContract(ZippedContract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 def test_it_takes_less_room(tmp_path: Path) -> None:

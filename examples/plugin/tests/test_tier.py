@@ -1,4 +1,4 @@
-"""The tier: the promises of its contract, and what it leaves free, chosen in a config."""
+"""Tests of the tier: its contract, and the space that it leaves free, with the tier chosen in a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOSEN = "tier=local_ssd"
 
 
 class TestContract(LocalSsdContract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 def test_it_leaves_some_of_the_disk_free(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The hook in the place of ``ddp``: the promises of its contract, and that it logs, chosen in a config."""
+"""Tests of the hook: its contract, and its log line, with the hook chosen in a config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ defaults:
 
 
 class TestContract(TimedDdpContract):
-    """Inherits one test for each promise; a subclass is what pytest collects."""
+    """Inherits the tests of the contract. pytest collects only subclasses whose name begins with Test."""
 
 
 class Messages(logging.Handler):
@@ -38,7 +38,7 @@ class Messages(logging.Handler):
 
 
 def logged(rank: int, world_size: int, cfg: Any) -> list[str]:
-    """Train on one batch or three, and return what was logged on the rank."""
+    """Train on one batch or three, and return the messages that this rank logged."""
     messages = Messages()
     log = logging.getLogger("lean_export")
     log.addHandler(messages)

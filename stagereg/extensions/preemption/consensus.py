@@ -84,6 +84,8 @@ class PreemptionConsensus(CheckpointExtension):
                 self.agreed = number
                 self._handler.reports = self._ranks.rank == 0
                 self._handler.start_grace(number)
+                if self._handler.reports:
+                    _log.info("stagereg: received %s: all ranks save this step and exit.", number.name)
 
     def due(self, step: int) -> Due:
         """Return whether to exit after ``step``. Never raises; waits for a bounded time. Collective."""
@@ -114,7 +116,7 @@ class PreemptionConsensus(CheckpointExtension):
         else:
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and not record.is_recording():  # stagereg.main prints this itself
             other = failure is None and resume not in (None, "auto", "latest")  # the same command would not resume
             how = f" To resume, start the run with {option('checkpoint.resume', 'auto')}." * other
             how += torchrun_note() if failure is None else ""

@@ -129,7 +129,7 @@ class DdpJoinable(ReducingJoinable):
         module: the DDP module, or the result of ``torch.compile`` on it.
         hook: a hook to use instead of ``ddp``.
 
-    Keyword arguments of ``Join`` that it takes:
+    Keyword arguments of ``Join`` that this joinable uses:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
             world size; False: divided by the number of active ranks.
     """

@@ -119,7 +119,7 @@ class ReducingJoinable(TrackedJoinable):
         self.was_shadowed = True
 
     def ask(self) -> None:
-        """Find out with which gradients a shadowed step that will be reduced begins on this rank."""
+        """Determine the gradients with which a shadowed step that will be reduced begins on this rank."""
         self.policy.ask(self.session, None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
@@ -158,7 +158,7 @@ class ReducingJoinable(TrackedJoinable):
 
 
 Habit = Literal["drops", "zeroes", "carries"]
-"""What a loop does with gradients between steps."""
+"""The treatment of gradients between two steps of a loop."""
 
 _ADVICE = "Accumulate under no_sync() (FSDP2: set_requires_gradient_sync(False)), or loop over join.iterate(loader)."
 _OTHERWISE = (
@@ -216,8 +216,7 @@ class ZeroGradPolicy:
             self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None, gradient: torch.Tensor | None) -> None:
-        """Determine the policy on a rank without data, in a step. A rank with data publishes its policy within this
-        step.
+        """Determine the policy on a rank without data, in a step in which a rank with data publishes its policy.
 
         The step begins with ``gradient`` on this rank, unless the loop never carries gradients.
         """
@@ -231,7 +230,7 @@ class ZeroGradPolicy:
     def confirm(self, is_whole: bool) -> None:
         """Check a reduced step on a rank without data, after ranks with data published how they began the step.
 
-        Raises: ``JoinError`` if this rank began the step differently, unless it began with the others, in ``no_sync``.
+        Raises: ``JoinError`` if this rank began the step differently, unless it had accumulated under ``no_sync``.
         """
         if not self.store.check(["carried"]):
             return

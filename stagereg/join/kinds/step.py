@@ -57,7 +57,7 @@ class StepJoinable(BuiltInJoinable):
 
 
 def _refuse_arguments(step: Callable[..., object]) -> None:
-    """Refuse a function that joined ranks could not call, before any rank waits for one of them."""
+    """Refuse a function that needs arguments, which joined ranks do not have, before any rank waits for them."""
     if not callable(step):
         raise JoinError(f"the step joinable needs a function, an optimizer or a scheduler, not a {type(step).__name__}")
     try:
