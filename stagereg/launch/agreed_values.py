@@ -1,8 +1,8 @@
 """Give all ranks the same values of the program's own resolvers, such as ``${run_id:}``.
 
 Each rank composes the config itself, so a resolver that draws a random number returns a different one on each rank. The
-launcher, or rank 0 under ``torchrun``, resolves these values once, and all ranks use them. Each rank resolves a value
-that depends on its rank number itself.
+launcher, or rank 0 under ``torchrun``, resolves these values once, and all ranks use them. Values that depend on the
+rank number are resolved on each rank.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks of a run. The launcher holds it."""
+    """One start of all ranks of a run."""
 
     number: int  # number of earlier starts of the run
     task: SchedulerTask  # the task of this launcher, which starts the ranks of one machine
@@ -170,7 +170,7 @@ class LaunchExtension:
 class Cause(NamedTuple):
     """The failure of other ranks that makes this rank fail."""
 
-    text: str  # sentences
+    text: str  # one or more sentences
     seen: bool  # whether the launcher of the failed ranks detects the same failure
 
 
@@ -252,12 +252,12 @@ def launch_extensions() -> tuple[LaunchExtension, ...]:
 
 
 def answers(extensions: Iterable[_E], ask: Callable[[_E], _T | None]) -> list[_T]:
-    """Return the results of ``ask`` that are not ``None``; exceptions of an extension are logged."""
+    """Call ``ask`` with each extension; return the results that are not ``None``. Exceptions are logged."""
     return [answer for each in extensions if (answer := _answer(each, ask)) is not None]
 
 
 def first(extensions: Iterable[_E], ask: Callable[[_E], _T | None]) -> _T | None:
-    """Return the first result of ``ask`` that is not ``None``; exceptions of an extension are logged."""
+    """Call ``ask`` with each extension until a result is not ``None``; return this result. Exceptions are logged."""
     return next((answer for each in extensions if (answer := _answer(each, ask)) is not None), None)
 
 

@@ -4,9 +4,9 @@
 few saves: how long they blocked the loop, how much slower the steps during a save were, the age of each checkpoint when
 it was complete, and the time of an undisturbed step.
 
-Each rank makes its own plan, and the longest interval applies to all ranks: it belongs to the slowest rank, for which
-all others wait. The ranks exchange their plans in every save, on a separate group and without waiting. The result is
-applied at the next call, so all ranks always have the same next step. This module does not save.
+Each rank makes its own plan, and the longest interval applies to all ranks. It is the interval of the slowest rank, for
+which the other ranks wait. The ranks exchange their plans in every save, in a separate process group and without
+waiting. They apply the result at the next call, so all ranks always have the same next step.
 """
 
 from __future__ import annotations

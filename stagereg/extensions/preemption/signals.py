@@ -47,7 +47,7 @@ class PreemptionHandler:
         return _listener.received if self in _listener.handlers else None
 
     def listen(self) -> bool:
-        """Begin to handle the signals that are neither handled nor ignored; return whether any signal is handled."""
+        """Begin to handle signals that the program neither handles nor ignores; return whether any is handled."""
         if not install_signal_handlers() or not _listener.drop_foreign():
             return False
         _listener.handlers = (*_listener.handlers, self)
@@ -111,7 +111,7 @@ class SignalListener:
         return True
 
     def close(self) -> None:
-        """Undo :meth:`open`. On a thread other than the main thread, the next signal does so."""
+        """Undo :meth:`open`. If this is not the main thread, the next signal undoes it."""
         if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
         (_, write), self._pipe = self._pipe, None

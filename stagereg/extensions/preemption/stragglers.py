@@ -3,7 +3,7 @@
 Ranks that train in lockstep all take the time of the slowest rank for each step. Their training threads differ: the
 thread of a slow rank computes, or waits for a busy processor, while the others sleep in a collective. The kernel counts
 the computing and waiting time of each thread. The ranks read this counter about once a second and send it with the
-signals that they exchange (:mod:`.consensus`), so no step is measured.
+signals that they exchange (:mod:`.consensus`), so steps need no instrumentation.
 
 This detects slow and overloaded processors, and programs that do more work on one rank. It does not detect a rank that
 sleeps, for example for its data loader or its disk, nor slow accelerators, since the host does not compute for them.

@@ -144,7 +144,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], N
         if hub is not None:
             store.set("hub", hub)
             return hub
-        await_key(store.of_attempt, "hub", "rank 0 did not reach its job")
+        await_key(store.of_attempt, "hub", "rank 0 did not start its job")
         return list(store.get("hub"))
 
     # The secret is valid for this attempt only, so leftover processes of an earlier attempt are rejected.

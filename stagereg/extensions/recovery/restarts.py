@@ -1,6 +1,6 @@
 """The limit on restarts of a failed run: a number that the user sets, and no restart after an error that would recur.
 
-The number limits restarts without progress, which is a checkpoint newer than at the previous failure. If an error
+The number limits restarts without progress; progress is a checkpoint newer than at the previous failure. If an error
 recurs at the same step, the run fails, unless the error reports NaN or infinity: an older checkpoint may have neither.
 """
 
@@ -43,7 +43,7 @@ class Restarts:
         if progress.newest is not None and (self._newest is None or progress.newest > self._newest):
             self._left, self._newest, self.progressed = self.most, progress.newest, True
         if self._left == 0:
-            return f"\nThe run is not restarted: {self.most} restarts made no new checkpoint (option restarts)."
+            return f"\nThe run is not restarted: {self.most} restarts made no new checkpoint, which is the limit."
         self._left -= 1
         self.count += 1
         return None

@@ -38,7 +38,7 @@ def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
         LaunchError: only some ranks have ``given``, or a rank does not start within :data:`GATHER_S` seconds.
     """
     if rank > 0:
-        await_key(store, "secret/place", "rank 0 did not reach its job")
+        await_key(store, "secret/place", "rank 0 did not start its job")
         place = json.loads(store.get("secret/place"))
         if (place is None) != bool(given):
             store.set("secret/elsewhere", "")  # makes rank 0 stop waiting
@@ -86,5 +86,5 @@ def _read(store: Any, machine: str, path: str) -> str:
     except (OSError, ValueError):  # rank 0 runs in another container
         pass
     store.set("secret/elsewhere", "")
-    await_key(store, "secret/text", "rank 0 did not reach its job")
+    await_key(store, "secret/text", "rank 0 did not start its job")
     return str(store.get("secret/text").decode())

@@ -111,7 +111,7 @@ class StepSnapshot:
         if not all(event.query() for event in self._events):
             return "its accelerator has not finished the step"
         if self._seen.has_moved():
-            return "its modules have different tensors than before"
+            return "the tensors of its modules were replaced"
         return "" if self._versions == self._find_versions(self._seen) else _CHANGED
 
     def expect_unchanged(self) -> None:

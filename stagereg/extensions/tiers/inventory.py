@@ -103,7 +103,7 @@ class TierStep(NamedTuple):
         return Manifest(self.save.step, self.save.world_size, self.save.serial, self.files, "dcp")
 
     def without(self, bad: Collection[tuple[str, int]]) -> TierStep:
-        """Return the step without the copies ``bad``, each a machine and the rank of the part.
+        """Return the step without the corrupt copies ``bad``, each given as a machine and the rank of the part.
 
         If all copies of a part are corrupt, all are retained: each may have valid blocks that another copy lacks.
         """

@@ -1,4 +1,4 @@
-"""``memory``: a tier in the shared memory of each machine. Its files survive processes and launchers, not a reboot."""
+"""``memory``: a tier in the shared memory of each machine. Its files survive process exits, but not a reboot."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class LocalTier:
         tier: the tier of the config.
         ranks: the ranks that save together, in a process group of their own.
         store: the checkpoint directory of the run, in which rank 0 records the run id and its branches.
-        shared: whether ``store`` is a checkpoint directory; otherwise each machine records these in the tier's folder.
+        shared: whether ``store`` is a checkpoint directory; otherwise each machine records both in the tier's folder.
 
     Attributes:
         folder: the parts on this machine.

@@ -146,5 +146,5 @@ def manifest_name(rank: int) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """Return whether a file has the name of a part's manifest or of a file next to it, complete or not."""
+    """Return whether the manifest of a part, or a file that accompanies a manifest, has this name."""
     return re.fullmatch(r"\.?part-\d+\.json(\..*)?", name, re.ASCII) is not None

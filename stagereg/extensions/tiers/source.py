@@ -63,7 +63,7 @@ class TierSource(CheckpointSource):
 def with_steps_of_tier(
     listed: Sequence[Candidate], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
 ) -> list[Candidate]:
-    """Insert the steps of the tier into ``listed``, the newest first, by branch and step. Each precedes an equal step.
+    """Insert the steps of the tier into ``listed``, the newest first, by branch and step, before an equal checkpoint.
 
     ``steps`` maps paths to steps; ``branch_of`` returns the branch of a checkpoint by its serial number.
     """

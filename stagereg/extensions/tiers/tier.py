@@ -27,8 +27,8 @@ class Tier(ABC):
 
     1. *Construction has no effect.* The constructor takes the options below, passes them on, and accesses no disk.
     2. *One folder per machine.* :meth:`prepare` creates the folder, for this user only, and returns the same full path
-       in every process of the machine. Several processes may call it at once. Existing files stay unchanged, and files
-       survive the processes that wrote them.
+       in every process of the machine. Several processes may call it concurrently. It does not change existing files,
+       and files survive the processes that wrote them.
     3. *This folder or an error.* If :meth:`prepare` cannot use the folder, it raises and does not use another folder.
     4. *Ordinary files.* Files can be flushed, locked, mapped, renamed atomically over others, and read meanwhile.
     5. *Space is checked first.* :meth:`lacking` reports a lack of space and changes nothing. If files still do not fit,

@@ -105,7 +105,7 @@ def notes_of(tier: Tier) -> str:
 def _log_what_it_survives(near: LocalTier, stores: bool) -> None:
     tier, others = near.tier, len(near.machines) - 1
     copies = min(tier.copies, others)
-    lost = "the failure of a machine" if copies == 0 else f"the failure of {copies + 1} machines at once"
+    lost = "the failure of a machine" if copies == 0 else f"the simultaneous failure of {copies + 1} machines"
     reboot = "" if tier.durable else ", a reboot of all machines that have them"
     if not stores:
         _log.warning(

@@ -129,7 +129,7 @@ def _moving() -> Iterator[None]:
 
 
 def accept(opened: socket.socket, secret: bytes) -> Connection:
-    """Return the connection to a client after it has proved to be of this run. Raises: ``OSError``."""
+    """Return the connection to a client, once the client has proved that it has the secret. Raises: ``OSError``."""
     close_in_forks(opened)
     ends, nonce = time.monotonic() + HANDSHAKE_TIMEOUT_S, secrets.token_bytes(_NONCE_BYTES)
     _put(opened, _HELLO + nonce, ends)
@@ -142,7 +142,7 @@ def accept(opened: socket.socket, secret: bytes) -> Connection:
 
 
 def connect(address: tuple[str, int], secret: bytes) -> Connection:
-    """Return a connection to a server after both processes have proved to be of this run. Raises: ``OSError``."""
+    """Return a connection to a server, once both have proved that they have the secret. Raises: ``OSError``."""
     opened = socket.create_connection(address, HANDSHAKE_TIMEOUT_S)
     try:
         close_in_forks(opened)

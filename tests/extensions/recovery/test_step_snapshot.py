@@ -115,8 +115,8 @@ def move(trained: Trained) -> None:
         (lambda trained: trained.optimizer.step(), "its optimizer had begun the next step"),
         (lambda trained: trained.model.load_state_dict(trained.model.state_dict()), "its optimizer had begun"),
         (write, "code other than an optimizer has written"),
-        (replace, "its modules have different tensors than before"),
-        (move, "its modules have different tensors than before"),
+        (replace, "the tensors of its modules were replaced"),
+        (move, "the tensors of its modules were replaced"),
     ],
 )
 def test_a_write_is_found(act: Any, why: str) -> None:
