@@ -132,7 +132,7 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Parse the comma-separated positive integers of an option. Raises: ``ConfigError``."""
+    """Parse the comma-separated positive integers of an option. Raises ``ConfigError``."""
     names = _names(text)
     found = [decimal(name) or 0 for name in names]
     if 0 in found:
@@ -143,12 +143,12 @@ def numbers(option: str, text: str) -> list[int]:
 def _names(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     if not names:
-        raise ConfigError("nothing to measure: an option with a list of names is empty")
+        raise ConfigError("Nothing to measure: an option with a list of names is empty.")
     return list(dict.fromkeys(names))
 
 
 def known(what: str, text: str, there: Sequence[str]) -> list[str]:
-    """Parse the comma-separated names of an option. Raises: ``ConfigError`` for a name that is not in ``there``."""
+    """Parse the comma-separated names of an option. Raises ``ConfigError`` for a name that is not in ``there``."""
     names = _names(text)
     if wrong := [name for name in names if name not in there]:
         raise ConfigError(f"unknown {what} {wrong[0]!r}.{nearest(wrong[0], there)}\nChoose from: {', '.join(there)}")

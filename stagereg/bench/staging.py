@@ -28,7 +28,7 @@ _Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
-    """The second and later calls of one stager. Rows: the time in ``stage`` (if two), and until completion."""
+    """The second and later calls of one stager. The last row is the total time, a first row the time in ``stage``."""
 
     def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
         super().__init__(*rows)

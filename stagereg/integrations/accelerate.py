@@ -165,7 +165,7 @@ class _Attached:
         newest = -1 if self._goes_on else self._agreed(lambda: _highest(where, _STEP))
         if step <= newest:
             raise CheckpointError(
-                f"{where} has checkpoints of an earlier run, the newest is step-{newest:08d}. Call load_state() to "
+                f"{where} has checkpoints of an earlier run, up to step-{newest:08d}. Call load_state() to "
                 f"resume from it, set project_configuration.iteration to {newest + 1}, or use another project_dir."
             )
         self._goes_on = True

@@ -92,8 +92,8 @@ class UnevenInputs(pl.Callback):
         if -1 in lengths:
             raise JoinError(
                 f"The train loader of rank {lengths.index(-1)} has no length. Lightning then fetches each batch before "
-                "the previous step, so ranks cannot wait for each other between steps. Give the dataset a __len__ that "
-                "is at most the number of samples on this rank."
+                "the step of the previous batch, so ranks cannot wait for each other in between. Give the dataset a "
+                "__len__ that is at most the number of samples on this rank."
             )
         return JoinedLoader(loader, max(lengths), self.iterate)
 
@@ -106,7 +106,7 @@ class UnevenInputs(pl.Callback):
             module.reshard()  # validation leaves the outermost module unsharded
         if not sharded and not isinstance(strategy, DDPStrategy):
             raise JoinError(
-                "UnevenInputs cannot detect the start of a step: no module of the model was sharded by fully_shard."
+                "UnevenInputs cannot detect steps: no module is sharded. Call fully_shard in configure_model."
             )
         model = sharded[0] if sharded else strategy.model
         self._join = Join([model], mode="auto", timeout=self._timeout)

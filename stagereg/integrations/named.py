@@ -39,7 +39,7 @@ _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
 _BESIDE = (".reading.", ".step-", ".nfs")  # prefixes: read leases, half-deleted checkpoints, files that NFS deletes
-_ALL = 10**9  # value of keep: all checkpoints, since each one is moved out of the checkpointer's directory
+_ALL = 10**9  # retain all checkpoints: each one is moved out of the checkpointer's directory
 
 
 class NamedCheckpoints:
@@ -214,7 +214,7 @@ def restore(
 def split(path: Any) -> tuple[str, str]:
     """Return the directory of ``path`` and the name in it. Raises ``ConfigError`` for a URL."""
     if "://" in str(path):
-        raise ConfigError(f"{path} is a URL, but a save renames directories. Save to a file system of all ranks.")
+        raise ConfigError(f"{path} is a URL, but saves rename directories. Save to a file system that all ranks share.")
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.realpath(parent), name
 

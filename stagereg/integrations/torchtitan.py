@@ -41,7 +41,7 @@ try:
     from torchtitan.tools import filesystem
 except ImportError as error:
     raise InstallationError(
-        f"torchtitan {_FOUND} is not supported: its checkpoint managers differ from those of {_WRITTEN_FOR} "
+        f"torchtitan {_FOUND} is not supported: its checkpoint managers differ from version {_WRITTEN_FOR} "
         f"({error}). Run: pip install 'torchtitan>={_WRITTEN_FOR}'"
     ) from error
 

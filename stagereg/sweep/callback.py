@@ -99,7 +99,7 @@ class Compare(Callback):
             result = self._result(config, None if failed else value, value if failed else None)
             failed, found = result.status == "failed", result.figures
             if config.hydra.mode == RunMode.MULTIRUN and is_completed(result.directory):
-                raise ConfigError(f"another process completed this job in {result.directory}; its result is retained")
+                raise ConfigError(f"Another process completed this job in {result.directory}. Its result is retained.")
             result.write()
         except Exception as error:
             log.error("Cannot write the result of this job: %s", _one_text(error))

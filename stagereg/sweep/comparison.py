@@ -131,7 +131,7 @@ def compare(
     """
     ranking, least = directed(metric, direction), least_difference(metric, matters)
     if not results:
-        raise ConfigError("no jobs to compare")
+        raise ConfigError("There are no jobs to compare.")
     jobs = sorted(results, key=lambda job: job.order)
     parameters = _swept(jobs)
     known = {name for job in jobs if job.status == "completed" for name in job.figures}

@@ -25,7 +25,7 @@ _TOUCHED_S = 1e-4  # maximum seconds of background work during an undisturbed st
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, over all ranks."""
+    """A checkpoint, with values over all ranks."""
 
     step: int  # training step
     start: float  # when the first rank started to save, seconds since the start of the run

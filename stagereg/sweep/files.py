@@ -21,7 +21,7 @@ _LINE_BYTES = 1 << 24
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Read the mapping in a JSON file; NaN and infinity become ``None``. Raises: ``OSError``, ``ValueError``."""
+    """Read the mapping in a JSON file; NaN and infinity become ``None``. Raises ``OSError`` or ``ValueError``."""
     try:
         content = _expect_plain(json.loads(read_small(path), parse_constant=lambda name: None))
     except RecursionError:
@@ -42,7 +42,7 @@ def yaml_of(path: Path) -> Any:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks. Raises: ``OSError``."""
+    """Yield the lines of a file with their line breaks. Raises ``OSError``."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
         raise OSError(f"{path.name} is not a regular file")
     with path.open("rb") as file:

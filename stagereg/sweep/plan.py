@@ -83,7 +83,7 @@ class Plan:
     def read(cls, directory: Path | str) -> Plan | None:
         """Read the plan of the newest sweep in a directory; ``None`` if there is no plan.
 
-        Raises: ``ConfigError`` if the file is not a readable plan, because a ranking could mix sweeps.
+        Raises ``ConfigError`` if the file is not a readable plan, because a ranking could mix sweeps.
         """
         path = Path(directory, PLAN)
         try:
@@ -113,7 +113,7 @@ class Plan:
             raise ValueError("a directory is not a path")
 
     def write(self) -> None:
-        """Write the plan to the sweep's directory. Raises: ``OSError``."""
+        """Write the plan to the sweep's directory. Raises ``OSError``."""
         fields = {name: value for name, value in asdict(self).items() if name != "root"}
         write_whole(self.root / PLAN, f"{json.dumps({'format': FORMAT, **plain(fields)}, indent=1)}\n".encode())
 

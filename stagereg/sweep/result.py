@@ -57,7 +57,7 @@ class JobResult:
     resumed: int | None = None  # step from which the job resumed; `None` if it started from scratch
 
     def write(self) -> Path:
-        """Write the result to its directory atomically. Raises: ``OSError``."""
+        """Write the result to its directory atomically. Raises ``OSError``."""
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
         fields["figures"] = json_numbers(self.figures)
         text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
@@ -137,7 +137,7 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
     if (directory / _SWEEP).is_file() or any(map(is_job, numbered)):
         return "sweep"
     if not directory.exists():
-        raise ConfigError(f"the directory {directory} does not exist")
+        raise ConfigError(f"The directory {directory} does not exist.")
     raise ConfigError(_nothing_in(directory))
 
 
@@ -156,7 +156,7 @@ def is_job(path: Path) -> bool:
 def _nothing_in(path: Path) -> str:
     return (
         f"{path} contains no job: neither this directory nor a folder under it has {RESULT}, {OVERRIDES} or "
-        f"{file_name(0)}. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
+        f"{file_name(0)}. Pass the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
     )
 
 

@@ -32,7 +32,7 @@ class SweepError(ConfigError, ConfigCompositionException):
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock the directory of a sweep; a kill releases the lock. Raises: ``SweepError`` if another sweep holds it."""
+    """Lock the directory of a sweep; a kill releases the lock. Raises ``SweepError`` if another sweep holds it."""
     from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
     folder = directory / LOCKED

@@ -30,8 +30,8 @@ class JoinableContract(Contract):
         world_size: the number of ranks, at least 2.
         options: keyword arguments of ``Join``, such as ``{"divide_by_initial_world_size": False}``.
         torch_join: whether the joinable must also work in torch's ``Join``, and among ranks that run torch's.
-        announces: whether the joinable announces through stagereg's ``Join``; torch's own joinables do not, and support
-            neither planned nor counted mode.
+        announces: whether the joinable announces each step to stagereg's ``Join``; torch's own joinables do not, and
+            support neither planned nor counted mode.
         own_collectives: the number of collectives that the joinable adds to each step of a planned join by design.
         keeps: names of attributes that a join may change permanently, though training without a join does not.
         tolerance: the maximum difference of numbers, relative above 1.

@@ -45,7 +45,7 @@ _PG_EXTRA_S = 60.0
 _LINGER_S = 2.0
 """Seconds for other ranks to report their errors after a failure, and for hung ranks to dump their stacks."""
 before_wait: Callable[[float], object] = lambda seconds: None  # noqa: E731
-"""Called before each bounded wait of a contract, with its seconds: ``stagereg check`` sums them."""
+"""Called with the time limit in seconds before each wait of a contract; ``stagereg check`` sums the limits."""
 
 
 class RankFailure(StageregError, RuntimeError):

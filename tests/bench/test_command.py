@@ -85,7 +85,7 @@ def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> N
     [
         (["staging", "--states", "larg"], "Did you mean 'large'"),
         (["staging", "--rows", "pined_cached"], "Did you mean 'pinned_cached'"),
-        (["staging", "--rows", ","], "nothing to measure"),
+        (["staging", "--rows", ","], "Nothing to measure"),
         (["stall", "--rows", "blocking+dpc"], "Did you mean 'blocking+dcp'"),
         (["staging", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["staging", "--scale", "0"], "--scale must be above 0"),

@@ -288,7 +288,7 @@ def test_automatic_names_are_steps_and_total_limit_is_keep(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001", "step-00000002"]
 
     other = Program(seed=1, **config)
-    with pytest.raises(CheckpointError, match=r"earlier run, the newest is step-00000002\. Call load_state"):
+    with pytest.raises(CheckpointError, match=r"earlier run, up to step-00000002\. Call load_state"):
         other.accelerator.save_state()
     other.accelerator.load_state(tmp_path / "checkpoints/checkpoint_1")
     assert other.seen() == states[1]

@@ -177,7 +177,7 @@ def test_runs_and_sweeps_are_recognised_and_nothing_else(tmp_path: Path) -> None
             match=rf"^{re.escape(str(other))} contains no job: neither this directory nor a folder under it has result",
         ):
             kind_of(other)
-    with pytest.raises(ConfigError, match=r"^the directory outptus/x does not exist$"):
+    with pytest.raises(ConfigError, match=r"^The directory outptus/x does not exist\.$"):
         kind_of(Path("outptus/x"))
 
 

@@ -1,5 +1,5 @@
-// Sorts and filters the table. An A/A row stays below the row that it repeats, in both. The buttons cover the heads and
-// do not hold their texts, for browsers leave buttons out of heads that they repeat on paper.
+// Sorts and filters the table. An A/A row always stays below the row that it repeats. The buttons cover column heads
+// but do not contain their text, because browsers omit buttons from heads that are repeated on printed pages.
 const table = document.getElementById("table-0"), body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
 const groups = [];
 for (const row of body.rows) {
