@@ -95,7 +95,7 @@ def test_a_stager_that_fails_is_named_with_its_line(app: App) -> None:
     where = f"({app.folder / 'mine.py'}:{line}), raised in stage() of mine.Raises"
     assert f"rank 0: Step 10 was not saved: KeyError: 'no cheese' {where}\n" in raises
     assert ": stage() of mine.Nothing must return a copy of its dict, but returned None. This run has no " in nothing
-    assert ": stage() of mine.Less returned a copy of another structure: 'optimizer' is missing. A stager may" in less
+    assert ": stage() of mine.Less returned a copy with another structure: 'optimizer' is missing. A stager may" in less
 
 
 def test_a_stager_that_hangs_ends_the_run_within_the_timeout(app: App) -> None:

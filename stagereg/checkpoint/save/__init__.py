@@ -1,1 +1,1 @@
-"""One save: staged, written, committed, and what follows. Knows nothing of :mod:`stagereg.checkpoint.load`."""
+"""Stages, writes and commits a save, on all ranks. Does not import :mod:`stagereg.checkpoint.load`."""

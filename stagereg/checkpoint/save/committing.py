@@ -1,17 +1,17 @@
-"""All ranks write a copy to one target and commit it, in two exchanges. Each is needed:
+"""Writes a copy from all ranks to one target and commits it. The ranks exchange messages with rank 0 twice:
 
-1. Before any file: every rank sends that it has staged and its plan of writes; rank 0 answers which rank writes what.
-   Without it a rank would write for nothing, or two ranks would write the same. The ranks may compare replicas in an
-   earlier exchange (:class:`.ReplicaSave`).
-2. After the files: every rank sends the names, sizes and checksums of its files; rank 0 writes the metadata, commits,
-   and answers. Without it a checkpoint would be committed with files missing, or a rank would not know the result of
-   its save.
+1. Before the files are written: when a rank has staged, it sends its plan of writes; rank 0 answers which rank writes
+   which values. So no rank writes files if another rank could not stage, and no two ranks write the same values. The
+   ranks may compare replicas in an earlier exchange (:class:`.ReplicaSave`).
+2. After the files are written: every rank sends the names, sizes and checksums of its files; rank 0 writes the
+   metadata, commits, and answers. So no checkpoint is committed with files missing, and every rank knows the result of
+   the save.
 
-A failure on any rank fails the write on all of them and deletes the hidden directory. Each rank releases the copy as
-soon as its files are written.
+A failure on any rank fails the write on all ranks and deletes the hidden directory. Each rank releases the copy as soon
+as its files are written.
 
-If there are several targets, the first one prepares the copy in its first exchange, so that all ranks prepare their
-copies in one order. The other targets wait until it has received its save, or has failed.
+With several targets, the first target prepares the copy in its first exchange, so that all ranks prepare their copies
+in the same order. The other targets wait until the save to the first target has ended.
 """
 
 from __future__ import annotations
@@ -50,39 +50,39 @@ from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.targets import Part, Shards
 from stagereg.errors import CheckpointError, RankMismatchError, SaveTimeoutError, name_ranks
 
-WAITING_FOR_OTHERS = "waiting for the others"  # the action of a rank that has finished its own
+WAITING_FOR_OTHERS = "waiting for the other ranks"  # the action of a rank that has finished its own work
 
 _log = logging.getLogger(__name__)
 
-_TRYING = 0.5  # fraction of the timeout; the rest is for cleanup and reports
+_TRYING = 0.5  # fraction of the timeout for the write; the rest is for cleanup and reports
 
 
 class _Prepared(NamedTuple):
-    """The message of a rank that has staged, sent with its plan."""
+    """The message that a rank sends with its plan after staging."""
 
     step: int
     called: bool = True
     follows: bool = False
     taken: Mapping[str, int] = {}
-    asks: bool = False  # whether the ranks must compare replicas before
-    post: Any = None  # of the replicas
-    digests: Mapping[str, bytes] = {}  # of the structures of its entries
+    asks: bool = False  # whether the ranks must compare replicas first
+    post: Any = None  # the message of this rank's replicas
+    digests: Mapping[str, bytes] = {}  # digests of the structures of the rank's entries
 
 
 class _RankFiles(NamedTuple):
-    """The message of a rank that has written its files."""
+    """The message that a rank sends after it has written its files."""
 
     marks: dict[str, FileDigest]
     structures: Sent
-    digests: dict[Written, int]  # of the values given to the storage, if they are read back
+    digests: dict[Written, int]  # CRC-32 of values that rank 0 reads back
 
 
 def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | None:
-    """Write a copy to a target and commit it. Collective; on the thread of the target.
+    """Write a copy to a target and commit it. Collective; called on the thread of the target.
 
     Returns:
         The time when all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if the target
-        has skipped the save, or has failed and is not required.
+        skips the save, or if a target that is not required has failed.
 
     Raises:
         CheckpointError: on all ranks, if the write failed on any.
@@ -92,7 +92,7 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
         if write.is_first:
             work = _Work(write, cache)
         else:
-            write.at = "waiting for the previous target"
+            write.at = "waiting for the first target"
             work = _Work(write, cache, copy.prepared.result())
         try:
             done = work.run()
@@ -100,14 +100,14 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
             if target.required or not write.agreed:
                 raise
             log = _log.warning if target.ranks.rank == 0 else _log.debug
-            log("stagereg: %s. Training continues without it in %s.", str(error).rstrip("."), target.where)
+            log("stagereg: %s. Training continues without a checkpoint in %s.", str(error).rstrip("."), target.where)
             record.emit("lost", step=write.request.step, dir=target.where, error=str(error))
         finally:
             if write.is_first and write.agreed:
                 copy.replicas.ended(None)
-                if not write.is_last:  # otherwise it would keep the copy alive
+                if not write.is_last:  # the result would keep the copy alive
                     copy.prepared.set_result(PreparedCopy(work.entries, work.own, work.parts))
-        if write.is_first and not write.agreed:  # skipped, and no other target needs the copy
+        if write.is_first and not write.agreed:  # the save is skipped, and no other target needs the copy
             copy.replicas.ended(None)
     except BaseException as error:
         if write.is_first and not write.agreed:
@@ -122,17 +122,17 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
 
 
 class _Work:
-    """One write on the thread of its target: all ranks :meth:`prepare` and :meth:`write`, and rank 0 answers.
+    """One write, on the thread of its target: all ranks call :meth:`prepare` and :meth:`write`, and rank 0 answers.
 
-    ``prepared`` is the copy as the first target has prepared it; ``None`` on the thread of that target.
+    ``prepared`` is the copy that the first target has prepared; ``None`` for the first target.
     """
 
     own: RankEntries  # the values of this rank for each entry
     entries: dict[str, Any]  # the entries that this rank writes
     parts: Mapping[str, Part | None]  # offsets of tensors that are shards
     asked: Asked  # the structures that rank 0 requests from this rank
-    _plans: list[SavePlan]  # the plan of this rank's own entries
-    _more: list[SavePlan]  # the same plan, if it was not sent before the files
+    _plans: list[SavePlan]  # the plan of this rank, in the form that is sent
+    _more: list[SavePlan]  # the same plan, if it was not sent before the files were written
     _results: list[WriteResult]
 
     def __init__(self, write: Write, cache: ExchangeCache, prepared: PreparedCopy | None = None) -> None:
@@ -153,7 +153,7 @@ class _Work:
                 self._path, skips = to.begin(step)
                 if skips and write.is_last:
                     if not write.request.missed:
-                        self._let_go()
+                        self._release_copy()
                     return None
                 answer = cache.plans.round_trip(self._ranks, failing, self.prepare, self.share_out)
                 if self._asks:
@@ -178,13 +178,13 @@ class _Work:
         return began, nbytes
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        """Return the message that this rank has staged, with its plan or with the replicas to compare."""
+        """Return this rank's message after staging, with its plan or with the replicas to compare."""
         request, copy = self._write.request, self._write.copy
         if request.missed:
             return _Prepared(request.step, False), (), ()
         if not self._write.is_first:
             return self._plan()
-        self._write.at = "waiting for its copy"
+        self._write.at = "waiting for the staged copy"
         staged = copy.get()
         if copy.outline is not None:
             expect_same_structure(copy.outline, staged, copy.stager)
@@ -193,7 +193,7 @@ class _Work:
         if (generators := rng_name(self._ranks.number)) in state:
             state[generators] = rng.as_tensors(state[generators])
         self.entries = copy.replicas.cut(state)
-        self.own = RankEntries(self.entries)  # refuses values that cannot be saved
+        self.own = RankEntries(self.entries)  # raises for values that cannot be saved
         copy.nbytes = self._nbytes(state, (x for _, x in walk({name: state[name] for name in self.entries})))
         found = copy.replicas.post(self.own.objects)
         failpoint("staged")
@@ -240,9 +240,9 @@ class _Work:
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
 
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
-        """Return the plan of each rank, ``None`` for the plan of the previous save, and the requested structures.
+        """Return for each rank its plan, or ``None`` to reuse the previous plan, and the structures that it must send.
 
-        If the ranks compare replicas first, return the answer of the replicas for each rank.
+        If the ranks compare replicas first, return the result of the comparison for each rank instead.
         """
         steps = [each.step for each in prepared]
         _expect_all_called(self._write.request.step, prepared)
@@ -254,7 +254,7 @@ class _Work:
         replicas, posts = self._write.copy.replicas, [each.post for each in prepared]
         if all(each.asks for each in prepared):
             return replicas.answer(posts, [each for [each] in lasting or ()])
-        # Replicated numbers are stored from the first rank: they are stale on a rank that has left its loop.
+        # The first rank stores replicated numbers. They are stale on ranks that have left their loop, which come last.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         if self._write.is_first:
@@ -280,7 +280,7 @@ class _Work:
         self._more = self._plans if dealt is None else []
         if dealt is not None:
             self._cache.dealt = from_numbers(dealt, join_plans(self._plans))
-            self._cache.results.forget()  # the same places may hold other values: of another dtype
+            self._cache.results.forget()  # the same places may now have values of another dtype
 
     def write(self) -> tuple[_RankFiles, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and release the copy."""
@@ -293,7 +293,7 @@ class _Work:
         self._results = self._to.storage.write_data(own, self.planner).wait()
         self.planner.state_dict = {}
         confirm = write.copy.confirmation()
-        self._let_go()
+        self._release_copy()
         # The digests of rank 0 are sent with the metadata.
         marks = self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
         failpoint("written")
@@ -306,15 +306,15 @@ class _Work:
     def _reads_back(self) -> bool:
         return self._to.read_back is not None and not self._cache.was_read_back
 
-    def _let_go(self) -> None:
-        """Release the copy. Raises: the error that the training loop has found in it."""
+    def _release_copy(self) -> None:
+        """Release the copy. Raises: the error of the training loop, if it has failed to stage."""
         write, copy = self._write, self._write.copy
         if write.is_first:
             copy.get()
         if write.is_last:
             self.entries.clear()
         write.leave_copy()
-        copy.expect_good()
+        copy.expect_complete()
 
     def commit(self, written: Sequence[_RankFiles], lasting: Sequence[Sequence[Any]] | None) -> list[int]:
         write, to = self._write, self._to
@@ -338,7 +338,7 @@ class _Work:
         sizes = {name: mark.bytes for name, mark in files.items()}
         self._cache.readable = expect_readable(index, self._cache.described, state, sizes, self._cache.readable)
         if to.read_back is not None and self._reads_back:
-            write.at = "reading back what a storage of another package wrote"
+            write.at = "reading back values from a storage of another package"
             digests = {key: digest for each in written for key, digest in each.digests.items()}
             to.read_back(to.storage, self._path, index, sizes, digests)
         to.commit(write.request.step, self._path, files, index)
@@ -357,7 +357,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
 
 
 def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
-    """Refuse stale values of a rank that left its loop long ago and steps only the objects that the join lists."""
+    """Raise ``RankMismatchError`` if a rank that has left its loop has stale values, since the join lacks an object."""
     if not any(each.follows for each in prepared):
         return
     for name in sorted({name for each in prepared for name in each.taken}):
@@ -365,14 +365,14 @@ def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
         if len(set(taken)) > 1:
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
             raise RankMismatchError(
-                f"{name!r} is not the same on all ranks: it has taken {counts} steps. After a rank has left the "
+                f"{name!r} is not the same on all ranks: its number of steps is {counts}. After a rank has left the "
                 "loop, it steps only the objects that the join lists: add the optimizer, the schedule or the function "
                 "that steps them, as in Join([model, optimizer])."
             )
 
 
 def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
-    """Return plans in which a rank that has left its loop leaves the replicated tensors to the other ranks."""
+    """Return the plans without tensors that a rank which has left its loop shares with the other ranks."""
     if not follows:
         return given
     active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)

@@ -1,7 +1,7 @@
-"""Failures of saves, kept until a call raises them, or logged at once.
+"""Failures of saves, stored until a call raises them, or logged immediately.
 
-:mod:`stagereg.base.shutdown` reports at the end of the job or process each failure that no call has raised. If
-failures are warnings, it reports only that the last save has failed.
+At the end of the job or process, :mod:`stagereg.base.shutdown` reports each failure that no call has raised. If
+failures are warnings, it reports only whether the last save has failed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from stagereg.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 _STATUS: dict[str, CheckpointError] = {}
-"""The failed last save by place, which the end of the process reports if failures are warnings. A run that is tried
-again in one process has a checkpointer for each attempt."""
+"""The failure of the last save, by directory, for the report at the end of the process if failures are warnings. A run
+that is retried in one process has a checkpointer for each attempt."""
 
 
 class Failures:
     """The failures of one checkpointer on this rank.
 
     Args:
-        warns: whether failures are logged, and never raised.
+        warns: whether failures are logged instead of raised.
         first: whether this rank logs the events that concern all ranks.
         describe_newest: returns a sentence about the newest valid checkpoint.
-        where: the directory of the saves. A save there withdraws the status of an earlier checkpointer of this process.
+        where: the directory of the saves. A save there clears the failure of an earlier checkpointer in this process.
     """
 
     def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str], where: str = "") -> None:
@@ -43,7 +43,7 @@ class Failures:
         return bool(self._kept)
 
     def keep_failure(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
-        """Keep or log the failure of a save; a failure on all ranks (``everywhere``) is a warning on the first only."""
+        """Store or log the failure of a save. Only the first rank warns of a failure on all ranks (``everywhere``)."""
         self.last = failure
         self.set_status(step)
         if self.warns:
@@ -62,7 +62,7 @@ class Failures:
             raise failures[0]
 
     def log_after(self, failure: BaseException, known: BaseException) -> None:
-        """Log a failure that no call will raise, after ``known``; only the first rank logs a reason that all share."""
+        """Log a failure that follows ``known`` and that no call raises. Only the first rank logs a common reason."""
         text = describe_after(failure, known)
         if self._first or text == str(failure):
             _log.error("%s", text)
@@ -74,7 +74,7 @@ class Failures:
         self._warn(error)
 
     def set_status(self, failed: int | None) -> None:
-        """Set the failure to report at the end, if failures are warnings: ``failed`` is the step of the last save."""
+        """If failures are warnings, set the failure to report at the end: the step ``failed``, or none for ``None``."""
         if (earlier := _STATUS.pop(self._where, None)) is not None:
             shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:

@@ -1,8 +1,8 @@
 """Repeats a save whose staged copy was discarded because the program changed the state during the copy.
 
-The exchange of that save reports the failure to all ranks. Right afterwards, on their save threads, the ranks agree on
-the step at which all of them save again: the first step that no rank has ended. A rank's training thread does not end
-that step before the rank has the answer. So all ranks save at the same step, and no rank waits in another save.
+The exchange of that save reports the failure to all ranks. Immediately afterwards, on their save threads, the ranks
+agree on the step after which all of them save again: the first step that no rank has ended. The training thread of a
+rank does not end that step before the answer arrives. So all ranks save the same step, and none waits in another save.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Answer(NamedTuple):
 
 
 class Retake:
-    """The step at which this rank saves again; all ranks use the same step."""
+    """Determines the step at which this rank repeats a discarded save, the same on all ranks."""
 
     def __init__(self, limit_s: float) -> None:
         self.pending: Request | None = None  # the discarded save to repeat
         self.failure: CheckpointError | None = None  # why the save was discarded
-        # Confirms the complete copies. Called on the training thread, which runs no operation of torch meanwhile.
+        # Confirms complete copies. Called on the training thread, so no operation of torch runs there meanwhile.
         self.confirm: Callable[[], None] = lambda: None
         self._steps = self._steps_at_save = 0  # steps of all optimizers of the process
         self._limit_s = limit_s
@@ -55,7 +55,7 @@ class Retake:
         self._lock = threading.Lock()
 
     def confirm_with(self, confirm: Callable[[], None]) -> None:
-        """Use ``confirm`` of a stager, and count the steps of optimizers from now on."""
+        """Set the function ``confirm`` of a stager, and count the steps of optimizers from now on."""
         self.confirm = confirm
         AFTER_STEPS.add(self._count_step)
 
@@ -68,9 +68,9 @@ class Retake:
         return self.pending.step if unchanged and self.pending is not None else None
 
     def due(self, step: int) -> bool:
-        """Return whether to save again after ``step``. Called on the training thread once a step. Not collective.
+        """Return whether to save again after ``step``. Called on the training thread once per step. Not collective.
 
-        Waits for other ranks only while they agree on the step, which takes as long as one exchange.
+        Waits for other ranks only while the ranks agree on the step, which takes one exchange.
         """
         with self._lock:
             waits = self._closed_from is not None and step >= self._closed_from
@@ -101,7 +101,7 @@ class Retake:
         if answer.fails:
             return failure
         when = "at the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
-        again = "A newer save has begun." if answer.superseded else f"The state is saved again {when}, copied at once."
+        again = "A newer save has begun." if answer.superseded else f"The state is saved again {when}, synchronously."
         log = _log.warning if ranks.rank == 0 else _log.info
         log("stagereg: %s. %s", why.rstrip("."), again)
         return None

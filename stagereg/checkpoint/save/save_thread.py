@@ -1,12 +1,12 @@
 """The thread of one save target, which writes its saves one after the other.
 
-Each target has its own thread, so that saves to a tier continue during a slow save to storage (:mod:`.save_threads`).
+Each target has its own thread, so that saves to a local tier continue during a slow save to the checkpoint storage.
 
-At most two saves are under way: one that is written, and one that waits. That fits a stager with two staged copies.
+At most two saves are in progress: one is written, and one waits. This fits a stager with two staged copies.
 
-Failures (:mod:`.failures`) are kept without tracebacks, which would keep the staged memory alive. A save that takes
-longer than the timeout has failed, and hangs until it ends, because a thread that waits for the storage cannot be
-terminated. So the thread is a daemon thread, and every wait here ends after the timeout.
+Failures (:mod:`.failures`) are stored without tracebacks, which would keep the staged memory alive. A save that takes
+longer than the timeout has failed, but blocks its thread until it ends, because a thread that waits for the storage
+cannot be terminated. So the thread is a daemon thread, and every wait here is limited by the timeout.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _IDLE_S = 1.0  # seconds between checks for requests that this rank has missed
 class SaveThread:
     """The thread of one target, and the results of its saves.
 
-    All methods are for the training thread, and for the end of the process, which may run at the same time. A forked
-    child has no such thread, and no save under way.
+    All methods are for the training thread, and for the shutdown of the process, which may run at the same time. A
+    forked child has no such thread, and no save in progress.
 
     Args:
-        target: receives the saves; its schedule gets the age of each state when its checkpoint was complete.
-        timeout: of one save, from the end of the previous save.
-        warns: whether failures are logged, and never raised.
+        target: receives the saves; its schedule receives the age of each state when its checkpoint is complete.
+        timeout: the timeout of one save, from the end of the previous save.
+        warns: whether failures are logged instead of raised.
         stats: counts the saves, bytes and seconds.
         retake: repeats discarded saves; without it a discarded save is an error.
-        nearer: the threads of the targets before this one, which messages about the newest checkpoint name too.
+        nearer: the threads of the targets before this one; messages also name their newest checkpoints.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class SaveThread:
         retake: Retake | None = None,
         nearer: Sequence[SaveThread] = (),
     ) -> None:
-        self.newest: int | None = None  # step of the newest checkpoint there that this run has found to be valid
-        describe = weakref.WeakMethod(self.describe_newest)  # a cycle would keep the thread of a dropped checkpointer
+        self.newest: int | None = None  # step of the newest checkpoint in the target that this run knows to be valid
+        describe = weakref.WeakMethod(self.describe_newest)  # a reference cycle would keep the thread running
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)(), target.where)
         self.stats = stats or CheckpointStats()
         self._listeners: list[Callable[[int], object]] = []
@@ -81,17 +81,17 @@ class SaveThread:
         self._clearing = False  # whether the thread is deleting checkpoints that are no longer retained
         self._lock = threading.Lock()
         self._under_way: deque[Write] = deque()
-        weakref.finalize(self, self._queue.put, None)  # ends the thread of a checkpointer that was never closed
+        weakref.finalize(self, self._queue.put, None)  # ends the thread if the checkpointer was never closed
         shutdown.wait_for(self)
 
     @property
     def hanging(self) -> bool:
-        """Whether the current save has exceeded its timeout, which was reported, and has not ended."""
+        """Whether the current save has exceeded its timeout and has not ended."""
         first = self._first()
         return first is not None and first.late
 
     def note_newest(self, step: int | None) -> None:
-        """Set the step of the newest valid checkpoint there; ``None`` for no checkpoint. Any thread."""
+        """Set the step of the newest valid checkpoint in the target; ``None`` for no checkpoint. Thread-safe."""
         self.newest = step
 
     def listen(self, listener: Callable[[int], object]) -> None:
@@ -99,17 +99,17 @@ class SaveThread:
         self._listeners.append(listener)
 
     def wait_for_turn(self) -> None:
-        """Wait until another save may be staged: until fewer than two are under way, or one exceeds its timeout."""
+        """Wait until another save may be staged: fewer than two are in progress, or one exceeds its timeout."""
         self.wait(_MOST_UNDER_WAY)
 
     def submit(self, write: Write) -> None:
-        """Queue a copy to be written after the earlier ones; :meth:`raise_failure` raises its failure."""
+        """Queue a copy to be written after the earlier copies; :meth:`raise_failure` raises its failure."""
         self._start()
         self._under_way.append(write)
         self._queue.put(partial(self._write, write))
 
     def call_when_idle(self, look: Callable[[], None]) -> None:
-        """Call ``look`` on the thread about once a second while no save runs. A bound method, held weakly."""
+        """Call ``look``, a bound method that is referenced weakly, on the thread once a second while no save runs."""
         self._look = weakref.WeakMethod(look)
         self._start()
 
@@ -124,7 +124,7 @@ class SaveThread:
             self._thread = thread
 
     def wait(self, most: int = 1) -> bool:
-        """Wait until fewer than ``most`` saves are under way; return False if a save exceeds its timeout."""
+        """Wait until fewer than ``most`` saves are in progress; return False if a save exceeds its timeout."""
         if self._retake is not None:
             self._retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
@@ -132,14 +132,14 @@ class SaveThread:
         return first is None or not first.late
 
     def finish(self) -> bool:
-        """Wait as :meth:`wait`, then until old checkpoints are deleted, which may take as long again."""
+        """Call :meth:`wait`, then wait until old checkpoints are deleted, at most for the timeout again."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
         while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return ended
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves of this thread have ended or failed; return False if some have not at ``until``."""
+        """Wait until all saves of this thread have ended or failed; return False if some run at ``until``."""
         while self._first() is not None and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return self._first() is None
@@ -156,7 +156,7 @@ class SaveThread:
         self.failures.raise_first()
 
     def describe_newest(self) -> str:
-        """Return a sentence about the newest valid checkpoint here and in the targets before this one."""
+        """Return a sentence about the newest valid checkpoint in this target and the targets before it."""
         known = [each for each in (self, *reversed(self._nearer)) if each.newest is not None]
         if not known:
             return f"This run has no complete checkpoint in {self.target.where} yet."
@@ -165,7 +165,7 @@ class SaveThread:
         return f"The newest valid checkpoint is step {best.newest}, in {best.target.where}.{''.join(farther)}"
 
     def abandon(self) -> None:
-        """Keep the saves that have not ended from committing."""
+        """Prevent the saves that have not ended from committing."""
         for save in self._under_way:
             save.abandoned = True
 
@@ -185,7 +185,7 @@ class SaveThread:
             if not self._under_way:
                 return None
             first = self._under_way[0]
-            first.until = min(first.until, time.monotonic() + self.timeout_s)  # its turn may come late
+            first.until = min(first.until, time.monotonic() + self.timeout_s)  # it may start late
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
                 self.failures.keep_failure(
@@ -286,7 +286,7 @@ def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[]
             try:
                 if write is not None:
                     write()
-            except Exception:  # the rendezvous store or the group is gone; later saves still need the thread
+            except Exception:  # the rendezvous store or the process group is gone; later saves still need the thread
                 _log.debug("Checking for requests that this rank has missed failed.", exc_info=True)
         else:
             if write is None:

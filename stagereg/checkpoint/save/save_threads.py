@@ -1,4 +1,4 @@
-"""The targets of a checkpointer in order, each with its thread; for the training thread."""
+"""The targets of a checkpointer in order, each with its thread. Called on the training thread."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SaveThreads:
     """The threads of all targets. A save for any target goes to the first target too, which prepares the save.
 
     Args:
-        targets: the first in line first (a tier before the checkpoint directory); the same on all ranks.
-        timeout: of one save of one target.
-        warns: whether failures are logged, and never raised.
+        targets: the targets in order, a local tier before the checkpoint directory; the same on all ranks.
+        timeout: the timeout of one save to one target.
+        warns: whether failures are logged instead of raised.
 
     Attributes:
-        last: the thread of the last target, which keeps checkpoints longest.
+        last: the thread of the last target, which retains checkpoints longest.
         retake: repeats saves that were discarded.
     """
 
@@ -42,12 +42,12 @@ class SaveThreads:
 
     @property
     def targets(self) -> list[SaveTarget]:
-        """The targets of saves, the one that keeps checkpoints longest last."""
+        """The targets of saves. The last one retains checkpoints longest."""
         return [each.target for each in self.all]
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint in the last target that this run has found to be valid."""
+        """The step of the newest checkpoint in the last target that this run knows to be valid."""
         return self.last.newest
 
     def note_newest(self, step: int | None) -> None:
@@ -55,7 +55,7 @@ class SaveThreads:
         self.last.note_newest(step)
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the last target have ended or failed; return False if some have not at ``until``."""
+        """Wait until all saves to the last target have ended or failed; return False if some run at ``until``."""
         return self.last.ends_by(until)
 
     @property
@@ -93,19 +93,19 @@ class SaveThreads:
         return all(ended)
 
     def finish(self) -> bool:
-        """Wait as :meth:`wait`, then until the last target has deleted old checkpoints, which may take as long."""
+        """Call :meth:`wait`, then wait until the last target has deleted old checkpoints, at most for the timeout."""
         ended = [*(each.wait() for each in self.all[:-1]), self.last.finish()]
         return all(ended)
 
     def finish_before_restore(self) -> None:
-        """Wait on the training thread for every save; the thread then meets the other ranks in an exchange."""
+        """Wait for every save before a restore. Raises: ``CheckpointError`` if a save hangs."""
         self.finish()
-        if self.hanging:  # inside an exchange with the other ranks; a second exchange would mix with it
+        if self.hanging:  # the save is in an exchange between ranks, which an exchange of the restore would disturb
             self.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, because the storage hangs.")
 
     def restored(self, step: int, path: str) -> None:
-        """Resume from ``step``, which was restored from ``path``. On all ranks."""
+        """Record that ``step`` was restored from ``path``. Called on all ranks."""
         for each in self.all:
             each.target.schedule.restored(step)
             if each.target.names(path):

@@ -1,7 +1,7 @@
-"""The training thread's part of saves: a state is admitted, staged, and submitted to the thread that writes.
+"""The training thread's part of a save: waits for earlier saves, stages the state, and submits the copy to be written.
 
-Keeps the last state and its positions in data, so that a rank that has left its loop can save it, and counts the steps
-of the optimizers in it, so that a rank with stale values is detected.
+The saver stores the last state and its data loader states, so that a rank that has left its loop can save them. It
+counts the steps of the optimizers in the state, to detect a rank with stale values.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _BACKWARDS = (
     "To go back on purpose, call restore(state, source=CHECKPOINT) first."
 )
 _ONLY = (
-    "stagereg: this run reached no multiple of every=%d, so its only checkpoint is saved at its end. A crash before "
+    "stagereg: This run reached no multiple of every=%d, so its only checkpoint is saved at its end. A crash before "
     "the end would have lost all steps."
 )
 
 
 class Saver:
-    """For the training thread, except :meth:`miss_save` and :meth:`look_for_hang`.
+    """Stages and submits saves. For the training thread, except :meth:`miss_save` and :meth:`look_for_hang`.
 
-    ``ready`` is called before each save; an error of that call fails the save. The other arguments are those of the
+    ``ready`` is called before each save; if it raises an error, the save fails. The other arguments come from the
     checkpointer.
     """
 
@@ -63,16 +63,16 @@ class Saver:
         observer: SaveObserver | None = None,
         ready: Callable[[], object] = lambda: None,
     ) -> None:
-        # The state that was given last, with objects in containers as entries (:mod:`.nested`).
+        # The last state of the program, flattened (:mod:`.nested`).
         self.state: MutableMapping[str, Any] | None = None
-        self.saved: int | None = None  # the last saved step, successful or not, in any target
-        self.stored: int | None = None  # the last step saved in the last target, successful or not
-        self.reached = -1  # as ``saved``; -1 at the start, and after a restore
+        self.saved: int | None = None  # the step of the last save to any target, even if it failed
+        self.stored: int | None = None  # the step of the last save to the last target, even if it failed
+        self.reached = -1  # like ``saved``, but -1 at the start and after a restore
         self.leaving = False  # whether the ranks are about to exit
-        self.names = names or ParameterNames()  # in the state
+        self.names = names or ParameterNames()  # names of the optimizers' parameters in the state
         self._given: MutableMapping[str, Any] | None = None  # the dict of the program
         self._spreader = Spreader()
-        self._given_at: int | None = None  # the step that ends with the state
+        self._given_at: int | None = None  # the step at whose end the program has the state
         self._ready = ready
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
         self._replicas, self._observer = replicas, observer or SaveObserver()
@@ -81,8 +81,8 @@ class Saver:
         self._copying: tuple[int, float] | None = None  # the step that the stager is copying, and the start time
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
         self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
-        self._continued: list[str] = []  # names of data loader states that any number of ranks continue
-        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # a step, with those states after the step
+        self._continued: list[str] = []  # names of data loader states that can be resumed at any world size
+        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # a step, and these states after the step
         self._went_back = self._ranks.rank > 0  # whether the warning has been logged
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
@@ -92,16 +92,16 @@ class Saver:
             self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Keep the state to be saved, also after this rank has left a loop, and count the steps of its optimizers.
+        """Store the state for saves, also after this rank has left a loop, and count the steps of its optimizers.
 
-        ``step`` is the step that ends with the state, if there is one.
+        ``step`` is the step at whose end the program has the state, if it is known.
         """
         self._given_at = step
-        if state is not self.state:  # the kept dict differs from the program's if containers hold objects
+        if state is not self.state:  # ``self.state`` is another dict if containers in the state hold objects
             self.take(state, again=False)
 
     def take(self, given: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
-        """Return the dict of the program in its kept form; ``again`` as in :meth:`.Spreader.spread`."""
+        """Store and return the flattened state of the program; ``again`` is as in :meth:`.Spreader.spread`."""
         state = self._spreader.spread(given, again)
         self._given, self.state, before = given, state, self.state or {}
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
@@ -115,15 +115,15 @@ class Saver:
         return state
 
     def end_step(self, step: int) -> None:
-        """Record the data loader states of a step that may be saved later, after the loop has taken another batch."""
+        """Record the data loader states of a step, which may be saved after the loop has taken another batch."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
         self._observer.end_step(step, self.state if self._given_at == step else None)
 
     def due(self, step: int, everywhere: bool = False) -> bool:
-        """Return whether some target is due at ``step``, by their schedules. Once a step; the same on all ranks.
+        """Return whether a save to any target is due at ``step``. Called once per step; the same on all ranks.
 
-        A discarded save that is repeated goes to all targets, and so does a step that is due ``everywhere``.
+        The repeat of a discarded save goes to all targets, and so does a step that is due ``everywhere``.
         """
         self.retake.confirm()
         everywhere |= self.retake.due(step)
@@ -145,21 +145,21 @@ class Saver:
 
     @property
     def _every(self) -> int | None:
-        """The number whose multiples are due in the last target, if it has such a schedule and is required."""
+        """The interval of saves to the last target in steps, if it has such a schedule and is required."""
         target = self._threads.last.target
         return target.schedule.every if target.required and type(target.schedule) is Schedule else None
 
     def save(self, step: int, targets: Sequence[int] | None = None, follows: bool = False) -> None:
-        """Stage and submit.
+        """Stage the state and submit the copy to the threads of the targets.
 
         Args:
-            step: of the state.
-            targets: the numbers of its targets, all by default; the same on all ranks.
+            step: the step of the state.
+            targets: the numbers of the targets, all by default; the same on all ranks.
             follows: whether this rank has left its loop, and saves because other ranks do.
         """
         self.retake.confirm()
         if self._given is not None:
-            self.take(self._given)  # the program may have put objects into its containers since
+            self.take(self._given)  # the program may have put objects into its containers meanwhile
         taken = {**_schedules(self.state or {}), **self._taken}
         request, copy = self._begin(checked_step(step), targets, follows=follows, taken=taken)
         if request.again and self._confirms is not None:
@@ -179,7 +179,7 @@ class Saver:
             copy.fail(reason(error))
             self._threads.failures.raise_or_warn(error)
         finally:
-            # Also after an error on this rank, so that the saves of the ranks stay paired and the others raise too.
+            # Submit even after an error, so that the saves of the ranks stay paired and the other ranks raise too.
             self._threads.submit(request, copy)
             try:
                 self._settle(step, copy)
@@ -198,7 +198,7 @@ class Saver:
             self._threads.failures.keep_failure(discarded.step, failure)
 
     def save_last(self, seen: int | None) -> None:
-        """Save the last step that some rank has ``seen``, unless it is saved; on all ranks.
+        """Save the last step that any rank has ``seen``, unless it is saved already. Collective.
 
         Raises:
             CheckpointError: on all ranks, if a save has failed and some rank has not raised that failure yet.
@@ -220,7 +220,7 @@ class Saver:
             self.save(int(last), follows=own[0] < last)
 
     def save_to_leave(self, step: int, follows: bool = False) -> CheckpointError | None:
-        """Save ``step``, unless it is saved, before all ranks exit; return the error if the save fails."""
+        """Save ``step``, unless it is saved already, before all ranks exit; return the error if the save fails."""
         self.leaving = True
         self._threads.wait()
         ended = self._threads.last
@@ -237,13 +237,13 @@ class Saver:
             if ended.newest != step:
                 raise ended.failures.last or CheckpointError(f"Step {step} was not saved.")
         except CheckpointError as error:
-            self._threads.failures.set_status(None)  # the exception that follows reports the failure
+            self._threads.failures.set_status(None)  # the returned error reports the failure
             newest = self._threads.describe_newest()
             return error if newest in str(error) else CheckpointError(f"{str(error).rstrip('.')}. {newest}")
         return None
 
     def miss_save(self, step: int, targets: Sequence[int] | None = None) -> None:
-        """Report to the other ranks that this rank does not save ``step``; on any thread."""
+        """Report to the other ranks that this rank does not save ``step``. Called on any thread."""
         request, copy = self._begin(step, targets, missed=True)
         self._threads.submit(request, copy)
         self._threads.held(request, 0.0)
@@ -286,7 +286,7 @@ class Saver:
             inspect = self._observer.capturing(self.state, captured)
             captured = copy.replicas.stage(self.state, captured, request.follows)
             structure = None
-            with contextlib.suppress(RecursionError):  # the save refuses a cycle by name
+            with contextlib.suppress(RecursionError):  # a later check reports a reference cycle by name
                 structure = outline(captured)
             release = self._stager.release if isinstance(self._stager, ReleasesCopies) else None
             copy.begin(self._stager_name, structure, inspect, release)
@@ -317,7 +317,7 @@ class Saver:
             self._copying = None
 
     def _settle(self, step: int, copy: StagedCopy) -> None:
-        """Let the stager wait for its copy while the writer works, in torch's order of calls."""
+        """Call the stager to wait for its copy while the writer works, in torch's order of calls."""
         try:
             if copy.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
@@ -332,7 +332,7 @@ class Saver:
 
 
 def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the steps of each scheduler that counts them; ChainedScheduler leaves that to its schedulers."""
+    """Return the number of steps of each scheduler. A ``ChainedScheduler`` has the number of its first scheduler."""
     found: dict[str, int] = {}
     for name, value in state.items():
         if isinstance(value, LRScheduler):
@@ -343,14 +343,14 @@ def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def checked_step(step: int) -> int:
-    """Return a step. Raises: ``CheckpointError`` if the value is not a step."""
+    """Return ``step``. Raises: ``CheckpointError`` if it is not a step."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
         raise CheckpointError(f"step must be an integer in 0..2**63-1, got {step!r:.100}.")
     return step
 
 
 def checked_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Return a state. Raises: ``CheckpointError`` if the value is not a state."""
+    """Return ``state``. Raises: ``CheckpointError`` if it is not a state."""
     if not isinstance(state, MutableMapping):
         raise CheckpointError(
             "A state is a dict of names to objects, as in save(step, {'model': model, 'optimizer': optimizer}), not a "

@@ -1,8 +1,8 @@
-"""How the thread that writes a save yields the processor and the interpreter to the training thread.
+"""Makes the thread that writes a save yield the CPU and the GIL to the training thread.
 
-A backward pass needs the interpreter lock now and then, to free Python tensors, and Python switches threads only every
-5 ms. So threads take :func:`short_turns` while a save is written. The writing thread does not take a core from training
-when it wakes up, for example after each write to the disk (:func:`give_way`).
+A backward pass sometimes needs the GIL, to free Python tensors, but Python switches threads only every 5 ms.
+:func:`short_turns` shortens this interval while a save is written. After :func:`give_way`, the writing thread does not
+preempt the training thread when it wakes up, for example after each write to the disk.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
-_TURN_S = 0.0002
+_TURN_S = 0.0002  # seconds after which Python switches threads
 
 
 def give_way() -> None:
-    """Set this thread, and the threads that it starts, not to interrupt threads that compute, if the system can."""
+    """Let this thread, and threads that it starts, not preempt threads that compute, if the system supports it."""
     with suppress(OSError, AttributeError):  # only Linux has the call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager
 def short_turns() -> Generator[None, None, None]:
-    """Give the interpreter to a waiting thread after 0.2 ms, unless the program has set a shorter interval."""
+    """Switch to a waiting thread after 0.2 ms, unless the program has set a shorter interval."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _TURN_S))
     short = sys.getswitchinterval()

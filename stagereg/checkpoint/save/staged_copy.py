@@ -1,4 +1,4 @@
-"""A request of the training loop, and the copy of the state that is written for it, once for each target."""
+"""A request to save, and the staged copy of the state, which is written to each target of the request."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Request:
     """A save that the training loop of this rank has requested or missed."""
 
     step: int
-    targets: tuple[int, ...] = (0,)  # their numbers, in order; the first one prepares the copy for all of them
+    targets: tuple[int, ...] = (0,)  # numbers of the targets, in order; the first one prepares the copy for all
     lasts: bool = True  # whether one of these targets is required
     called: float = field(default_factory=lambda: record.now())  # time of the call, as ``record.now``
     missed: bool = False  # other ranks have called save, and this rank has not
     follows: bool = False  # this rank has left its loop, and saves because other ranks do
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
-    number: int = 0  # among the saves of this run that are repeated if they are discarded
-    again: bool = False  # replaces a save that was discarded because the state was written during the copy
+    number: int = 0  # number of the save in this run; counts only saves that are repeated if they are discarded
+    again: bool = False  # this save replaces a save that was discarded because the state changed during the copy
 
     @property
     def tags(self) -> dict[str, bool]:
-        """Return the tags of its events for the targets: empty if a target is required."""
+        """The tags of the events of this save; empty if one of the targets is required."""
         return {} if self.lasts else {"tier": True}
 
 
 @dataclass(frozen=True)
 class PreparedCopy:
-    """A flattened copy: the entries that this rank writes, as all ranks have agreed."""
+    """A flattened copy: the entries that this rank writes, on which all ranks have agreed."""
 
     entries: dict[str, Any]  # the entries that this rank writes; empty once all targets have written
     own: RankEntries  # the values of this rank for each entry
@@ -47,32 +47,32 @@ class PreparedCopy:
 
 
 class StagedCopy:
-    """The copy of the state, which all targets of a request read, and its readers.
+    """The staged copy of the state, which all targets of a request read.
 
     Attributes:
-        prepared: the flattened copy. The thread of the first target sets the result when all ranks have agreed on it
-            and that target has received its save, or the error that kept a rank from staging.
+        prepared: the flattened copy. The thread of the first target sets it after its own save, or sets the error that
+            prevented a rank from staging.
     """
 
     def __init__(self, request: Request, replicas: ReplicaSave) -> None:
         # Used by the training thread before the request is submitted, then by the thread of the first target.
         self.replicas = replicas
         self.prepared: Future[PreparedCopy] = Future()
-        self.nbytes: int | None = None  # of its tensor data; written by the thread of the first target
+        self.nbytes: int | None = None  # bytes of tensor data; written by the thread of the first target
         self._step, self._tags = request.step, request.tags
         # Written by the training thread, before the request is submitted.
-        self.stager = ""  # name of its class
-        self.outline: Outline = None  # of the state that the stager got; ``None`` without a comparison with the copy
+        self.stager = ""  # name of the stager's class
+        self.outline: Outline = None  # outline of the stager's input; ``None`` if the copy is not compared with it
         self.inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the complete copy
         self.began = 0.0  # when the stager was called
         self._release: Callable[[dict[str, Any]], None] = lambda copy: None  # called when all targets have written
-        self._future: Future[dict[str, Any]] | None = None  # of the stager
-        # Written by the training thread before it sets ``settled``: why this rank could not stage, which the loop has
-        # raised. Text, because the loop still has the error itself.
+        self._future: Future[dict[str, Any]] | None = None  # the future that the stager has returned
+        # Written by the training thread before it sets ``settled``: why this rank could not stage. Only a text, because
+        # the training loop raises the error itself.
         self.failure: str | None = None
         self.settled = threading.Event()
         self._completed = 0.0  # when the copy was complete, 0 while unknown; written by the first thread that sees it
-        # Written by the training thread if the stager has copied at once, otherwise by the thread of the first target.
+        # Written by the training thread after a synchronous copy, otherwise by the thread of the first target.
         self._staged: dict[str, Any] = {}
         self._readers, self._lock = len(request.targets), threading.Lock()  # readers: written under the lock
 
@@ -104,13 +104,13 @@ class StagedCopy:
     # -- on any thread
 
     def complete(self) -> None:
-        """Record that the copy is complete now, unless that is recorded already."""
+        """Record the time at which the copy is complete. Only the first call has an effect."""
         self._completed = self._completed or record.now()
 
     # -- on threads of targets
 
     def get(self) -> dict[str, Any]:
-        """Return the copy, once it exists. On the thread of the first target. Raises: the error of the staging."""
+        """Wait for the copy and return it. Called on the thread of the first target. Raises: the error of staging."""
         self._expect_staged()
         if self._future is not None and not self._staged:
             future = self._future
@@ -134,7 +134,7 @@ class StagedCopy:
         return confirm
 
     def leave(self) -> None:
-        """Record that a target has finished with the copy; after the last one ``stage`` may reuse its memory."""
+        """Record that a target does not need the copy any more; after the last call, ``stage`` may reuse its memory."""
         with self._lock:
             self._readers -= 1
             if self._readers > 0:
@@ -145,13 +145,13 @@ class StagedCopy:
         if staged:
             self._release(staged)
 
-    def expect_good(self) -> None:
-        """Wait until the training loop has finished with the copy, and raise the error that it has found."""
+    def expect_complete(self) -> None:
+        """Wait until the training loop has finished with the copy. Raises: the error of the loop, if there is one."""
         self.settled.wait()
         self._expect_staged()
 
     def record(self) -> None:
-        """Record the copy, if there was a complete one. Once, on the thread of the last target."""
+        """Record the event of a complete copy. Called once, on the thread of the last target."""
         if self._completed and self.nbytes is not None:
             seconds = self._completed - self.began
             record.emit("stage", step=self._step, start=self.began, seconds=seconds, bytes=self.nbytes, **self._tags)

@@ -1,8 +1,8 @@
 """Plans a save as torch's own planner does, in a fraction of its time.
 
-A storage gets the same plan, and ``.metadata`` the same content, as ``DefaultSavePlanner`` makes from the same state. A
-plain tensor or a shard of a ``DTensor`` takes two new objects here, where torch makes seven: tensors with equal dtype,
-shape and offsets share them, which makes messages and metadata shorter as well. torch plans everything else.
+The plan and the content of ``.metadata`` are the same as with ``DefaultSavePlanner``. For a plain tensor or a shard of
+a ``DTensor``, this planner creates two objects, and torch seven: tensors with the same dtype, shape and offsets share
+objects, which also makes messages and metadata shorter. torch plans all other values.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from stagereg.errors import CheckpointError, RankMismatchError
 
 
 class StatePlanner(DefaultSavePlanner):
-    """The planner of a save, or of consecutive saves: a state of the same kind has the same plan.
+    """Plans one save or consecutive saves; states of the same kind have the same plan.
 
-    An entry that several ranks have is taken from the lowest rank: buffers that drift between replicas, such as
-    running statistics under DDP, come from the rank that DDP broadcasts them from.
+    The lowest rank writes an entry that several ranks have. So buffers that drift between replicas, such as running
+    statistics under DDP, are saved from the rank that DDP broadcasts them from.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The offsets of a tensor that is a shard, by dotted name; ``None`` for a tensor that another rank writes.
+        # The offsets of each tensor that is a shard, by dotted name; ``None`` for a tensor that another rank writes.
         self.parts: Mapping[str, Part | None] = {}
-        self._names: dict[tuple[str | int, ...], str] = {}  # of the leaves, by their paths
+        self._names: dict[tuple[str | int, ...], str] = {}  # names of the leaves, by path
         self._planned: tuple[object, SavePlan] | None = None  # the kinds of the last plan, and the plan
-        self._archives: dict[str, tuple[bytes, bytes]] = {}  # of plain values: their bytes, and torch's archive
+        self._archives: dict[str, tuple[bytes, bytes]] = {}  # marshalled bytes and torch's archive of plain values
 
     @without_gc()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take a state with its leaves by dotted names. Raises: ``CheckpointError`` for two leaves of one name."""
+        """Store the leaves of a state by dotted names. Raises: ``CheckpointError`` if two leaves have one name."""
         known, self._names = self._names, {}
         self.state_dict, self.is_coordinator = {}, is_coordinator
         for path, value in walk(state_dict):
@@ -70,7 +70,7 @@ class StatePlanner(DefaultSavePlanner):
 
     @without_gc()
     def create_local_plan(self) -> SavePlan:
-        """Plan all leaves of this rank; return the same object as last time if the leaves have the same kinds."""
+        """Plan all leaves of this rank; return the previous plan object if the leaves have the same kinds."""
         kinds = [*map(_kind, self.state_dict.values())]
         given = [*self.mappings.items()], kinds, self.parts, self.is_coordinator
         if self._planned is not None and self._planned[0] == given:
@@ -100,12 +100,13 @@ class StatePlanner(DefaultSavePlanner):
 
     @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign each item to the first rank that has it, and describe the files to be written.
+        """Assign each item to the first rank that has it, and return the metadata of the tensors.
 
-        A plan that was given before, the same object, costs nothing: many ranks may have sent the same.
+        A plan object that occurs again, because several ranks have sent the same plan, takes no time.
 
         Raises:
-            CheckpointError: the shards of a tensor do not cover it, or ranks have different kinds under one name.
+            CheckpointError: the shards of a tensor do not cover it, or ranks have different kinds of values under one
+                name.
         """
         found: dict[str, Any] = {}
         sharded: set[str] = set()
@@ -162,7 +163,7 @@ class StatePlanner(DefaultSavePlanner):
 
 
 def _is_new(item: WriteItem, taken: Mapping[MetadataIndex, TensorWriteData | None]) -> bool:
-    """Return whether no rank before has an item. Raises: ``RankMismatchError`` if one has it in another layout."""
+    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if its dtype or shape differs there."""
     if item.index not in taken:
         return True
     one, other = taken[item.index], item.tensor_data
@@ -183,13 +184,13 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
     covers = sum(math.prod(sizes) for _, sizes in boxes) == tensor.size.numel()
     if outside or not covers or (len(boxes) > 1 and overlap(boxes)):
         raise CheckpointError(
-            f"The ranks' shards do not fit together: the shards of {name!r} do not cover {[*tensor.size]}."
+            f"The shards of {name!r} on the ranks overlap, or do not cover its shape {[*tensor.size]}."
         )
 
 
 def _kind(x: Any) -> object:
-    """Return a key of values with equal plans: a tuple for a tensor, dense or wrapping others, and for a shard of
-    such a ``DTensor``; otherwise a key that equals no other, or ``None`` for a value that is not a tensor."""
+    """Return a key that is equal for values with equal plans: a tuple for a dense tensor, a tensor that wraps others,
+    or a ``DTensor`` of these; a unique key for other tensors; ``None`` for a value that is not a tensor."""
     if split_tensors.is_split(x):
         return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:
@@ -210,8 +211,8 @@ def _write_data(name: str, x: torch.Tensor) -> TensorWriteData:
         chunk, local = ChunkStorageMetadata(torch.Size([0] * x.dim()), x.shape), x
     if local.shape != chunk.sizes:
         have, wanted = [*local.shape], [*chunk.sizes]
-        raise CheckpointError(f"{name!r} has {have} on this rank; expected {wanted} as its shard of {[*x.shape]}.")
-    if wraps(local):  # not every subclass supports the calls of torch
+        raise CheckpointError(f"{name!r} has an invalid shard of {[*x.shape]}: expected shape {wanted}, got {have}.")
+    if wraps(local):  # not every subclass supports the calls in create_from_tensor
         properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
     else:
         properties = TensorProperties.create_from_tensor(local)
@@ -224,7 +225,7 @@ def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
 
 
 def split_plan(plan: SavePlan, rank: int) -> list[SavePlan]:
-    """Return two plans: of entries that all replicas plan identically, and of this rank's own (``name.rank3``)."""
+    """Split a plan into entries that all replicas plan identically, and this rank's own entries (``name.rank3``)."""
     own = {name for name, path in plan.planner_data.items() if str(path[0]).endswith(f".rank{rank}")}
     return [
         dataclasses.replace(
@@ -243,14 +244,14 @@ def join_plans(plans: Sequence[SavePlan]) -> SavePlan:
 
 
 def numbered(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Return the plan that a rank got, with numbers of items of the plan that it has ``given``, to be sent."""
+    """Replace items of the plan ``dealt`` to a rank with their numbers in the plan ``given`` by it, to send less."""
     numbers = {id(item): number for number, item in enumerate(given.items)}
     items: list[Any] = [numbers.get(id(item), item) for item in dealt.items]
     return dataclasses.replace(dealt, items=items, planner_data=None)
 
 
 def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Undo :func:`numbered`, on the rank."""
+    """Undo :func:`numbered`, on the receiving rank."""
     sent: list[Any] = dealt.items
     items = [given.items[item] if type(item) is int else item for item in sent]
     return dataclasses.replace(dealt, items=items, planner_data=given.planner_data)
@@ -260,10 +261,10 @@ def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
 def name_for_each(
     metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> None:
-    """Add names for the options of a group under each of its parameters, as in torch's flattened state dicts.
+    """Add the options of a group under the names of all its parameters, as in torch's flattened state dicts.
 
-    A value that was written once, for the first parameter, gets further names in the metadata that torch alone reads,
-    and in each rank's results. ``groups`` has the parameters of each optimizer, by the name of the first one.
+    An option is written once, under the first parameter. It gets the other names in the metadata, which only torch
+    reads, and in each rank's results. ``groups`` has the parameters of the groups of each optimizer, by the first name.
     """
     for share in results:
         for result in list(share):

@@ -1,4 +1,4 @@
-"""The checkpoint directory as a target of saves: complete or absent, with a manifest; deletes old checkpoints."""
+"""The checkpoint directory as a target of saves: commits each checkpoint atomically, and deletes old checkpoints."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from stagereg.errors import CheckpointError
 
 
 class StoreTarget(SaveTarget):
-    """The checkpoint store as the target of one checkpointer, with the values that its saves share.
+    """The checkpoint directory as a target of one checkpointer, with the values that its saves share.
 
     Attributes:
         store: the checkpoint directory.
-        token: of the run.
+        token: the token of the run.
 
     Args:
-        fields: each is called on rank 0, on the thread of the save, with the step of a checkpoint that is about to be
-            committed, and returns fields of :class:`.Manifest` by name.
+        fields: functions that return fields of :class:`.Manifest` by name. Before a commit, each is called with the
+            step, on rank 0 and the thread of the save.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StoreTarget(SaveTarget):
 
     def expect_new(self, path: str) -> None:
         if self.ranks.rank == 0 and not self.store.backend.in_place:
-            # Another rank of this save may have created it, and leaves it empty.
+            # Another rank of this save may have created the directory, which is then empty.
             there = [path] if os.path.islink(path) else self.store.backend.list(path)
             if there:
                 raise CheckpointError(f"{path} existed before this save, and was not changed. Save again.")
@@ -82,14 +82,14 @@ class StoreTarget(SaveTarget):
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
-        """Return the digests that the storage has computed; other files are flushed and read.
+        """Return the digests of this rank's files. Files without a digest of the storage are flushed and read.
 
-        Rank 0 computes the digest of each file that no rank has named, such as metadata.
+        :meth:`commit` adds the digest of each other file, such as metadata.
         """
         known: Mapping[str, FileDigest] = self.storage.marks if isinstance(self.storage, Storage) else {}
         if all(isinstance(each, (ArchiveResult, TensorResult)) for each in results):
             names = {each.storage_data.relative_path for each in results}
-        else:  # a storage that does not name its files: by the rank in torch's file names
+        else:  # the storage does not report its files: find them by the rank in torch's file names
             names = {name for name in self.store.backend.list(path) if name.startswith(f"__{self.ranks.rank}_")}
         return {**known, **{name: self.store.mark(path, name) for name in sorted(names - known.keys())}}
 
@@ -112,7 +112,7 @@ class StoreTarget(SaveTarget):
         if self.ranks.rank == 0 and (self._is_new or self.store.backend.in_place):
             self.store.backend.discard(path)
         elif self.ranks.rank == 0:
-            with contextlib.suppress(OSError):  # the directory has files if it is not of this save
+            with contextlib.suppress(OSError):  # a directory that another program has created may have files
                 os.rmdir(path)
 
     def clear(self) -> None:

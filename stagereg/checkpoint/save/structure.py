@@ -1,8 +1,8 @@
-"""Compares the structure of a staged copy with the state that the stager was given, in each save.
+"""Compares, in each save, the structure of a staged copy with the state that was passed to the stager.
 
-A stager may change values and dtypes, and nothing else. A copy without an entry, or with another container, shape or
-kind of value, restores in part, or makes the resumed run fail inside torch. So it fails the save, which names the path.
-No tensor data is read. The contents of objects, sets and configs are not compared.
+A stager may change values and dtypes, and nothing else. A copy that lacks an entry, or has another container, shape or
+kind of value, would be restored in part, or make the resumed run fail inside torch. So the save fails, with an error
+that names the path. No tensor data is read. The contents of objects, sets and configs are not compared.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from stagereg.checkpoint.format.split_tensors import shape_of
 from stagereg.errors import CheckpointError
 
 Outline: TypeAlias = Any
-"""For a tensor its shape, for a mapping its keys and their outlines, for a sequence an :class:`_Items`, or a name."""
+"""The shape of a tensor, the outlines of a mapping by key, :class:`_Items` for a sequence, or the name of a type."""
 
 _TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
 _ABSENT = None
-_SHOWN, _LONGEST = 3, 80  # differences in a message; characters of a path in a message
+_SHOWN, _LONGEST = 3, 80  # most differences in a message; most characters of a path in a message
 
 
 class _Items(NamedTuple):
     kind: str
     length: int
-    items: list[Outline] | frozenset[str]  # for a list of a million numbers: the kinds of its items
+    items: list[Outline] | frozenset[str]  # outlines; only kinds if no item is a tensor or container
 
 
 class _Key(NamedTuple):
@@ -39,7 +39,7 @@ class _Key(NamedTuple):
 
 @functools.lru_cache(1024)
 def _kind_of(kind: type) -> str:
-    """Return the name of a type's kind; types of one kind may replace each other."""
+    """Return the name of a type's kind. A stager may replace a type with another type of the same kind."""
     if issubclass(kind, torch.Tensor):
         return _TENSOR
     if issubclass(kind, Mapping) and kind.__name__ not in configs.KINDS:
@@ -59,7 +59,7 @@ def _shape(x: torch.Tensor) -> Outline:
 
 
 def outline(value: Any) -> Outline:
-    """Return the structure of a value, to compare with the structure of a copy. Takes 0.7 us an entry."""
+    """Return the structure of a value, to compare with the structure of a copy. Takes 0.7 us per entry."""
     kind = _kind_of(type(value))  # type: ignore[arg-type]  # mypy rejects it, but a type is hashable
     if kind is _TENSOR:
         return _shape(value)
@@ -73,15 +73,15 @@ def outline(value: Any) -> Outline:
 
 
 def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
-    """Raise ``CheckpointError`` if the copy of a ``stager``, a class, differs from the outline of its source."""
+    """Raise ``CheckpointError`` if a copy differs from the outline of its source; ``stager`` is the name of a class."""
     if not isinstance(copy, dict):
         raise CheckpointError(f"stage() of {stager} must return a copy of its dict, but returned {copy!r:.80}")
     found = [_describe(*each) for each in _differences(expected, outline(copy), ())]
     if found:
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise CheckpointError(
-            f"stage() of {stager} returned a copy of another structure: {'; '.join(found)}. A stager may change the "
-            "values and dtypes of a state dict, and nothing else: return each entry with its key, type and shape"
+            f"stage() of {stager} returned a copy with another structure: {'; '.join(found)}. A stager may change the "
+            "values and dtypes of a state dict, and nothing else. Return each entry with its key, type and shape"
         )
 
 

@@ -1,4 +1,4 @@
-"""The write of one copy to one target, and the cache of a target's thread from one save to the next."""
+"""The write of one copy to one target, and the cache that a target's thread keeps from one save to the next."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from stagereg.checkpoint.targets import SaveTarget
 
 
 class ExchangeCache:
-    """The last save of one target, so that ranks need not send unchanged parts again. For the target's thread."""
+    """The data of a target's last save, so that ranks do not send unchanged parts again. For the target's thread."""
 
     def __init__(self, repeats: bool) -> None:
         self.plans, self.results = Exchange(repeats), Exchange(repeats)
         self.planner = StatePlanner()
-        self.plan: SavePlan | None = None  # of this rank alone
-        self.sent: list[SavePlan] = []  # the same plan, as it is sent
-        self.nbytes = 0  # of its tensors, without the states of generators
+        self.plan: SavePlan | None = None  # the plan of this rank
+        self.sent: list[SavePlan] = []  # the same plan, in the form that is sent
+        self.nbytes = 0  # bytes of the rank's tensors, without the states of generators
         self.dealt: SavePlan | None = None  # the plan that rank 0 assigned to this rank
         self.entries: Structures = {}  # on rank 0: the entries of all ranks
-        self.described = ""  # on rank 0: the tensors in the index
-        self.readable = Readable()  # on rank 0: the index, as far as the reader has accepted it
+        self.described = ""  # on rank 0: the tables of the index, as JSON
+        self.readable = Readable()  # on rank 0: the validated parts of the index
         self.was_read_back = False  # whether a save was read back before its commit
 
     def forget(self) -> None:
-        """Send everything in the next save, because this save has failed."""
+        """Send everything in the next save, because this save was skipped or has failed."""
         self.plans.forget()
         self.results.forget()
         self.entries = {}
@@ -55,11 +55,11 @@ class Write:
         self.agreed = False  # whether all ranks have staged and know what to write
         self.over = threading.Event()  # set when the write has ended or failed
         self._reads = True
-        # Written under the lock of the thread: the deadline, as ``time.monotonic``, infinite before its turn; and
+        # Written under the lock of the thread: the deadline (``time.monotonic``), infinite until the write begins, and
         # whether a timeout was reported.
         self.until = until
         self.late = False
-        self.abandoned = False  # whether it must not commit; set by the training thread that closes the checkpointer
+        self.abandoned = False  # whether it must not commit; set by the training thread when it closes the checkpointer
 
     def leave_copy(self) -> None:
         """Stop reading the copy. Idempotent."""

@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_is_named_and_then_all_go_on(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, args=(str(tmp_path),))
     assert first[0]
     assert second[0]
-    assert any("rank 0 is at: waiting for the others" in text for text in first[1]), first[1]
+    assert any("rank 0 is at: waiting for the other ranks" in text for text in first[1]), first[1]
     assert any("rank 1 is at: writing its files" in text for text in second[1]), second[1]
     assert any("step 2 was saved after all" in text for text in first[1]), first[1]
     assert first[2].startswith("only here: rank 1 did not reach this exchange within 0.1"), first[2]

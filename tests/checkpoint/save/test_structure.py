@@ -95,7 +95,7 @@ def test_each_change_of_structure_is_refused_with_its_path(told: str) -> None:
     REFUSED[told](copied)
     with pytest.raises(CheckpointError) as refused:
         expect_same_structure(outline(state), copied, "mine.Mine")
-    assert str(refused.value).startswith("stage() of mine.Mine returned a copy of another structure: ")
+    assert str(refused.value).startswith("stage() of mine.Mine returned a copy with another structure: ")
     assert f"{told}. A stager may change the values and dtypes" in str(refused.value)
 
 
