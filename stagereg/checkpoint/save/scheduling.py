@@ -16,7 +16,7 @@ _TURN_S = 0.0002  # seconds after which Python switches threads
 
 
 def give_way() -> None:
-    """Let this thread, and threads that it starts, not preempt threads that compute, if the system supports it."""
+    """Set this thread, and threads that it starts, not to preempt threads that compute, if the system supports it."""
     with suppress(OSError, AttributeError):  # only Linux has the call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -186,7 +186,7 @@ def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def find_inside(value: Any, keys: Sequence[str]) -> Any:
-    """Return the value under dotted keys in nested dicts, lists and tuples; ``NOTHING`` if there is none."""
+    """Return the value under dotted keys in nested dicts, lists and tuples; ``NOTHING`` if it does not exist."""
     if not keys:
         return value
     if isinstance(value, _SPREAD):

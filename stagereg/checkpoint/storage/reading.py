@@ -280,7 +280,7 @@ class Transfer:
 
     def __init__(self, file: Callable[[str], Readable]) -> None:
         self._file = file
-        self.moves: dict[str, list[_Move]] = defaultdict(list)  # by file
+        self.moves: dict[str, list[_Move]] = defaultdict(list)  # moves by file
         # Objects, and chunks whose order of elements or dtype differs from the tensor.
         self.wholes: list[Whole] = []
         self._kept: list[torch.Tensor] = []  # keeps the memory of all addresses alive
