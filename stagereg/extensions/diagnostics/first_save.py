@@ -1,8 +1,8 @@
 """Checks of the first saves of a run. They log a warning if a resume would not restore the run.
 
 A stager that changes dtypes writes checkpoints that the objects reject. An optimizer may train parameters that are not
-in the state. A number in the state, as in ``state = {"samples": samples}``, keeps its first value while the program
-counts further. Without the checks, only the next run would fail. A check that raises an error is skipped.
+in the state. A number in the state, as in ``state = {"samples": samples}``, keeps its first value while the variable
+of the program changes. Without the checks, only the next run would fail. A check that raises an error is skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEEN = 2  # different values of a variable that trigger a warning
 
 
 def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
-    """Make a check that raises return None, with a debug log: the save itself reports invalid entries."""
+    """Wrap a check so that it logs its errors and returns None, since the save itself reports invalid entries."""
 
     @functools.wraps(check)
     def run(*args: P.args, **kwargs: P.kwargs) -> T | None:

@@ -1,6 +1,6 @@
 """Detects forgotten objects: an optimizer or a scheduler that is not in the state, and steps that are not saved.
 
-Each mistake is logged once in a run, with the line to write. If it is intended, silence the logger of this module.
+Each mistake is logged once in a run, with the line to write. If the program is right, silence the module's logger.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ForgottenObjects:
     def __init__(self, ranks: RankGroup) -> None:
         self.stepped = False
         self._ranks, self._saves = ranks, 0
-        self._active: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # stepped since the last save
+        self._active: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # with a step since the last save
         self._plateaus: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         self._judged: weakref.WeakSet[Any] = weakref.WeakSet(COUNTED)  # initially the samplers of earlier loops
         self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # an optimizer in the state may replace these
@@ -141,7 +141,7 @@ class ForgottenObjects:
             self._found.setdefault("sampler", _TEXTS["sampler"].format("a ResumableSampler", "; ".join(lines)))
 
     def _lacks_scheduler(self, optimizer: Optimizer, saved: _Saved) -> bool:
-        """Whether a scheduler of an optimizer is not in the state."""
+        """Whether ``optimizer`` has a scheduler that is not in the state."""
         known = any(each.optimizer.state is optimizer.state for each in saved.schedulers)
         plateau = any(saved.lacks(each, optimizer) for each in self._plateaus)
         return (plateau or (_is_scheduled(optimizer) and not known)) and not saved.has_schedules
@@ -177,7 +177,7 @@ class _Saved:
 
     @cached_property
     def _memory(self) -> dict[object, str]:
-        """The entries by the memory of their tensors."""
+        """Names of entries by the memory addresses of their tensors."""
         tensors = ((x, name) for name, value in self._captured.items() for _, x in leaves(value, name))
         found = {entries.memory_of(x): name for x, name in tensors if isinstance(x, torch.Tensor)}
         found.pop(0, None)  # the address of tensors without memory
@@ -190,17 +190,17 @@ class _Saved:
 
     @cached_property
     def has_schedules(self) -> bool:
-        """Whether an object of the program saves a scheduler."""
+        """Whether another object of the state may contain a scheduler."""
         return self.is_in_object("last_epoch")
 
     def trained_by(self, optimizer: Optimizer) -> str | None:
-        """Return an entry with parameters of an optimizer, if there is one."""
+        """Return the name of an entry with parameters of ``optimizer``; ``None`` if no such entry exists."""
         params = parameters_of(optimizer)
         by_memory = (self._memory.get(entries.memory_of(x)) for x in params)
         return next(filter(None, chain(map(self._owners.get, params), by_memory)), None)
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether another optimizer, which is in the state, has parameters of an optimizer."""
+        """Whether an optimizer in the state has parameters of ``optimizer``."""
         return not self._trained.isdisjoint(parameters_of(optimizer))
 
     def lacks(self, scheduler: Any, optimizer: Optimizer) -> bool:
@@ -298,6 +298,6 @@ class GivenSteps:
                 _log.warning(
                     "stagereg: maybe_save() saves multiples of every=%d only, and the program skips them: %s. Call "
                     "maybe_save(step, state) at the end of each step, with a step that grows by 1.",
-                    *(every, ", ".join(f"step {x} came without step {x // every * every}" for x in self._crossed)),
+                    *(every, ", ".join(f"step {x} instead of {x // every * every}" for x in self._crossed)),
                 )
                 self._crossed = None

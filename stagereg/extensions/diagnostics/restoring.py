@@ -31,12 +31,12 @@ from stagereg.extensions.diagnostics.first_save import only_looks
 
 _log = logging.getLogger(__name__)
 
-_MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # attributes of schedulers
+_MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # changing attributes
 _PRIVATE = {"_milestones", "_schedule_phases"}  # private attributes that are options
 _RATES = {"lr", "initial_lr"}  # values of a group that schedulers change
 _MOMENTA = {"momentum", "betas"}  # values of a group that schedulers change if the group has one of ``_CYCLES``
 _CYCLES = {"base_momentum", "max_momentum"}
-_MOST, _LONGEST = 10, 400  # most lines of a message, most characters of a value
+_MOST, _LONGEST = 10, 400  # maximum lines of a message, maximum characters of a value
 _TEXT = (
     "stagereg: restore() set options of %s to their saved values, as load_state_dict() of torch does, but the program "
     "has other values. To use the values of the program, write after restore():%s"
@@ -67,7 +67,7 @@ def options_of(state: Mapping[str, Any]) -> Options:
 
 @only_looks
 def warn_of_replaced(state: Mapping[str, Any], before: Options | None) -> None:
-    """Log the options that differ from those ``before`` a restore, with the lines that set them again."""
+    """Log the options that a restore changed from ``before``, with the lines that set the old values again."""
     after = options_of(state) or {}
     pairs = {key: (old, after[key]) for key, old in (before or {}).items() if key in after}
     lines: dict[str, list[str]] = {_TEXT: [], _RATE: []}

@@ -2,7 +2,7 @@
 
 Several programs may record in one directory. An attempt belongs to this run if the same launcher started the attempt,
 or if the attempt took steps with the same checkpoint directory. A run ends with the attempt that completes. Parses only
-the needed lines, since the start of a run waits.
+the needed lines, so that the start of a run is fast.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from stagereg.errors import MALFORMED
 class Earlier:
     """The attempts before the current attempt. Times are seconds since the epoch."""
 
-    began: float  # begin of the first attempt
-    last: float  # the last step of the previous attempt, or its begin if it took no step
+    began: float  # start of the first attempt
+    last: float  # last step of the previous attempt, or the start of that attempt if it took no step
     step: int | None  # the last step of the run; `None` before the first step
     attempts: int
     failures: int  # failures after which training resumed
@@ -32,7 +32,7 @@ class Earlier:
 
     @classmethod
     def read(cls, path: Path, size: int, run: str, checkpoints: str) -> Earlier | None:
-        """Return the earlier attempts of ``run`` in the first ``size`` bytes of a record, or ``None`` without any.
+        """Return the earlier attempts of ``run`` in the first ``size`` bytes of a record; ``None`` if none exist.
 
         ``checkpoints`` is the checkpoint directory of the run. Also returns ``None`` if the file cannot be read.
         """

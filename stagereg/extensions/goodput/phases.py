@@ -98,8 +98,8 @@ def mark(phase: str, at: float | None = None) -> None:
 def begin(directory: Path, attempt: str, noted: Mapping[str, Any] | None) -> None:
     """Begin an attempt that rank 0 is about to record in ``directory``.
 
-    ``noted`` is the failure that the launcher, or a rank of the previous attempt, reported: the reason ``why``; the
-    Unix times when it was ``noticed`` and (by a launcher) all ranks had ``ended``; the number of the ``restart``.
+    ``noted`` is the failure that the launcher, or a rank of the previous attempt, reported: the reason ``why``, the
+    Unix time ``noticed``, and from a launcher the Unix time ``ended``, when all ranks had exited, and ``restart``.
     """
     global _start
     _start = _Start(directory / record.file_name(0), attempt, noted or {})
@@ -133,8 +133,8 @@ def take_step(step: int) -> None:
 def mtbf_s(expected_s: float, in_tier: bool) -> float:
     """Return the mean time between failures in seconds, from the expected value and this run's failures. On rank 0.
 
-    The expected value counts as one failure in that time. With ``in_tier``, all failures count; otherwise only failures
-    after which the run resumed from storage, and the last failure, for which that is still unknown.
+    The expected value counts as one failure in that time. With ``in_tier``, all failures count; otherwise only the last
+    failure, and failures after which the run resumed from storage.
     """
     if _start is None or (earlier := _start.earlier) is None:
         return expected_s
@@ -149,7 +149,7 @@ def _sentence(why: str) -> str:
 
 
 def process_start(process: str) -> float:
-    """Return the start of a process in Unix seconds (Linux; elsewhere, the time of this module's import)."""
+    """Return the start time of a process in Unix seconds; without Linux, the time of this module's import."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Mark the phases of a start that end when a checkpointer restores and when it takes its first step."""
+"""Mark the ends of two phases of a start: the restore of a checkpointer, and its first step."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ Kind: TypeAlias = tuple[str, bool]
 
 
 class HeldTensor(NamedTuple):
-    """A rank's part of one tensor, without its bytes."""
+    """The description of a rank's part of one tensor."""
 
     path: tuple[str | int, ...]
     part: Part
@@ -183,7 +183,7 @@ class BufferNames:
         self._found: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
 
     def find(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Collection[str]:
-        """Return the names; modules are walked only if the keys of entries change, since that takes milliseconds."""
+        """Return the names of buffers. Searches modules only if the keys of entries change, to save time."""
         keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
         if self._found is None or self._found[0] != keys:
             self._found = keys, entries.buffers(state)

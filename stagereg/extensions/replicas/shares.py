@@ -46,7 +46,7 @@ SAMPLES = "stagereg.samples"
 
 
 class RowSlice(NamedTuple):
-    """The slice that one rank stages of a replicated tensor."""
+    """The slice of a replicated tensor that one rank stages."""
 
     holder: tuple[str | int, ...]  # the keys that lead to the mapping or list with the tensor, in its entry
     key: str | int  # the key of the tensor in its holder
@@ -85,13 +85,13 @@ class ReplicaShards(ReplicaSharding):
         self._numbers = itertools.count()
         self.buffers = BufferNames()
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # shards that apply after the last completed saves
-        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # a save, and names compared in it
+        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # last save with a comparison, and its names
 
     def begin_save(self) -> ShardedSave:
         return ShardedSave(self, next(self._numbers))
 
     def note_compared(self, number: int, names: Iterable[str]) -> None:
-        """Record the dotted names of the values of all ranks that a save compares. On rank 0."""
+        """Record the dotted names of all values that ranks compare in a save. On rank 0."""
         self._compared = number, frozenset(names)
 
     def expect_not_compared(self, found_in: int, names: Iterable[tuple[int, str]]) -> None:
@@ -151,9 +151,9 @@ class ShardedSave(ReplicaSave):
         super().__init__()
         self.number, self._book = number, book
         # Written by the training thread.
-        self._buffers: Collection[str] | None = None  # tensors in which ranks may differ; ``None``: values are stale
+        self._buffers: Collection[str] | None = None  # tensors that may differ; ``None`` if values are stale
         self._replicated: Collection[str] = ()  # entries that may be sharded
-        # Written by the training thread if it has them when it stages, otherwise by the thread of the first target.
+        # Written by the training thread if it knows its shards when it stages, otherwise by the first target's thread.
         self._shares: Shares | None = None
         # Written by the thread of the first target.
         self._compares = False
@@ -347,7 +347,7 @@ def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[RowSlice
 
 
 def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
-    """Return the rows nearest to the bytes ``begin`` to ``end``; all rows of a small tensor that begins in there."""
+    """Return the rows nearest to the bytes ``begin`` to ``end``; all rows of a small tensor if it begins in them."""
     dim = next((i for i, size in enumerate(shape) if size > 1), None)
     if dim is None or nbytes < _LEAST_BYTES or not shape.numel():
         return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
